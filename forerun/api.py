@@ -1,0 +1,350 @@
+"""The Python interface: `load` a target with a method, then `generate` or `stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerationMode
+
+from forerun.decode import Generation, Step, decode
+from forerun.methods import Method, method
+from forerun.metrics import Stats, summarise
+from forerun.model import CausalLM
+from forerun.params import SamplingParams
+from forerun.sampling import Sampler
+from forerun.text import TextStream
+from forerun.zoo import EMBEDDED, embedded_model, embedded_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for one prompt.
+
+    Attributes:
+        text: the output alone, cut before a stop string; empty without a tokenizer.
+        tokens: output token ids, the end token included.
+        origins: where each token came from: draft, lookup, correction or bonus.
+        finish_reason: "stop" (end token, stop string or criterion) or "length".
+        stats: tau, alpha, tokens/s and the counts behind them. Its seconds are those of the whole call.
+        steps: the record of every target forward.
+    """
+
+    text: str
+    tokens: list[int]
+    origins: list[str]
+    finish_reason: str
+    stats: Stats
+    steps: list[Step]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream.
+
+    Attributes:
+        index: which prompt it belongs to.
+        text: new text; empty where a stop string may be in the making.
+        pieces: the same text as (text, origin of its token).
+        step: the target forward behind it, with the tokens committed.
+        finish_reason: set on the last chunk of a prompt.
+    """
+
+    index: int
+    text: str
+    pieces: list[tuple[str, str]]
+    step: Step
+    finish_reason: str | None
+
+
+class Decoder:
+    """A target, perhaps a draft, and a method. Not for use from several threads at once: the caches are its own."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft: PreTrainedModel | None = None,
+        method: Method | None = None,
+    ) -> None:
+        self.target = CausalLM(target)
+        self.draft = CausalLM(draft) if draft is not None else None
+        self.tokenizer = tokenizer
+        self.method = method if method is not None else _default_method(draft is not None)
+        if self.method.needs_draft and self.draft is None:
+            raise ValueError(f"method {type(self.method).__name__.lower()!r} needs a draft model; give draft=...")
+        if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"the draft's vocabulary has {self.draft.vocab_size} entries, the target's {self.target.vocab_size}"
+            )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | GenerationConfig | None = None,
+        **options: Any,
+    ) -> Any:
+        """Generates to the end; a Completion for one prompt, a list of them for several.
+
+        `prompts`: text or token ids, one or many. `params`: SamplingParams (greedy by default) or a transformers
+        GenerationConfig; `options` are its fields, given singly. Prompts of a batch are decoded together and
+        finish on their own.
+
+        Raises ValueError for empty prompts, prompts that fill the context, and settings out of range.
+        """
+        single, rows = self._rows(prompts)
+        begun = perf_counter()
+        seqs, texts = self._start(rows, _params(params, options))
+        steps: list[list[Step]] = [[] for _ in seqs]
+        for batch in decode(self.target, self._drafter(), seqs):
+            for step in batch:
+                steps[step.index].append(step)
+        seconds = perf_counter() - begun
+        completions = []
+        for seq, text, taken in zip(seqs, texts, steps, strict=True):
+            origins = [origin for step in taken for origin in step.origins]
+            if text is not None:
+                text.push(seq.output, origins, finished=True)
+            assert seq.finish_reason is not None
+            completions.append(
+                Completion(
+                    text=text.text if text is not None else "",
+                    tokens=seq.output,
+                    origins=origins,
+                    finish_reason=seq.finish_reason,
+                    stats=summarise(taken, seconds),
+                    steps=taken,
+                )
+            )
+        return completions[0] if single else completions
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | GenerationConfig | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once."""
+        _, rows = self._rows(prompts)
+        seqs, texts = self._start(rows, _params(params, options))
+
+        def chunks() -> Iterator[Chunk]:
+            for batch in decode(self.target, self._drafter(), seqs):
+                for step in batch:
+                    reason, text = seqs[step.index].finish_reason, texts[step.index]
+                    pieces = text.push(step.tokens, step.origins, reason is not None) if text is not None else []
+                    yield Chunk(step.index, "".join(piece for piece, _ in pieces), pieces, step, reason)
+
+        return chunks()
+
+    def _drafter(self):
+        return self.method.build(self.draft)
+
+    def _rows(self, prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[list[int]]]:
+        """Whether it is one prompt, and the token ids of each, checked against the context."""
+        if isinstance(prompts, torch.Tensor):
+            prompts = prompts.tolist()
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: Sequence[Any] = [prompts] if single else prompts
+        if not many:
+            raise ValueError("no prompts were given")
+        rows = []
+        for i, prompt in enumerate(many):
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise ValueError("text prompts need a tokenizer; give token ids or tokenizer=...")
+                prompt = self.tokenizer(prompt)["input_ids"]
+            row = [int(token) for token in prompt]
+            context = self.target.context
+            if not row:
+                raise ValueError(f"prompt {i} is empty; it needs at least one token")
+            if min(row) < 0 or max(row) >= self.target.vocab_size:
+                raise ValueError(f"prompt {i} has token ids outside 0..{self.target.vocab_size - 1}")
+            if context is not None and len(row) >= context:
+                raise ValueError(
+                    f"prompt {i} has {len(row)} tokens; the target's context of {context} leaves room for "
+                    f"at most {context - 1}"
+                )
+            rows.append(row)
+        return single, rows
+
+    def _start(
+        self, rows: list[list[int]], params: SamplingParams | GenerationConfig
+    ) -> tuple[list[Generation], list[TextStream | None]]:
+        config, seed, ignore_eos = self._generation_config(params)
+        ends = [] if ignore_eos or config.eos_token_id is None else config.eos_token_id
+        eos = frozenset([ends] if isinstance(ends, int) else ends)
+        stop = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings or ())
+        criteria = None
+        if stop:
+            if self.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer; give tokenizer=...")
+            criteria = StoppingCriteriaList([StopStringCriteria(self.tokenizer, stop)])
+        if seed is None and config.do_sample:
+            seed = int(torch.randint(2**31, (1,)))
+        seqs, texts = [], []
+        for i, row in enumerate(rows):
+            limit = len(row) + config.max_new_tokens if config.max_new_tokens is not None else config.max_length
+            if limit <= len(row):
+                raise ValueError(f"max_length {limit} leaves no room behind the {len(row)} tokens of prompt {i}")
+            generator = None
+            if config.do_sample:
+                assert seed is not None
+                generator = torch.Generator(self.target.device).manual_seed(seed + i)
+            seqs.append(
+                Generation(
+                    tokens=list(row),
+                    limit=min(limit, self.target.context or limit),
+                    sampler=Sampler(
+                        greedy=not config.do_sample,
+                        processors=self.target.processors(config, len(row)),
+                    ),
+                    eos=eos,
+                    criteria=criteria,
+                    generator=generator,
+                    index=i,
+                )
+            )
+            texts.append(TextStream(self.tokenizer, row, stop) if self.tokenizer is not None else None)
+        return seqs, texts
+
+    def _generation_config(
+        self, params: SamplingParams | GenerationConfig
+    ) -> tuple[GenerationConfig, int | None, bool]:
+        """Everything as a transformers GenerationConfig, with the seed and whether end tokens are ignored."""
+        if isinstance(params, SamplingParams):
+            sampling = {
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "min_p": params.min_p or None,
+            }
+            config = GenerationConfig(
+                max_new_tokens=params.max_new_tokens,
+                do_sample=params.temperature > 0,
+                repetition_penalty=params.repetition_penalty,
+                stop_strings=list(params.stop) or None,
+                eos_token_id=self.target.model.generation_config.eos_token_id,
+                pad_token_id=self.target.model.generation_config.pad_token_id,
+                **(sampling if params.temperature > 0 else {}),
+            )
+            return config, params.seed, params.ignore_eos
+        config, unused = self.target.model._prepare_generation_config(params)
+        if unused:
+            raise ValueError(f"these are not generation settings: {sorted(unused)}")
+        mode = config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
+        for name, allowed in (
+            ("num_return_sequences", (None, 1)),
+            ("guidance_scale", (None, 1)),
+            ("watermarking_config", (None,)),
+        ):
+            if getattr(config, name, None) not in allowed:
+                raise ValueError(f"{name}={getattr(config, name)} is not supported")
+        if config.max_new_tokens is None and config.max_length is None:
+            config.max_new_tokens = SamplingParams().max_new_tokens
+        return config, None, False
+
+
+def _params(
+    params: SamplingParams | GenerationConfig | None, options: dict[str, Any]
+) -> SamplingParams | GenerationConfig:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, GenerationConfig):
+        if options:
+            raise ValueError(f"options {sorted(options)} cannot be given beside a GenerationConfig; set them in it")
+        return params
+    unknown = sorted(set(options) - set(SamplingParams.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}; there are {', '.join(SamplingParams.__dataclass_fields__)}")
+    return replace(params, **options)
+
+
+def _default_method(has_draft: bool) -> Method:
+    return method("sd" if has_draft else "lookup")
+
+
+def _load_model(
+    source: str | Path | PreTrainedModel, part: Any, dtype: Any, device: str, trust_remote_code: bool
+) -> PreTrainedModel:
+    if not isinstance(source, str | Path):
+        return source
+    if source == EMBEDDED:
+        return embedded_model(part).to(device=device, dtype=torch.float32 if dtype == "auto" else dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot load {part} {str(source)!r}: {first}") from error
+    return model.to(device)
+
+
+def load(
+    target: str | Path | PreTrainedModel = EMBEDDED,
+    *,
+    draft: str | Path | PreTrainedModel | None = None,
+    method: str | Method | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Decoder:
+    """Loads a target, and a draft if there is one, for decoding by `method`.
+
+    Args:
+        target: hub id, folder or model; "embedded" is the pair that comes with the package.
+        draft: likewise; with the embedded target its own draft is the default.
+        method: a name from `forerun.methods.METHODS` or its dataclass. Default: "sd" with a draft, else "lookup".
+        tokenizer: the target's own by default; needed for text.
+        dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
+        device: default: cuda if there is one.
+        trust_remote_code: passed on to transformers.
+        **options: the method's settings, such as gamma=6.
+
+    Raises:
+        ValueError: an unknown method or setting, a model that cannot be loaded or decoded, a draft with another
+            vocabulary.
+    """
+    from forerun.methods import method as make_method
+
+    embedded = isinstance(target, str) and target == EMBEDDED
+    if draft is None and embedded:
+        draft = EMBEDDED
+    chosen = make_method(method or ("sd" if draft is not None else "lookup"), **options)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.float32 if device == "cpu" else "auto")
+    if not chosen.needs_draft:
+        draft = None
+    if tokenizer is None and isinstance(target, str | Path):
+        tokenizer = embedded_tokenizer() if embedded else target
+    if isinstance(tokenizer, str | Path):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+        except OSError as error:
+            raise ValueError(
+                f"cannot load the tokenizer of {str(tokenizer)!r}: {str(error).splitlines()[0]}"
+            ) from error
+    return Decoder(
+        _load_model(target, "target", dtype, device, trust_remote_code),
+        tokenizer,
+        None if draft is None else _load_model(draft, "draft", dtype, device, trust_remote_code),
+        chosen,
+    )

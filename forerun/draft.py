@@ -1,0 +1,114 @@
+"""Draft trees: what a drafter proposes under the last committed token of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A token tree. Node 0 is the root: the last committed token, which the target has not run yet.
+
+    Attributes:
+        tokens: [N] token of each node.
+        parents: [N] index of each node's parent; -1 for the root, smaller than the node's own index elsewhere.
+        q: [S, V] the laws that nodes 1..S were drawn from (given that their earlier siblings were rejected);
+            the nodes behind them are point masses. None: all are.
+        origins: [N] where each token came from, for statistics and display.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    q: Tensor | None = None
+    origins: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents) >= 1 and self.parents[0] == -1
+        assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
+        assert self.q is None or len(self.q) < len(self.tokens)
+        if not self.origins:
+            object.__setattr__(self, "origins", ["draft"] * len(self.tokens))
+        assert len(self.origins) == len(self.tokens)
+
+    @classmethod
+    def root(cls, token: int) -> Draft:
+        """The empty draft: plain autoregressive decoding."""
+        return cls([token], [-1])
+
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft") -> Draft:
+        """One branch without siblings, drawn from the laws `q` [len(tokens), V] or, without them, point masses."""
+        return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """Number of proposed tokens."""
+        return len(self.tokens) - 1
+
+    @property
+    def sampled(self) -> int:
+        """Number of nodes that were drawn from a law; the others are point masses."""
+        return 0 if self.q is None else len(self.q)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """The children of each node, in the order in which they are tested."""
+        below: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], 1):
+            below[parent].append(node)
+        return below
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """[N] distance from the root: a node's position behind that of the last committed token."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        nodes = [node]
+        while self.parents[nodes[-1]] >= 0:
+            nodes.append(self.parents[nodes[-1]])
+        return nodes[::-1]
+
+    def mask(self) -> Tensor:
+        """[N, N] bool: entry (i, j) says that node i sees node j, that is, j is on the path from the root to i."""
+        size = len(self)
+        mask = torch.eye(size, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], 1):
+            mask[node] |= mask[parent]
+        return mask
+
+    def merge(self, other: Draft) -> Draft:
+        """Both trees as one, this one's nodes first; paths that both hold are kept once.
+
+        `other` must consist of point masses. A sibling that repeats a drawn token is dropped: once that token
+        was rejected, nothing is left of it in the residual.
+        """
+        assert other.q is None and other.tokens[0] == self.tokens[0]
+        tokens, parents, origins = list(self.tokens), list(self.parents), list(self.origins)
+        place = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
+        moved = [0]
+        for node in range(1, len(other)):
+            key = (moved[other.parents[node]], other.tokens[node])
+            if key not in place:
+                place[key] = len(tokens)
+                tokens.append(key[1])
+                parents.append(key[0])
+                origins.append(other.origins[node])
+            moved.append(place[key])
+        return Draft(tokens, parents, self.q, origins)

@@ -1,0 +1,1 @@
+"""Drafters: where proposals come from."""

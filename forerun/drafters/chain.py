@@ -1,0 +1,73 @@
+"""Drafting with a smaller model, one token a forward (Leviathan et al., arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from forerun.decode import Generation, Proposal
+from forerun.draft import Draft
+from forerun.lengths import LengthPolicy
+from forerun.model import CausalLM
+from forerun.sampling import Verdict
+
+
+class ChainDrafter:
+    """A draft model's own continuation of each sequence, as long as the length policy says.
+
+    The draft's logits go through the sequence's own processors, and the laws that result are what its tokens are
+    drawn from and what the acceptance rule is given.
+    """
+
+    def __init__(self, model: CausalLM, policy: LengthPolicy) -> None:
+        self.model, self.policy = model, policy
+
+    def start(self, seqs: Sequence[Generation]) -> None:
+        # A prompt that fills the draft's context leaves nothing to draft.
+        self.model.start([seq.tokens[:-1][: self.model.context] for seq in seqs])
+
+    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+        context = self.model.context
+        depth = [min(seq.room - 1, context - len(seq.tokens) if context else seq.room) for seq in seqs]
+        tokens: list[list[int]] = [[] for _ in seqs]
+        laws: list[list[Tensor]] = [[] for _ in seqs]
+        going = [d > 0 for d in depth]
+        forwards, policy_seconds = 0, 0.0
+        while any(going):
+            # The first forward catches up with what the target committed, the others run the last draft token.
+            pending = [
+                (seq.tokens + drafted)[length:] if on else []
+                for seq, drafted, length, on in zip(seqs, tokens, self.model.cache.lengths, going, strict=True)
+            ]
+            logits = self.model.extend(pending)
+            forwards += 1
+            for row, seq in enumerate(seqs):
+                if not going[row]:
+                    continue
+                drafted = tokens[row]
+                scores = seq.sampler.scores(logits[row][-1:], lambda _, s=seq, d=drafted: s.tokens + d)[0]
+                token, law = seq.sampler.choose(scores, seq.generator)
+                drafted.append(token)
+                if law is not None:
+                    laws[row].append(law)
+                asked = perf_counter()
+                # Behind an end token nothing can be committed.
+                going[row] = len(drafted) < depth[row] and token not in seq.eos and self.policy.more(drafted, scores)
+                policy_seconds += perf_counter() - asked
+        drafts = [
+            Draft.chain(seq.tokens[-1], drafted, torch.stack(law) if law else None)
+            for seq, drafted, law in zip(seqs, tokens, laws, strict=True)
+        ]
+        return Proposal(drafts, forwards, policy_seconds)
+
+    def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        # What was run of the accepted path stays; the rest of the draft goes.
+        self.model.crop(
+            [min(length, len(seq.tokens) - 1) for length, seq in zip(self.model.cache.lengths, seqs, strict=True)]
+        )
+
+    def keep(self, rows: list[int]) -> None:
+        self.model.keep(rows)

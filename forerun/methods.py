@@ -1,0 +1,85 @@
+"""The methods by name: settings as frozen dataclasses, checked where they are made.
+
+Importing this needs no torch, so that the command line can refuse a bad setting at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from forerun.decode import Drafter
+    from forerun.model import CausalLM
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class AR:
+    """Plain autoregressive decoding, the baseline."""
+
+    needs_draft: ClassVar[bool] = False
+
+    def build(self, draft: CausalLM | None) -> Drafter:
+        from forerun.drafters.plain import PlainDrafter
+
+        return PlainDrafter()
+
+
+@dataclass(frozen=True)
+class SD:
+    """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
+
+    gamma: int = 5
+    needs_draft: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _at_least("gamma", self.gamma, 1)
+
+    def build(self, draft: CausalLM | None) -> Drafter:
+        from forerun.drafters.chain import ChainDrafter
+        from forerun.lengths import FixedLength
+
+        assert draft is not None
+        return ChainDrafter(draft, FixedLength(self.gamma))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Prompt lookup: proposes up to `gamma` tokens that once followed the last `ngram` or fewer tokens."""
+
+    gamma: int = 8
+    ngram: int = 3
+    needs_draft: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _at_least("gamma", self.gamma, 1)
+        _at_least("ngram", self.ngram, 1)
+
+    def build(self, draft: CausalLM | None) -> Drafter:
+        from forerun.drafters.lookup import LookupDrafter
+
+        return LookupDrafter(self.gamma, self.ngram)
+
+
+Method = AR | SD | Lookup
+METHODS: dict[str, type[Method]] = {"ar": AR, "sd": SD, "lookup": Lookup}
+
+
+def method(name: str | Method, **options: Any) -> Method:
+    """The method of that name with these settings; raises ValueError naming what is unknown or out of range."""
+    if not isinstance(name, str):
+        if options:
+            raise ValueError(f"{name!r} already carries its settings; {sorted(options)} cannot be given beside it")
+        return name
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
+    known = [field.name for field in fields(METHODS[name])]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+    return METHODS[name](**options)

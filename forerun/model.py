@@ -1,0 +1,173 @@
+"""A Hugging Face causal model with its cache. The only module that touches modelling code, and the only one that
+knows of batches: it pads rows and builds their positions and masks; above it a sequence is a sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from forerun.cache import KVCache
+from forerun.draft import Draft
+
+_ATTENTION = {"full_attention", "sliding_attention"}
+
+
+class CausalLM:
+    """Runs token trees for several rows at once against a preallocated KV cache.
+
+    Raises ValueError at construction for models that cannot roll back or see a tree: encoder-decoders, recurrent
+    or chunked layers, attention that takes no additive mask, modelling code without `position_ids`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.config = config = model.config.get_text_config(decoder=True)
+        name = type(model).__name__
+        accepted = inspect.signature(model.forward).parameters
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{name} is an encoder-decoder; a decoder-only model is needed")
+        if getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION:
+            raise ValueError(f"{name} has layers that cannot roll back: {sorted(kinds - _ATTENTION) or 'recurrent'}")
+        if "position_ids" not in accepted or "past_key_values" not in accepted:
+            raise ValueError(f"{name}.forward takes no position_ids and past_key_values; it cannot run drafts")
+        if model.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"attention implementation {model.config._attn_implementation!r} takes no tree masks; "
+                'load the model with attn_implementation="sdpa" or "eager"'
+            )
+        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self.window: int | None = getattr(config, "sliding_window", None)
+        if "sliding_attention" not in kinds and getattr(config, "layer_types", None):
+            self.window = None
+        # With layer types the model takes one mask a type, without them one mask for all layers.
+        self._mask_kinds = sorted(kinds) if "sliding_attention" in kinds else None
+        self.cache = KVCache(config.num_hidden_layers, 0)
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the positions allow, None where the configuration names none."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def processors(self, config: GenerationConfig, prompt_length: int) -> LogitsProcessorList:
+        """Hugging Face's own logits processors for a generation config, as its `generate` would set them up."""
+        self.model._prepare_special_tokens(config, False, device=self.device)
+        return self.model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=self.device)
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Forgets everything and runs the prompts, one a row, which may be empty and of different lengths."""
+        layer_types = getattr(self.config, "layer_types", None) or []
+        sliding = [kind == "sliding_attention" for kind in layer_types] or [self.window is not None] * len(
+            self.cache.layers
+        )
+        self.cache = KVCache(self.config.num_hidden_layers, len(prompts), sliding)
+        if any(prompts):
+            self._run(prompts, [range(len(prompt)) for prompt in prompts], None, **self._last_logits_only)
+            self.cache.commit([list(range(len(prompt))) for prompt in prompts])
+
+    def forward(self, drafts: Sequence[Draft]) -> list[Tensor]:
+        """Logits [N_r, V] of every node of each row's tree. Nothing is kept until `commit`."""
+        masks = None
+        if not all(draft.is_chain for draft in drafts):
+            masks = [draft.mask() for draft in drafts]
+        logits = self._run([draft.tokens for draft in drafts], [draft.depths for draft in drafts], masks)
+        return [row[: len(draft)] for row, draft in zip(logits, drafts, strict=True)]
+
+    def extend(self, chains: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Runs and commits a chain of tokens a row; logits [len(chain), V] of each."""
+        logits = self._run(chains, [range(len(chain)) for chain in chains], None)
+        self.cache.commit([list(range(len(chain))) for chain in chains])
+        return [row[: len(chain)] for row, chain in zip(logits, chains, strict=True)]
+
+    @torch.inference_mode()
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keeps a path of nodes of each row's last draft."""
+        self.cache.commit(paths)
+
+    def crop(self, lengths: list[int]) -> None:
+        """Shortens each row to its first `lengths[r]` positions."""
+        self.cache.crop_to(lengths)
+
+    def keep(self, rows: list[int]) -> None:
+        """Drops all rows but these."""
+        self.cache.keep(rows)
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        tokens: Sequence[Sequence[int]],
+        depths: Sequence[Sequence[int]],
+        masks: Sequence[Tensor] | None,
+        **options: int,
+    ) -> Tensor:
+        """Logits [B, N, V] of padded rows; `masks[r]` [N_r, N_r] says which new tokens see which, None: causal."""
+        cache, new = self.cache, max(map(len, tokens))
+        cache.begin(self.device, new)
+        ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
+        positions = torch.tensor(
+            [
+                [start + depth for depth in row] + [start] * (new - len(row))
+                for row, start in zip(depths, cache.lengths, strict=True)
+            ],
+            device=self.device,
+        )
+        attention = None
+        # Rows of equal starts with chains behind them are what the model's own causal mask is for: padding
+        # stands behind everything that is read.
+        if masks is not None or not cache.uniform:
+            attention = self._additive_mask(positions, masks, new)
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=attention,
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+        )
+        return output.logits
+
+    def _additive_mask(self, positions: Tensor, masks: Sequence[Tensor] | None, new: int) -> Tensor | dict[str, Tensor]:
+        """Mask [B, 1, N, longest + N] (0 seen, lowest float unseen), one a layer type where they differ.
+
+        Additive because boolean masks are silently wrong under eager attention.
+        """
+        rows, longest, device = len(positions), max(self.cache.lengths), positions.device
+        lengths = torch.tensor(self.cache.lengths, device=device)
+        inner = torch.eye(new, dtype=torch.bool).repeat(rows, 1, 1)
+        for row in range(rows):
+            if masks is None:
+                inner[row] = torch.ones(new, new, dtype=torch.bool).tril_()
+            else:
+                size = len(masks[row])
+                inner[row, :size, :size] = masks[row]
+        seen = torch.zeros(rows, new, longest + new, dtype=torch.bool, device=device)
+        seen |= (torch.arange(longest + new, device=device) < lengths[:, None])[:, None]
+        columns = (lengths[:, None] + torch.arange(new, device=device))[:, None].expand(rows, new, new)
+        seen.scatter_(2, columns, inner.to(device))
+
+        def additive(visible: Tensor) -> Tensor:
+            lowest = torch.finfo(self.model.dtype).min
+            mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=device)
+            return mask.masked_fill_(~visible, lowest)[:, None]
+
+        if self.window is None:
+            return additive(seen)
+        key_positions = torch.arange(longest + new, device=device).repeat(rows, 1)
+        key_positions.scatter_(1, columns[:, 0], positions)
+        near = positions[:, :, None] - key_positions[:, None, :] < self.window
+        if self._mask_kinds is None:
+            return additive(seen & near)
+        both = {"full_attention": seen, "sliding_attention": seen & near}
+        return {kind: additive(both[kind]) for kind in self._mask_kinds}

@@ -1,0 +1,146 @@
+"""Laws of the next token, and the acceptance rule that keeps the output's law the target's own.
+
+The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318); for trees
+it is applied child by child on what is left of the target's law (recursive rejection sampling).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from forerun.draft import Draft
+
+# These read the scores alone, so every node of a draft can go through them at once.
+_PREFIX_FREE = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.SuppressTokensLogitsProcessor,
+)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or a draw."""
+
+    greedy: bool = True
+    processors: LogitsProcessorList | None = None
+
+    def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
+        """Processed float32 scores [N, V] of logits [N, V]; `prefix(i)` gives the tokens before the i-th choice.
+
+        Processors that read the prefix see rows of one length only, never padding.
+        """
+        scores = logits.float()
+        if not self.processors:
+            return scores
+        scores = scores.clone()  # some processors write in place
+        if all(isinstance(processor, _PREFIX_FREE) for processor in self.processors):
+            nothing = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+            return self.processors(nothing, scores)
+        prefixes = [prefix(i) for i in range(len(scores))]
+        by_length = defaultdict(list)
+        for i, tokens in enumerate(prefixes):
+            by_length[len(tokens)].append(i)
+        for rows in by_length.values():
+            ids = torch.tensor([prefixes[i] for i in rows], device=scores.device)
+            scores[rows] = self.processors(ids, scores[rows])
+        return scores
+
+    def choose(self, scores: Tensor, generator: torch.Generator | None) -> tuple[int, Tensor | None]:
+        """The next token from scores [V], and the law [V] it was drawn from (None for greedy)."""
+        if self.greedy:
+            return int(scores.argmax()), None
+        law = scores.softmax(-1)
+        return draw(law, generator), law
+
+
+def draw(law: Tensor, generator: torch.Generator | None) -> int:
+    """One token from a law [V], which need not be normalised."""
+    return int(torch.multinomial(law, 1, generator=generator))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The target's answer to a draft.
+
+    Attributes:
+        path: accepted nodes in order, the root first.
+        token: the token behind them: a correction if a child was rejected there, else a bonus.
+        tested: nodes looked at: the accepted ones and the level of the first rejection, not what is behind it.
+        rejected: whether the last node of the path had children and none was accepted.
+    """
+
+    path: list[int]
+    token: int
+    tested: int
+    rejected: bool
+
+    @property
+    def accepted(self) -> int:
+        return len(self.path) - 1
+
+
+def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator | None) -> Verdict:
+    """Walks the draft with the target's processed scores [N, V] of its nodes; lossless.
+
+    Greedy compares with the argmax itself, not with ratios of probabilities. Sampling: at a node, `r` is the
+    target's law; child x with law q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
+    r = norm(max(r - q, 0)) for the next child; with no child left, the next token is drawn from r.
+    """
+    if greedy:
+        return _accept_greedy(draft, scores.argmax(-1).tolist())
+    return _accept_sampled(draft, scores.softmax(-1), generator)
+
+
+def _accept_greedy(draft: Draft, best: list[int]) -> Verdict:
+    path = [0]
+    while True:
+        node = path[-1]
+        child = next((c for c in draft.children[node] if draft.tokens[c] == best[node]), None)
+        if child is None:
+            rejected = bool(draft.children[node])
+            return Verdict(path, best[node], len(path) - 1 + rejected, rejected)
+        path.append(child)
+
+
+def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) -> Verdict:
+    uniforms = torch.rand(len(draft), generator=generator, device=p.device).tolist()
+    path, residual = [0], p[0]
+    while True:
+        accepted = None
+        for child in draft.children[path[-1]]:
+            token = draft.tokens[child]
+            q = draft.q[child - 1] if draft.q is not None and child <= draft.sampled else None
+            if uniforms[child] * (1.0 if q is None else float(q[token])) < float(residual[token]):
+                accepted = child
+                break
+            residual = _minus(residual, q, token)
+        if accepted is None:
+            rejected = bool(draft.children[path[-1]])
+            return Verdict(path, draw(residual, generator), len(path) - 1 + rejected, rejected)
+        path.append(accepted)
+        residual = p[accepted]
+
+
+def _minus(residual: Tensor, q: Tensor | None, token: int) -> Tensor:
+    """norm(max(residual - q, 0)); a missing q is the one-hot law of `token`."""
+    if q is None:
+        rest = residual.clone()
+        rest[token] = 0.0
+    else:
+        rest = (residual - q).clamp_(min=0.0)
+    total = float(rest.sum())
+    # Equal laws leave nothing but rounding, and a rejection there has no probability: keep what there was.
+    return rest / total if total > 0.0 else residual

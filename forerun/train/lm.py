@@ -1,0 +1,58 @@
+"""Language-model training on token streams: the loss, its validation and small Llama configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def new_llama(
+    tokenizer: PreTrainedTokenizerBase, width: int, layers: int, heads: int, mlp: int, context: int, seed: int
+) -> LlamaForCausalLM:
+    """A fresh Llama with tied embeddings over the tokenizer's vocabulary."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            intermediate_size=mlp,
+            max_position_embeddings=context,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Logits [B, T, V] in bfloat16 autocast: fast where the hardware multiplies bfloat16, fine for training."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Mean cross-entropy in nats of tokens[:, 1:] given what stands before them, for tokens [B, T+1]."""
+
+    def loss(tokens: Tensor) -> Tensor:
+        logits = logits_of(model, tokens[:, :-1])
+        return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    return loss
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, batches: list[Tensor]) -> float:
+    """Mean of `next_token_loss` over token batches [B, T+1] of one shape."""
+    loss, training = next_token_loss(model), model.training
+    model.eval()
+    value = sum(float(loss(batch)) for batch in batches) / len(batches)
+    model.train(training)
+    return value

@@ -1,0 +1,42 @@
+"""The corpus of the embedded pair: the standard library's own source, split by file.
+
+A file belongs to one split for good, by a hash of its path relative to the library's root, so the
+held-out files of one Python version stay held out on every other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "validation", "test"]
+
+# Tables and generated text: they teach digits and escapes, not code.
+EXCLUDED = ("site-packages/", "encodings/", "pydoc_data/", "test/cjkencodings/", "lib2to3/tests/data/")
+
+
+def split_of(relative: str) -> Split:
+    """The split of a file, from its posix path relative to the library root: 90 / 5 / 5 percent."""
+    bucket = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], "big") % 100
+    return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
+
+
+def stdlib_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Yields (relative path, text) of the split's files in path order; unreadable files are skipped.
+
+    `root` defaults to this interpreter's standard library; its tests are included where installed.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root).as_posix()
+        if split_of(relative) != split or any(part in relative for part in EXCLUDED):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # the tests ship files that are broken on purpose
+            continue
+        if text.strip():
+            yield relative, text
