@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,16 +18,16 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from forerun.decode import Generation, Step, decode
-from forerun.methods import Method, method
+from forerun import methods
+from forerun.decode import Drafter, Generation, Step, decode
+from forerun.loading import Prompt, encode, load_model, load_tokenizer
+from forerun.methods import Method
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.sampling import Sampler
 from forerun.text import TextStream
-from forerun.zoo import EMBEDDED, embedded_model, embedded_tokenizer
-
-Prompt = str | Sequence[int]
+from forerun.zoo import EMBEDDED
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Decoder:
         self.target = CausalLM(target)
         self.draft = CausalLM(draft) if draft is not None else None
         self.tokenizer = tokenizer
-        self.method = method if method is not None else _default_method(draft is not None)
+        self.method = method if method is not None else methods.method(_default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:
             raise ValueError(f"method {type(self.method).__name__.lower()!r} needs a draft model; give draft=...")
         if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:
@@ -107,7 +105,7 @@ class Decoder:
 
         Raises ValueError for empty prompts, prompts that fill the context, and settings out of range.
         """
-        single, rows = self._rows(prompts)
+        single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         begun = perf_counter()
         seqs, texts = self._start(rows, _params(params, options))
         steps: list[list[Step]] = [[] for _ in seqs]
@@ -140,7 +138,7 @@ class Decoder:
         **options: Any,
     ) -> Iterator[Chunk]:
         """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once."""
-        _, rows = self._rows(prompts)
+        _, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         seqs, texts = self._start(rows, _params(params, options))
 
         def chunks() -> Iterator[Chunk]:
@@ -152,36 +150,8 @@ class Decoder:
 
         return chunks()
 
-    def _drafter(self):
+    def _drafter(self) -> Drafter:
         return self.method.build(self.draft)
-
-    def _rows(self, prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[list[int]]]:
-        """Whether it is one prompt, and the token ids of each, checked against the context."""
-        if isinstance(prompts, torch.Tensor):
-            prompts = prompts.tolist()
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many: Sequence[Any] = [prompts] if single else prompts
-        if not many:
-            raise ValueError("no prompts were given")
-        rows = []
-        for i, prompt in enumerate(many):
-            if isinstance(prompt, str):
-                if self.tokenizer is None:
-                    raise ValueError("text prompts need a tokenizer; give token ids or tokenizer=...")
-                prompt = self.tokenizer(prompt)["input_ids"]
-            row = [int(token) for token in prompt]
-            context = self.target.context
-            if not row:
-                raise ValueError(f"prompt {i} is empty; it needs at least one token")
-            if min(row) < 0 or max(row) >= self.target.vocab_size:
-                raise ValueError(f"prompt {i} has token ids outside 0..{self.target.vocab_size - 1}")
-            if context is not None and len(row) >= context:
-                raise ValueError(
-                    f"prompt {i} has {len(row)} tokens; the target's context of {context} leaves room for "
-                    f"at most {context - 1}"
-                )
-            rows.append(row)
-        return single, rows
 
     def _start(
         self, rows: list[list[int]], params: SamplingParams | GenerationConfig
@@ -277,23 +247,8 @@ def _params(
     return replace(params, **options)
 
 
-def _default_method(has_draft: bool) -> Method:
-    return method("sd" if has_draft else "lookup")
-
-
-def _load_model(
-    source: str | Path | PreTrainedModel, part: Any, dtype: Any, device: str, trust_remote_code: bool
-) -> PreTrainedModel:
-    if not isinstance(source, str | Path):
-        return source
-    if source == EMBEDDED:
-        return embedded_model(part).to(device=device, dtype=torch.float32 if dtype == "auto" else dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"cannot load {part} {str(source)!r}: {first}") from error
-    return model.to(device)
+def _default_method(has_draft: bool) -> str:
+    return "sd" if has_draft else "lookup"
 
 
 def load(
@@ -323,28 +278,17 @@ def load(
         ValueError: an unknown method or setting, a model that cannot be loaded or decoded, a draft with another
             vocabulary.
     """
-    from forerun.methods import method as make_method
-
-    embedded = isinstance(target, str) and target == EMBEDDED
-    if draft is None and embedded:
+    if draft is None and isinstance(target, str) and target == EMBEDDED:
         draft = EMBEDDED
-    chosen = make_method(method or ("sd" if draft is not None else "lookup"), **options)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or (torch.float32 if device == "cpu" else "auto")
-    if not chosen.needs_draft:
-        draft = None
+    chosen = methods.method(method or _default_method(draft is not None), **options)
     if tokenizer is None and isinstance(target, str | Path):
-        tokenizer = embedded_tokenizer() if embedded else target
+        tokenizer = target
     if isinstance(tokenizer, str | Path):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
-        except OSError as error:
-            raise ValueError(
-                f"cannot load the tokenizer of {str(tokenizer)!r}: {str(error).splitlines()[0]}"
-            ) from error
+        tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     return Decoder(
-        _load_model(target, "target", dtype, device, trust_remote_code),
+        load_model(target, "target", **how),
         tokenizer,
-        None if draft is None else _load_model(draft, "draft", dtype, device, trust_remote_code),
+        load_model(draft, "draft", **how) if draft is not None and chosen.needs_draft else None,
         chosen,
     )

@@ -17,6 +17,8 @@ class KVCache(Cache):
     window: masks do that, so a rollback is a smaller number.
     """
 
+    layers: list[KVLayer]  # type: ignore[assignment]
+
     def __init__(self, layers: int, rows: int, sliding: list[bool] | None = None) -> None:
         self.lengths = [0] * rows
         self._slots: Tensor | None = None
@@ -59,6 +61,8 @@ class KVLayer(CacheLayerMixin):
     """One layer's keys and values [B, H, capacity, D]; the cache it belongs to knows the lengths."""
 
     is_croppable = False  # not through transformers: rows have lengths of their own
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: KVCache, is_sliding: bool) -> None:
         super().__init__()

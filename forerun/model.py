@@ -63,7 +63,7 @@ class CausalLM:
 
     def processors(self, config: GenerationConfig, prompt_length: int) -> LogitsProcessorList:
         """Hugging Face's own logits processors for a generation config, as its `generate` would set them up."""
-        self.model._prepare_special_tokens(config, False, device=self.device)
+        self.model._prepare_special_tokens(config, True, device=self.device)
         return self.model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=self.device)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -118,7 +118,8 @@ class CausalLM:
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
         positions = torch.tensor(
             [
-                [start + depth for depth in row] + [start] * (new - len(row))
+                # Padding takes a position that has been there: `start` may lie behind the model's last one.
+                [start + depth for depth in row] + [max(start - 1, 0)] * (new - len(row))
                 for row, start in zip(depths, cache.lengths, strict=True)
             ],
             device=self.device,

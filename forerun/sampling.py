@@ -48,14 +48,14 @@ class Sampler:
         scores = scores.clone()  # some processors write in place
         if all(isinstance(processor, _PREFIX_FREE) for processor in self.processors):
             nothing = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-            return self.processors(nothing, scores)
+            return self.processors(nothing, scores)  # type: ignore[arg-type]
         prefixes = [prefix(i) for i in range(len(scores))]
         by_length = defaultdict(list)
         for i, tokens in enumerate(prefixes):
             by_length[len(tokens)].append(i)
         for rows in by_length.values():
             ids = torch.tensor([prefixes[i] for i in rows], device=scores.device)
-            scores[rows] = self.processors(ids, scores[rows])
+            scores[rows] = self.processors(ids, scores[rows])  # type: ignore[arg-type]
         return scores
 
     def choose(self, scores: Tensor, generator: torch.Generator | None) -> tuple[int, Tensor | None]:

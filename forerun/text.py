@@ -27,7 +27,8 @@ class TextStream:
         self.text = ""  # all that was emitted
 
     def _decode(self, start: int, end: int | None = None) -> str:
-        return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ids = self.ids[start:end]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def push(self, tokens: Sequence[int], origins: Sequence[str], finished: bool) -> list[tuple[str, str]]:
         """Pieces (text, origin) that are certain now; with `finished`, all that is left."""

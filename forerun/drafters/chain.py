@@ -48,7 +48,7 @@ class ChainDrafter:
                 if not going[row]:
                     continue
                 drafted = tokens[row]
-                scores = seq.sampler.scores(logits[row][-1:], lambda _, s=seq, d=drafted: s.tokens + d)[0]
+                scores = _scores(seq, drafted, logits[row][-1:])
                 token, law = seq.sampler.choose(scores, seq.generator)
                 drafted.append(token)
                 if law is not None:
@@ -71,3 +71,8 @@ class ChainDrafter:
 
     def keep(self, rows: list[int]) -> None:
         self.model.keep(rows)
+
+
+def _scores(seq: Generation, drafted: list[int], logits: Tensor) -> Tensor:
+    """Processed scores [V] behind the drafted tokens, from logits [1, V]."""
+    return seq.sampler.scores(logits, lambda _: seq.tokens + drafted)[0]

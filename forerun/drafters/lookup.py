@@ -38,9 +38,9 @@ class LookupDrafter:
         self._indexed[row] = len(tokens) - 1
         depth = min(self.gamma, seq.room - 1)
         for n in range(min(self.ngram, len(tokens)), 0, -1):
-            end = ends.get(tuple(tokens[-n:]))
-            if end is not None:
-                return Draft.chain(tokens[-1], tokens[end : end + depth], origin="lookup")
+            match = ends.get(tuple(tokens[-n:]))
+            if match is not None:
+                return Draft.chain(tokens[-1], tokens[match : match + depth], origin="lookup")
         return Draft.root(tokens[-1])
 
     def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:

@@ -2,11 +2,61 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from forerun.zoo.corpus import stdlib_files
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+
+
+def read_texts(sources: Iterable[str]) -> Iterator[str]:
+    """Texts of files and of folders' files: .jsonl gives the "text" field of each line, others themselves.
+
+    "stdlib" stands for the training split of the standard library. Raises ValueError for a file that is missing or
+    not text, and for a line without a "text".
+    """
+    for source in sources:
+        if source == "stdlib":
+            yield from (text for _, text in stdlib_files("train"))
+            continue
+        path = Path(source)
+        paths = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        for file in paths:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"cannot read {file}: {error.strerror}") from None
+            except UnicodeDecodeError:
+                raise ValueError(f"{file} is not UTF-8 text") from None
+            if file.suffix == ".jsonl":
+                yield from _lines(file, text)
+            elif text.strip():
+                yield text
+
+
+def _lines(file: Path, text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            yield json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f'{file} line {number} is not a JSON object with a "text"') from None
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seed: int = 0) -> np.ndarray:
+    """Texts in a shuffled order as one stream [n], an end token before each."""
+    kind = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    order = np.random.default_rng(seed).permutation(len(texts))
+    return np.concatenate([np.array([*end, *rows[i]], dtype=kind) for i in order])
 
 
 class Windows:

@@ -11,9 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 
 def new_llama(
-    tokenizer: PreTrainedTokenizerBase, width: int, layers: int, heads: int, mlp: int, context: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    width: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    context: int,
+    seed: int,
+    head_size: int | None = None,
 ) -> LlamaForCausalLM:
-    """A fresh Llama with tied embeddings over the tokenizer's vocabulary."""
+    """A fresh Llama with tied embeddings over the tokenizer's vocabulary; heads of width / heads by default."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -22,6 +29,7 @@ def new_llama(
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
+            head_dim=head_size or width // heads,
             intermediate_size=mlp,
             max_position_embeddings=context,
             tie_word_embeddings=True,

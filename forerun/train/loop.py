@@ -46,7 +46,9 @@ class TrainConfig:
 
 def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Muon (with AdamW's update size) for inner matrices, AdamW for embeddings, heads, gains and biases."""
-    matrices, rest, seen = [], [], set()
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    seen: set[int] = set()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or id(parameter) in seen:
             continue
@@ -103,7 +105,7 @@ def train(
     config: TrainConfig,
     out: Path,
     say: Callable[[str], None] = print,
-) -> nn.Module:
+) -> None:
     """Trains `model` in place for `config.steps` steps and resumes from `out/checkpoint.safetensors` if it is there.
 
     `loss(tokens [B, T+1]) -> scalar` is what is minimised, `batch(step)` gives its input, `evaluate()` the
@@ -157,4 +159,3 @@ def train(
                     f"{record['tokens'] / pace:,.0f} tokens/s {pace * (config.steps - step) / 60:.0f} min left"
                 )
     model.eval()
-    return model

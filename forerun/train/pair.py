@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from forerun.train.data import Windows
+from forerun.api import Decoder
+from forerun.methods import AR, SD
+from forerun.params import SamplingParams
+from forerun.train.data import Windows, tokenize
+from forerun.train.distill import distill
 from forerun.train.lm import mean_loss, new_llama, next_token_loss
 from forerun.train.loop import TrainConfig, train
-from forerun.zoo.corpus import Split, stdlib_files
+from forerun.train.own_output import own_output
+from forerun.train.recipe import PairRecipe
+from forerun.zoo.corpus import Split, held_out_prompts, stdlib_files
+from forerun.zoo.quantise import load_quantised, save_quantised
 from forerun.zoo.tokenizer import train_tokenizer
 
-
-@dataclass(frozen=True)
-class PairRecipe:
-    """Sizes and lengths of the embedded pair. The defaults made the bundled weights."""
-
-    vocabulary: int = 4096
-    context: int = 1024
-    # Five heads of 64 without grouping: fits into the shape of any bigger Llama with 8 or more KV heads.
-    target_width: int = 320
-    target_layers: int = 8
-    target_heads: int = 5
-    target_mlp: int = 864
-    target_steps: int = 2500  # of 8192 tokens
-    seed: int = 0
+Say = Callable[[str], None]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, split: Split, seed: int = 0) -> np.ndarray:
-    """The split's files in a shuffled order as one stream [n] of uint16, an end-of-text before each."""
-    texts = [text for _, text in stdlib_files(split)]
-    order = np.random.default_rng(seed).permutation(len(texts))
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return np.concatenate([np.array([tokenizer.bos_token_id, *rows[i]], dtype=np.uint16) for i in order])
+def split_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> np.ndarray:
+    """A split of the standard library as one token stream [n]."""
+    return tokenize(tokenizer, [text for _, text in stdlib_files(split)])
 
 
-def validation_batches(stream: np.ndarray, length: int = 512, rows: int = 64) -> list[Tensor]:
+def held_batches(stream: np.ndarray, length: int, rows: int = 64) -> list[Tensor]:
     """`rows` fixed windows in batches of 16."""
     windows = Windows(stream, length)
     return [windows.batch(step, 16) for step in range(rows // 16)]
@@ -54,9 +51,10 @@ def make_tokenizer(work: Path, recipe: PairRecipe) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def train_target(work: Path, recipe: PairRecipe, say: Callable[[str], None] = print):
-    """The target; its last fifth of steps uses windows as long as its context."""
-    tokenizer = make_tokenizer(work, recipe)
+def train_target(
+    work: Path, recipe: PairRecipe, tokenizer: PreTrainedTokenizerBase, compiled: bool, say: Say
+) -> PreTrainedModel:
+    """The target; its last fifth of steps uses windows of twice the length."""
     model = new_llama(
         tokenizer,
         recipe.target_width,
@@ -66,9 +64,11 @@ def train_target(work: Path, recipe: PairRecipe, say: Callable[[str], None] = pr
         recipe.context,
         recipe.seed,
     )
-    stream = tokenize(tokenizer, "train")
-    held = validation_batches(tokenize(tokenizer, "validation"))
-    config = TrainConfig(steps=recipe.target_steps, batch=16, length=recipe.context // 2, seed=recipe.seed)
+    stream = split_stream(tokenizer, "train")
+    held = held_batches(split_stream(tokenizer, "validation"), recipe.window)
+    config = TrainConfig(
+        steps=recipe.target_steps, batch=recipe.batch, length=recipe.window, seed=recipe.seed, compile=compiled
+    )
     short, long = Windows(stream, config.length, recipe.seed), Windows(stream, 2 * config.length, recipe.seed + 1)
 
     def batch(step: int) -> Tensor:
@@ -76,4 +76,132 @@ def train_target(work: Path, recipe: PairRecipe, say: Callable[[str], None] = pr
             return short.batch(step, config.batch)
         return long.batch(step, config.batch // 2)
 
-    return train(model, next_token_loss(model), batch, lambda: mean_loss(model, held), config, work / "target", say)
+    train(model, next_token_loss(model), batch, lambda: mean_loss(model, held), config, work / "target", say)
+    return model
+
+
+def new_draft(tokenizer: PreTrainedTokenizerBase, recipe: PairRecipe) -> PreTrainedModel:
+    """The draft before training; heads of 64 like the target's."""
+    return new_llama(
+        tokenizer,
+        recipe.draft_width,
+        recipe.draft_layers,
+        recipe.draft_heads,
+        recipe.draft_mlp,
+        recipe.context,
+        recipe.seed + 1,
+        head_size=64,
+    )
+
+
+def train_draft_on_corpus(
+    work: Path, recipe: PairRecipe, tokenizer: PreTrainedTokenizerBase, compiled: bool, say: Say
+) -> PreTrainedModel:
+    """The draft trained on text alone: what distillation starts from, and what it is compared with."""
+    model = new_draft(tokenizer, recipe)
+    windows = Windows(split_stream(tokenizer, "train"), recipe.window, recipe.seed + 2)
+    held = held_batches(split_stream(tokenizer, "validation"), recipe.window)
+    config = TrainConfig(
+        steps=recipe.draft_steps, batch=recipe.batch, length=recipe.window, seed=recipe.seed, compile=compiled
+    )
+    train(
+        model,
+        next_token_loss(model),
+        lambda step: windows.batch(step, config.batch),
+        lambda: mean_loss(model, held),
+        config,
+        work / "draft-corpus",
+        say,
+    )
+    return model
+
+
+def train_pair(work: Path, recipe: PairRecipe, compiled: bool = True, say: Say = print) -> dict[str, Any]:
+    """Makes the whole pair under `work`, the finished models in `work/pair`; returns and stores the results."""
+    tokenizer = make_tokenizer(work, recipe)
+    pair = work / "pair"
+    note = {"recipe": json.dumps(asdict(recipe))}
+    if not (pair / "target" / "tokenizer.json").exists():
+        save_quantised(train_target(work, recipe, tokenizer, compiled, say), pair / "target", note)
+        tokenizer.save_pretrained(pair / "target")
+    target = load_quantised(pair / "target")
+    draft = train_draft_on_corpus(work, recipe, tokenizer, compiled, say)
+    test = held_batches(split_stream(tokenizer, "test"), recipe.window)
+    corpus_loss = mean_loss(draft, test)
+    stream = split_stream(tokenizer, "train")
+    if not (pair / "draft" / "tokenizer.json").exists():
+        own = own_output(
+            target,
+            stream,
+            work / "own-output",
+            sequences=recipe.own_sequences,
+            length=recipe.window,
+            seed=recipe.seed,
+            say=say,
+        )
+        config = TrainConfig(
+            steps=recipe.distill_steps,
+            batch=recipe.batch,
+            length=recipe.window,
+            lr=3e-3,
+            seed=recipe.seed,
+            compile=compiled,
+        )
+        distill(target, draft, own, stream, config, work / "draft", say=say)
+        save_quantised(draft, pair / "draft", note)
+        tokenizer.save_pretrained(pair / "draft")
+    results = gate(target, load_quantised(pair / "draft"), tokenizer, corpus_loss, test)
+    results["recipe"] = asdict(recipe)
+    results["versions"] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    (pair / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    for name, value in results["gate"].items():
+        say(f"gate {name}: {value}")
+    return results
+
+
+def distinct_share(tokens: list[int], n: int = 4) -> float:
+    """Distinct n-grams / n-grams of an output; low where it loops."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / max(1, len(grams))
+
+
+def gate(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft_corpus_loss: float,
+    test: list[Tensor],
+) -> dict[str, Any]:
+    """Whether the pair is fit to measure with, on files that no stage has seen; see docs/results/pair.md."""
+    prompts = held_out_prompts(tokenizer, "test", count=40)
+    results: dict[str, Any] = {"distinct_4gram_share": {}, "sd": {}}
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_new_tokens=128, temperature=temperature, seed=0, ignore_eos=True)
+        plain = Decoder(target, tokenizer, method=AR()).generate(prompts, params)
+        shares = [distinct_share(completion.tokens) for completion in plain]
+        results["distinct_4gram_share"][str(temperature)] = round(statistics.median(shares), 4)
+        drafted = Decoder(target, tokenizer, draft, SD(gamma=5)).generate(prompts, params)
+        tested = sum(completion.stats.tested for completion in drafted)
+        results["sd"][str(temperature)] = {
+            "gamma": 5,
+            "tau": round(sum(c.stats.tokens for c in drafted) / sum(c.stats.target_forwards for c in drafted), 4),
+            "alpha": round(sum(completion.stats.accepted for completion in drafted) / tested, 4),
+        }
+    loss = mean_loss(target, test)
+    share = results["distinct_4gram_share"]["0.0"]
+    results["loss"] = {
+        "target": round(loss, 4),
+        "draft_on_corpus": round(draft_corpus_loss, 4),
+        "draft_distilled": round(mean_loss(draft, test), 4),
+    }
+    results["parameters"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
+    results["gate"] = {
+        "target's loss at least 0.4 nats below the draft's": f"{draft_corpus_loss - loss:.3f} "
+        + ("passed" if draft_corpus_loss - loss >= 0.4 else "MISSED"),
+        "median distinct 4-gram share at least 0.5": f"{share:.3f} " + ("passed" if share >= 0.5 else "MISSED"),
+    }
+    return results

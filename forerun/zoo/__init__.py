@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-FOLDER = Path(__file__).parent / "weights"
 EMBEDDED = "embedded"
+FOLDER = Path(__file__).parent / "weights"
 
 
-def embedded_tokenizer():
-    """The pair's byte-level BPE tokenizer."""
-    from transformers import PreTrainedTokenizerFast
+def resolve(source: str | Path, part: str) -> str | Path:
+    """The folder or hub id that a user's name for a target or draft (`part`) stands for.
 
-    return PreTrainedTokenizerFast.from_pretrained(FOLDER / "tokenizer")
-
-
-def embedded_model(part: Literal["target", "draft"]):
-    """The embedded target or draft as a float32 LlamaForCausalLM."""
-    from forerun.zoo.quantise import load_quantised
-
-    return load_quantised(FOLDER / part)
+    Raises ValueError for what can only be a path and is not there, so that no hub is asked for it.
+    """
+    if source == EMBEDDED:
+        return FOLDER / part
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    name = str(source)
+    if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists():
+        raise ValueError(f"no model folder {name!r} for the {part}")
+    return name

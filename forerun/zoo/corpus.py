@@ -7,10 +7,14 @@ held-out files of one Python version stay held out on every other.
 from __future__ import annotations
 
 import hashlib
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "validation", "test"]
 
@@ -40,3 +44,22 @@ def stdlib_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, 
             continue
         if text.strip():
             yield relative, text
+
+
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase, split: Split = "test", count: int = 40, tokens: int = 128
+) -> list[list[int]]:
+    """Prompts of `tokens` token ids from files of a split, one a file, each from the beginning of a function or class.
+
+    Which one is picked by the hash of the file's path: the same for everybody who has the same Python.
+    """
+    prompts = []
+    for relative, text in stdlib_files(split):
+        digest = int.from_bytes(hashlib.sha256(f"prompt {relative}".encode()).digest()[:4], "big")
+        starts = [match.start() for match in re.finditer(r"^ *(?:def|class) ", text, re.MULTILINE)]
+        if starts:
+            ids = tokenizer(text[starts[digest % len(starts)] :], add_special_tokens=False)["input_ids"]
+            if len(ids) >= tokens:
+                prompts.append((digest, ids[:tokens]))
+    # In hash order, so that the first few are not all of one package.
+    return [ids for _, ids in sorted(prompts)[:count]]

@@ -1,0 +1,46 @@
+"""What several commands share: options, method settings from strings, and how tokens are shown."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from forerun.methods import METHODS, Method, method
+
+# Colour of a token by where it came from; what the target chose itself stays plain.
+STYLES = {"draft": "green", "lookup": "cyan", "correction": "bold red", "bonus": ""}
+
+MethodOption = Annotated[str, typer.Option(help=f"How to decode: {', '.join(METHODS)}.")]
+GammaOption = Annotated[int | None, typer.Option(help="Draft length of the method; short for --method-arg gamma=N.")]
+MethodArgOption = Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")]
+
+
+def parse_method(name: str, gamma: int | None = None, settings: list[str] | None = None) -> Method:
+    """The method of these options; raises ValueError."""
+    options = {} if gamma is None else {"gamma": gamma}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--method-arg takes NAME=VALUE, not {setting!r}")
+        try:
+            options[key] = int(value)
+        except ValueError:
+            raise ValueError(f"--method-arg {key} must be an integer, not {value!r}") from None
+    return method(name, **options)
+
+
+def quiet(threads: int | None = None) -> None:
+    """Keeps transformers' progress bars and warnings out of the output, and sets torch's threads."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)

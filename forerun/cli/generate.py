@@ -1,0 +1,128 @@
+"""`forerun generate`: one prompt from an argument, a file or stdin, streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun.cli.common import (
+    STYLES,
+    GammaOption,
+    MaxNewTokensOption,
+    MethodArgOption,
+    SeedOption,
+    TemperatureOption,
+    ThreadsOption,
+    parse_method,
+    quiet,
+)
+from forerun.methods import METHODS
+from forerun.params import SamplingParams
+from forerun.zoo import EMBEDDED, resolve
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt of an argument, a file, or stdin ("-", or nothing where stdin is not a terminal)."""
+    if prompt is not None and prompt != "-" and file is not None:
+        raise ValueError("give a prompt or --file, not both")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is not UTF-8 text") from None
+    elif prompt is not None and prompt != "-":
+        text = prompt
+    elif prompt == "-" or not sys.stdin.isatty():
+        text = sys.stdin.read()
+    else:
+        raise ValueError("no prompt: give one as an argument, with --file, or on stdin")
+    if not text:
+        raise ValueError("the prompt is empty")
+    return text
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    target: Annotated[
+        str, typer.Option(help="Hub id or folder of the target; the embedded one by default.")
+    ] = EMBEDDED,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}; sd where there is a draft.")] = None,
+    gamma: GammaOption = None,
+    method_arg: MethodArgOption = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is all.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
+    seed: SeedOption = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+) -> None:
+    """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, red corrected."""
+    settings = parse_method(method or ("sd" if draft or target == EMBEDDED else "lookup"), gamma, method_arg)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or [],
+        ignore_eos=ignore_eos,
+        seed=seed,
+    )
+    resolve(target, "target")
+    if draft is not None:
+        resolve(draft, "draft")
+    text = read_prompt(prompt, file)
+    quiet(threads)
+    from forerun.api import load
+    from forerun.loading import check_prompts
+
+    check_prompts(target, text, trust_remote_code=trust_remote_code)
+    decoder = load(
+        target, draft=draft, method=settings, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    if as_json:
+        result = decoder.generate(text, params)
+        print(
+            json.dumps(
+                {
+                    "text": result.text,
+                    "tokens": result.tokens,
+                    "origins": result.origins,
+                    "finish_reason": result.finish_reason,
+                    "method": type(settings).__name__.lower(),
+                    "stats": result.stats.as_dict(),
+                }
+            )
+        )
+        return
+
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for chunk in decoder.stream(text, params):
+        if console.is_terminal:
+            for piece, origin in chunk.pieces:
+                console.print(Text(piece, style=STYLES.get(origin, "")), end="")
+        else:
+            print(chunk.text, end="", flush=True)
+    print()

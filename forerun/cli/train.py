@@ -1,0 +1,96 @@
+"""`forerun train pair` and `forerun train draft`."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun.cli.common import ThreadsOption, quiet
+from forerun.zoo import EMBEDDED, resolve
+
+app = typer.Typer(help="Train the embedded pair, or a draft for any target.", no_args_is_help=True)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+@app.command("pair")
+def pair(
+    out: Annotated[Path, typer.Option(help="Working folder; a run that was stopped goes on from it.")] = Path(
+        "runs/pair"
+    ),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe, FIELD=N; repeatable.")] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Train without torch.compile.")] = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Reproduce the embedded pair from this machine's standard library: tokenizer, target, draft, gate."""
+    from forerun.train.recipe import PairRecipe
+
+    recipe = PairRecipe()
+    known = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    for setting in set_ or []:
+        name, _, value = setting.partition("=")
+        if name not in known:
+            raise ValueError(f"the recipe has no {name!r}; it has {', '.join(known)}")
+        if not value.isdigit() or (int(value) == 0 and name != "seed"):
+            raise ValueError(f"--set {name} takes a positive integer, not {value!r}")
+        recipe = replace(recipe, **{name: int(value)})
+    quiet(threads)
+    from forerun.train.pair import train_pair
+
+    train_pair(out, recipe, compiled=not no_compile, say=say)
+    say(f"the pair is in {out / 'pair'}: forerun generate --target {out / 'pair/target'} --draft {out / 'pair/draft'}")
+
+
+@app.command("draft")
+def draft(
+    data: Annotated[
+        list[str], typer.Option(help="Text: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the draft goes; a run that was stopped goes on from it.")],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
+    init: Annotated[str | None, typer.Option(help="Start from this model instead of a new Llama.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a new draft.")] = 2,
+    width: Annotated[int, typer.Option(min=64, help="Width of a new draft, a multiple of 64.")] = 192,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
+    batch: Annotated[int, typer.Option(min=2, help="Windows a step, half of them the target's own output.")] = 16,
+    length: Annotated[int, typer.Option(min=16, help="Tokens a window.")] = 512,
+    sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output to make.")] = 3072,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 3e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Train without torch.compile.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")
+    ] = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Distil a draft for any target on the target's own output."""
+    if width % 64:
+        raise ValueError(f"--width must be a multiple of 64, not {width}")
+    for source in data:
+        if source != "stdlib" and not Path(source).exists():
+            raise ValueError(f"no such file or folder: {source}")
+    resolve(target, "target")
+    quiet(threads)
+    from forerun.train.draft import train_draft
+    from forerun.train.loop import TrainConfig
+
+    config = TrainConfig(steps=steps, batch=batch, length=length, lr=lr, seed=seed, compile=not no_compile)
+    train_draft(
+        target,
+        data,
+        out,
+        config,
+        init=init,
+        layers=layers,
+        width=width,
+        sequences=sequences,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        say=say,
+    )

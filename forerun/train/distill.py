@@ -1,0 +1,77 @@
+"""A draft learns the target's laws, on the target's own output and on plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from forerun.train.data import Windows
+from forerun.train.lm import logits_of
+from forerun.train.loop import TrainConfig, train
+
+
+def distillation_loss(target: PreTrainedModel, draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Mean KL(target || draft) in nats over all positions of tokens [B, T+1]; the target is frozen."""
+
+    def loss(tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = logits_of(target, tokens[:, :-1]).float().log_softmax(-1)
+        found = logits_of(draft, tokens[:, :-1]).float().log_softmax(-1)
+        return functional.kl_div(found.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True)
+
+    return loss
+
+
+@torch.no_grad()
+def agreement(target: PreTrainedModel, draft: PreTrainedModel, windows: Tensor) -> float:
+    """Share of positions of windows [B, T+1] where both have the same argmax."""
+    same = [
+        (logits_of(target, rows[:, :-1]).argmax(-1) == logits_of(draft, rows[:, :-1]).argmax(-1)).float().mean()
+        for rows in windows.split(16)
+    ]
+    return float(torch.stack(same).mean())
+
+
+def distill(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    own: np.ndarray,
+    stream: np.ndarray,
+    config: TrainConfig,
+    out: Path,
+    own_share: float = 0.5,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Trains `draft` in place; resumes from `out`.
+
+    `own` [S, length + 1]: windows of the target's own output, of which the last 5 percent are kept for
+    validation. `stream` [n]: text tokens for the other share of a batch, so that a small set of own output is not
+    learnt by heart.
+    """
+    held = torch.from_numpy(own[-max(1, len(own) // 20) :][:64].astype(np.int64))
+    mine = own[: -max(1, len(own) // 20)]
+    text = Windows(stream, config.length, config.seed)
+    from_own = round(config.batch * own_share)
+    loss = distillation_loss(target, draft)
+
+    def batch(step: int) -> Tensor:
+        rows = np.random.default_rng([config.seed, step]).integers(len(mine), size=from_own)
+        chosen = torch.from_numpy(mine[rows].astype(np.int64))
+        return torch.cat([chosen, text.batch(step, config.batch - from_own)])
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        draft.eval()
+        value = sum(float(loss(rows)) * len(rows) for rows in held.split(16)) / len(held)
+        say(f"{out.name} greedy agreement on held-out own output {agreement(target, draft, held):.3f}")
+        draft.train()
+        return value
+
+    target.requires_grad_(False).eval()
+    train(draft, loss, batch, evaluate, config, out, say)

@@ -1,0 +1,69 @@
+"""Text of the target's own making: what a draft has to predict, so what it is best trained on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedModel
+
+from forerun.api import Decoder
+from forerun.methods import AR
+from forerun.params import SamplingParams
+
+# Shares of a window that are prompt, in turn: drafts are used right behind a prompt and far from it.
+PROMPT_SHARES = (1 / 8, 1 / 4, 1 / 2)
+TEMPERATURES = (0.0, 0.8)
+
+
+def own_output(
+    target: PreTrainedModel,
+    stream: np.ndarray,
+    work: Path,
+    *,
+    sequences: int,
+    length: int,
+    rows: int = 64,
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> np.ndarray:
+    """Windows [sequences, length + 1] that begin with tokens of `stream` [n] and go on as the target does.
+
+    Greedy and sampled (temperature 0.8) by turns. Every `rows` windows are one file in `work`, and those that are
+    there are not made again.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    decoder = Decoder(target, method=AR())
+    parts, begun, made = [], perf_counter(), 0
+    for part in range(-(-sequences // rows)):
+        path = work / f"{part:05d}.safetensors"
+        if not path.exists():
+            prompt = int(length * PROMPT_SHARES[part // len(TEMPERATURES) % len(PROMPT_SHARES)])
+            rng = np.random.default_rng([seed, part])
+            starts = rng.integers(len(stream) - prompt, size=rows)
+            completions = decoder.generate(
+                [stream[start : start + prompt].tolist() for start in starts],
+                SamplingParams(
+                    max_new_tokens=length + 1 - prompt,
+                    temperature=TEMPERATURES[part % len(TEMPERATURES)],
+                    ignore_eos=True,
+                    seed=seed + part * rows,
+                ),
+            )
+            windows = [
+                np.concatenate([stream[start : start + prompt], np.array(completion.tokens, dtype=stream.dtype)])
+                for start, completion in zip(starts, completions, strict=True)
+            ]
+            temporary = path.with_suffix(".tmp")
+            save_file({"tokens": np.stack(windows)}, temporary)
+            os.replace(temporary, path)
+            made += rows
+            if part % 4 == 3:
+                left = (perf_counter() - begun) / made * (sequences - (part + 1) * rows)
+                say(f"own output {(part + 1) * rows}/{sequences} sequences, {max(0.0, left) / 60:.0f} min left")
+        parts.append(load_file(path)["tokens"])
+    return np.concatenate(parts)[:sequences]
