@@ -23,6 +23,9 @@ def pair(
     out: Annotated[Path, typer.Option(help="Working folder; a run that was stopped goes on from it.")] = Path(
         "runs/pair"
     ),
+    corpus: Annotated[
+        Path | None, typer.Option(help="Learn from this tree of .py files, not the standard library.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe, FIELD=N; repeatable.")] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Train without torch.compile.")] = False,
     threads: ThreadsOption = None,
@@ -39,10 +42,12 @@ def pair(
         if not value.isdigit() or (int(value) == 0 and name != "seed"):
             raise ValueError(f"--set {name} takes a positive integer, not {value!r}")
         recipe = replace(recipe, **{name: int(value)})
+    if corpus is not None and not corpus.is_dir():
+        raise ValueError(f"no such folder: {corpus}")
     quiet(threads)
     from forerun.train.pair import train_pair
 
-    train_pair(out, recipe, compiled=not no_compile, say=say)
+    train_pair(out, recipe, root=corpus, compiled=not no_compile, say=say)
     say(f"the pair is in {out / 'pair'}: forerun generate --target {out / 'pair/target'} --draft {out / 'pair/draft'}")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from forerun.zoo.corpus import stdlib_files
+from forerun.zoo.corpus import source_files
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
@@ -25,7 +25,7 @@ def read_texts(sources: Iterable[str]) -> Iterator[str]:
     """
     for source in sources:
         if source == "stdlib":
-            yield from (text for _, text in stdlib_files("train"))
+            yield from (text for _, text in source_files("train"))
             continue
         path = Path(source)
         paths = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]

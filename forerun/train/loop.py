@@ -97,6 +97,14 @@ def load_checkpoint(path: Path, model: nn.Module, optims: list[torch.optim.Optim
     return step
 
 
+def claim(folder: Path, settings: str) -> None:
+    """Marks a folder as that of a run with these settings; raises ValueError where it is another's."""
+    mark = folder / "config.json"
+    if mark.exists() and mark.read_text() != settings:
+        raise ValueError(f"{folder} holds a run with other settings ({mark}): give another folder or remove it")
+    mark.write_text(settings)
+
+
 def train(
     model: nn.Module,
     loss: Callable[[Tensor], Tensor],
@@ -113,12 +121,7 @@ def train(
     a run with other settings.
     """
     out.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(asdict(config) | {"compile": None}, sort_keys=True)
-    settings_file = out / "config.json"
-    if settings_file.exists() and settings_file.read_text() != settings:
-        raise ValueError(f"{out} holds a run with other settings ({settings_file}): give another folder or remove it")
-    settings_file.write_text(settings)
-
+    claim(out, json.dumps(asdict(config) | {"compile": None}, sort_keys=True))
     optims = optimizers(model, config)
     checkpoint = out / "checkpoint.safetensors"
     step = load_checkpoint(checkpoint, model, optims) if checkpoint.exists() else 0

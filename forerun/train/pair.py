@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -22,19 +24,37 @@ from forerun.params import SamplingParams
 from forerun.train.data import Windows, tokenize
 from forerun.train.distill import distill
 from forerun.train.lm import mean_loss, new_llama, next_token_loss
-from forerun.train.loop import TrainConfig, train
+from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import own_output
 from forerun.train.recipe import PairRecipe
-from forerun.zoo.corpus import Split, held_out_prompts, stdlib_files
+from forerun.zoo.corpus import Split, held_out_prompts, source_files
 from forerun.zoo.quantise import load_quantised, save_quantised
 from forerun.zoo.tokenizer import train_tokenizer
 
 Say = Callable[[str], None]
 
 
-def split_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> np.ndarray:
-    """A split of the standard library as one token stream [n]."""
-    return tokenize(tokenizer, [text for _, text in stdlib_files(split)])
+class Corpus:
+    """The splits of a source tree as token streams, made once and kept in the working folder."""
+
+    def __init__(self, work: Path, recipe: PairRecipe, root: Path | None) -> None:
+        self.work, self.root = work, root
+        folder = work / "tokenizer"
+        if not (folder / "tokenizer.json").exists():
+            texts = (text for _, text in source_files("train", root))
+            train_tokenizer(texts, recipe.vocabulary).save_pretrained(folder)
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def stream(self, split: Split) -> np.ndarray:
+        """A split as one token stream [n]."""
+        path = self.work / "tokens" / f"{split}.safetensors"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            tokens = tokenize(self.tokenizer, [text for _, text in source_files(split, self.root)])
+            temporary = path.with_suffix(".tmp")
+            save_file({"tokens": tokens}, temporary)
+            os.replace(temporary, path)
+        return load_file(path)["tokens"]
 
 
 def held_batches(stream: np.ndarray, length: int, rows: int = 64) -> list[Tensor]:
@@ -43,20 +63,10 @@ def held_batches(stream: np.ndarray, length: int, rows: int = 64) -> list[Tensor
     return [windows.batch(step, 16) for step in range(rows // 16)]
 
 
-def make_tokenizer(work: Path, recipe: PairRecipe) -> PreTrainedTokenizerFast:
-    """The tokenizer learnt from the training files, kept in `work/tokenizer`."""
-    folder = work / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
-        train_tokenizer((text for _, text in stdlib_files("train")), recipe.vocabulary).save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-def train_target(
-    work: Path, recipe: PairRecipe, tokenizer: PreTrainedTokenizerBase, compiled: bool, say: Say
-) -> PreTrainedModel:
+def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say) -> PreTrainedModel:
     """The target; its last fifth of steps uses windows of twice the length."""
     model = new_llama(
-        tokenizer,
+        corpus.tokenizer,
         recipe.target_width,
         recipe.target_layers,
         recipe.target_heads,
@@ -64,8 +74,8 @@ def train_target(
         recipe.context,
         recipe.seed,
     )
-    stream = split_stream(tokenizer, "train")
-    held = held_batches(split_stream(tokenizer, "validation"), recipe.window)
+    stream = corpus.stream("train")
+    held = held_batches(corpus.stream("validation"), recipe.window)
     config = TrainConfig(
         steps=recipe.target_steps, batch=recipe.batch, length=recipe.window, seed=recipe.seed, compile=compiled
     )
@@ -94,13 +104,11 @@ def new_draft(tokenizer: PreTrainedTokenizerBase, recipe: PairRecipe) -> PreTrai
     )
 
 
-def train_draft_on_corpus(
-    work: Path, recipe: PairRecipe, tokenizer: PreTrainedTokenizerBase, compiled: bool, say: Say
-) -> PreTrainedModel:
+def train_draft_on_corpus(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say) -> PreTrainedModel:
     """The draft trained on text alone: what distillation starts from, and what it is compared with."""
-    model = new_draft(tokenizer, recipe)
-    windows = Windows(split_stream(tokenizer, "train"), recipe.window, recipe.seed + 2)
-    held = held_batches(split_stream(tokenizer, "validation"), recipe.window)
+    model = new_draft(corpus.tokenizer, recipe)
+    windows = Windows(corpus.stream("train"), recipe.window, recipe.seed + 2)
+    held = held_batches(corpus.stream("validation"), recipe.window)
     config = TrainConfig(
         steps=recipe.draft_steps, batch=recipe.batch, length=recipe.window, seed=recipe.seed, compile=compiled
     )
@@ -116,19 +124,28 @@ def train_draft_on_corpus(
     return model
 
 
-def train_pair(work: Path, recipe: PairRecipe, compiled: bool = True, say: Say = print) -> dict[str, Any]:
-    """Makes the whole pair under `work`, the finished models in `work/pair`; returns and stores the results."""
-    tokenizer = make_tokenizer(work, recipe)
-    pair = work / "pair"
+def train_pair(
+    work: Path, recipe: PairRecipe, root: Path | None = None, compiled: bool = True, say: Say = print
+) -> dict[str, Any]:
+    """Makes the whole pair under `work`, the finished models in `work/pair`; returns and stores the results.
+
+    `root` is the source tree to learn from, by default this interpreter's standard library. Raises ValueError
+    where `work` holds another recipe or the tree is too small.
+    """
+    work.mkdir(parents=True, exist_ok=True)
     note = {"recipe": json.dumps(asdict(recipe))}
+    claim(work, note["recipe"])
+    corpus = Corpus(work, recipe, root)
+    tokenizer = corpus.tokenizer
+    pair = work / "pair"
     if not (pair / "target" / "tokenizer.json").exists():
-        save_quantised(train_target(work, recipe, tokenizer, compiled, say), pair / "target", note)
+        save_quantised(train_target(work, recipe, corpus, compiled, say), pair / "target", note)
         tokenizer.save_pretrained(pair / "target")
     target = load_quantised(pair / "target")
-    draft = train_draft_on_corpus(work, recipe, tokenizer, compiled, say)
-    test = held_batches(split_stream(tokenizer, "test"), recipe.window)
+    draft = train_draft_on_corpus(work, recipe, corpus, compiled, say)
+    test = held_batches(corpus.stream("test"), recipe.window)
     corpus_loss = mean_loss(draft, test)
-    stream = split_stream(tokenizer, "train")
+    stream = corpus.stream("train")
     if not (pair / "draft" / "tokenizer.json").exists():
         own = own_output(
             target,
@@ -150,7 +167,8 @@ def train_pair(work: Path, recipe: PairRecipe, compiled: bool = True, say: Say =
         distill(target, draft, own, stream, config, work / "draft", say=say)
         save_quantised(draft, pair / "draft", note)
         tokenizer.save_pretrained(pair / "draft")
-    results = gate(target, load_quantised(pair / "draft"), tokenizer, corpus_loss, test)
+    prompts = held_out_prompts(tokenizer, "test", root=root)
+    results = gate(target, load_quantised(pair / "draft"), tokenizer, corpus_loss, test, prompts)
     results["recipe"] = asdict(recipe)
     results["versions"] = {
         "python": platform.python_version(),
@@ -175,9 +193,9 @@ def gate(
     tokenizer: PreTrainedTokenizerBase,
     draft_corpus_loss: float,
     test: list[Tensor],
+    prompts: list[list[int]],
 ) -> dict[str, Any]:
     """Whether the pair is fit to measure with, on files that no stage has seen; see docs/results/pair.md."""
-    prompts = held_out_prompts(tokenizer, "test", count=40)
     results: dict[str, Any] = {"distinct_4gram_share": {}, "sd": {}}
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_new_tokens=128, temperature=temperature, seed=0, ignore_eos=True)

@@ -28,10 +28,10 @@ def split_of(relative: str) -> Split:
     return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
 
 
-def stdlib_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, str]]:
+def source_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yields (relative path, text) of the split's files in path order; unreadable files are skipped.
 
-    `root` defaults to this interpreter's standard library; its tests are included where installed.
+    `root` is any source tree; by default this interpreter's standard library, with its tests where installed.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     for path in sorted(root.rglob("*.py")):
@@ -47,14 +47,18 @@ def stdlib_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, 
 
 
 def held_out_prompts(
-    tokenizer: PreTrainedTokenizerBase, split: Split = "test", count: int = 40, tokens: int = 128
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split = "test",
+    count: int = 40,
+    tokens: int = 128,
+    root: Path | None = None,
 ) -> list[list[int]]:
     """Prompts of `tokens` token ids from files of a split, one a file, each from the beginning of a function or class.
 
     Which one is picked by the hash of the file's path: the same for everybody who has the same Python.
     """
     prompts = []
-    for relative, text in stdlib_files(split):
+    for relative, text in source_files(split, root):
         digest = int.from_bytes(hashlib.sha256(f"prompt {relative}".encode()).digest()[:4], "big")
         starts = [match.start() for match in re.finditer(r"^ *(?:def|class) ", text, re.MULTILINE)]
         if starts:
