@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
+    MaxTimeCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -91,23 +94,53 @@ class Decoder:
                 f"the draft's vocabulary has {self.draft.vocab_size} entries, the target's {self.target.vocab_size}"
             )
 
+    @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: str | list[int] | Tensor,
         params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> Completion | list[Completion]:
         """Generates to the end; a Completion for one prompt, a list of them for several.
 
-        `prompts`: text or token ids, one or many. `params`: SamplingParams (greedy by default) or a transformers
-        GenerationConfig; `options` are its fields, given singly. Prompts of a batch are decoded together and
-        finish on their own.
+        Args:
+            prompts: text or token ids, one or many. A batch is decoded together; its rows finish on their own.
+            params: SamplingParams (greedy by default) or a transformers GenerationConfig.
+            logits_processor: more of transformers' processors, behind those of `params`. They are called for drafted
+                tokens too, so they must depend on nothing but their arguments.
+            stopping_criteria: more of transformers' criteria, asked behind every token of each row by itself.
+            **options: fields of SamplingParams, given singly.
 
-        Raises ValueError for empty prompts, prompts that fill the context, and settings out of range.
+        Raises:
+            ValueError: empty prompts, prompts that fill the context, settings that are unknown or out of range.
         """
         single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         begun = perf_counter()
-        seqs, texts = self._start(rows, _params(params, options))
+        seqs, texts = self._start(rows, _params(params, options), logits_processor, stopping_criteria)
         steps: list[list[Step]] = [[] for _ in seqs]
         for batch in decode(self.target, self._drafter(), seqs):
             for step in batch:
@@ -135,11 +168,14 @@ class Decoder:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
         """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once."""
         _, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
-        seqs, texts = self._start(rows, _params(params, options))
+        seqs, texts = self._start(rows, _params(params, options), logits_processor, stopping_criteria)
 
         def chunks() -> Iterator[Chunk]:
             for batch in decode(self.target, self._drafter(), seqs):
@@ -154,17 +190,23 @@ class Decoder:
         return self.method.build(self.draft)
 
     def _start(
-        self, rows: list[list[int]], params: SamplingParams | GenerationConfig
+        self,
+        rows: list[list[int]],
+        params: SamplingParams | GenerationConfig,
+        processors: LogitsProcessorList | None,
+        criteria: StoppingCriteriaList | None,
     ) -> tuple[list[Generation], list[TextStream | None]]:
         config, seed, ignore_eos = self._generation_config(params)
         ends = [] if ignore_eos or config.eos_token_id is None else config.eos_token_id
         eos = frozenset([ends] if isinstance(ends, int) else ends)
         stop = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings or ())
-        criteria = None
+        criteria = StoppingCriteriaList(criteria or [])
         if stop:
             if self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer; give tokenizer=...")
-            criteria = StoppingCriteriaList([StopStringCriteria(self.tokenizer, stop)])
+            criteria.append(StopStringCriteria(self.tokenizer, stop))
+        if config.max_time is not None:
+            criteria.append(MaxTimeCriteria(config.max_time))
         if seed is None and config.do_sample:
             seed = int(torch.randint(2**31, (1,)))
         seqs, texts = [], []
@@ -182,7 +224,7 @@ class Decoder:
                     limit=min(limit, self.target.context or limit),
                     sampler=Sampler(
                         greedy=not config.do_sample,
-                        processors=self.target.processors(config, len(row)),
+                        processors=self.target.processors(config, len(row), processors),
                     ),
                     eos=eos,
                     criteria=criteria,
@@ -227,7 +269,7 @@ class Decoder:
         ):
             if getattr(config, name, None) not in allowed:
                 raise ValueError(f"{name}={getattr(config, name)} is not supported")
-        if config.max_new_tokens is None and config.max_length is None:
+        if config.max_new_tokens is None and params.max_length is None:
             config.max_new_tokens = SamplingParams().max_new_tokens
         return config, None, False
 

@@ -61,10 +61,18 @@ class CausalLM:
     def device(self) -> torch.device:
         return self.model.device
 
-    def processors(self, config: GenerationConfig, prompt_length: int) -> LogitsProcessorList:
-        """Hugging Face's own logits processors for a generation config, as its `generate` would set them up."""
+    def processors(
+        self, config: GenerationConfig, prompt_length: int, extra: LogitsProcessorList | None = None
+    ) -> LogitsProcessorList:
+        """Hugging Face's own logits processors for a generation config and the user's `extra` ones, in the order
+        in which its `generate` applies them."""
         self.model._prepare_special_tokens(config, True, device=self.device)
-        return self.model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=self.device)
+        return self.model._get_logits_processor(
+            config,
+            input_ids_seq_length=prompt_length,
+            logits_processor=LogitsProcessorList(extra or []),
+            device=self.device,
+        )
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Forgets everything and runs the prompts, one a row, which may be empty and of different lengths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import own_output
 from forerun.train.recipe import PairRecipe
 from forerun.zoo.corpus import Split, held_out_prompts, source_files
-from forerun.zoo.quantise import load_quantised, save_quantised
+from forerun.zoo.quantise import WEIGHTS, load_quantised, save_quantised
 from forerun.zoo.tokenizer import train_tokenizer
 
 Say = Callable[[str], None]
@@ -167,13 +168,16 @@ def train_pair(
         distill(target, draft, own, stream, config, work / "draft", say=say)
         save_quantised(draft, pair / "draft", note)
         tokenizer.save_pretrained(pair / "draft")
-    prompts = held_out_prompts(tokenizer, "test", root=root)
+    prompts = held_out_prompts(tokenizer, "test", tokens=min(128, recipe.context // 4), root=root)
     results = gate(target, load_quantised(pair / "draft"), tokenizer, corpus_loss, test, prompts)
     results["recipe"] = asdict(recipe)
     results["versions"] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+    }
+    results["sha256"] = {
+        part: hashlib.sha256((pair / part / WEIGHTS).read_bytes()).hexdigest() for part in ("target", "draft")
     }
     (pair / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     for name, value in results["gate"].items():
@@ -198,7 +202,12 @@ def gate(
     """Whether the pair is fit to measure with, on files that no stage has seen; see docs/results/pair.md."""
     results: dict[str, Any] = {"distinct_4gram_share": {}, "sd": {}}
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_new_tokens=128, temperature=temperature, seed=0, ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=min(128, target.config.max_position_embeddings // 2),
+            temperature=temperature,
+            seed=0,
+            ignore_eos=True,
+        )
         plain = Decoder(target, tokenizer, method=AR()).generate(prompts, params)
         shares = [distinct_share(completion.tokens) for completion in plain]
         results["distinct_4gram_share"][str(temperature)] = round(statistics.median(shares), 4)

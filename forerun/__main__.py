@@ -1,0 +1,5 @@
+"""`python -m forerun`."""
+
+from forerun.cli import main
+
+main()
