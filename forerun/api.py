@@ -29,7 +29,7 @@ from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.sampling import Sampler
-from forerun.text import TextStream
+from forerun.text import SplitStopCriteria, TextStream
 from forerun.zoo import EMBEDDED
 
 
@@ -209,6 +209,7 @@ class Decoder:
             criteria.append(MaxTimeCriteria(config.max_time))
         if seed is None and config.do_sample:
             seed = int(torch.randint(2**31, (1,)))
+        split = [text for text in stop if not text.isascii()]
         seqs, texts = [], []
         for i, row in enumerate(rows):
             limit = len(row) + config.max_new_tokens if config.max_new_tokens is not None else config.max_length
@@ -227,7 +228,9 @@ class Decoder:
                         processors=self.target.processors(config, len(row), processors),
                     ),
                     eos=eos,
-                    criteria=criteria,
+                    criteria=StoppingCriteriaList(
+                        [*criteria, *([SplitStopCriteria(self.tokenizer, len(row), split)] if split else [])]
+                    ),
                     generator=generator,
                     index=i,
                 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 CONTEXT = 4  # prompt tokens to decode along, so that a first word keeps its space
 
@@ -64,6 +66,24 @@ class TextStream:
         self._held = [] if self.stopped else rest
         self.text += "".join(text for text, _ in pieces)
         return pieces
+
+
+class SplitStopCriteria(StoppingCriteria):
+    """Stops at stop strings with characters beyond ASCII, which may be split over tokens.
+
+    transformers' StopStringCriteria works on whole tokens' text and does not see those. Reads the output's last
+    tokens only: each is at least one byte.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_length: int, stop: Sequence[str]) -> None:
+        self.tokenizer, self.prompt_length, self.stop = tokenizer, prompt_length, stop
+        self.reach = max(len(text.encode()) for text in stop) + CONTEXT
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
+        """[B] bool for token ids [B, n]."""
+        begin = max(self.prompt_length, input_ids.shape[1] - self.reach)
+        tails = (str(self.tokenizer.decode(row)) for row in input_ids[:, begin:])
+        return torch.tensor([any(text in tail for text in self.stop) for tail in tails])
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,0 +1,217 @@
+"""The Python interface on tiny models: prompts, parameters, streams, errors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from toys import noisy_copy
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+)
+
+import forerun
+from forerun.api import Decoder
+from forerun.methods import METHODS, method
+from forerun.params import SamplingParams
+from forerun.zoo.tokenizer import train_tokenizer
+
+LINES = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "class A:\n    pass\n"] * 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer(LINES, 300)
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=96,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def decoders(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, Decoder]:
+    draft = noisy_copy(target, 0.02)
+    return {name: Decoder(target, tokenizer, draft, method(name)) for name in METHODS}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stream_gives_what_generate_gives(decoders: dict[str, Decoder], name: str, temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=7, ignore_eos=True)
+    prompts = ["def add", "for i in", "class"]
+    results = decoders[name].generate(prompts, params)
+    texts, tokens, reasons = [""] * 3, [[] for _ in prompts], [None] * 3
+    for chunk in decoders[name].stream(prompts, params):
+        assert chunk.text == "".join(text for text, _ in chunk.pieces)
+        texts[chunk.index] += chunk.text
+        tokens[chunk.index] += chunk.step.tokens
+        reasons[chunk.index] = chunk.finish_reason
+    assert texts == [result.text for result in results]
+    assert tokens == [result.tokens for result in results]
+    assert reasons == ["length"] * 3
+
+
+def test_text_and_token_prompts_are_the_same(decoders: dict[str, Decoder], tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("def add")["input_ids"]
+    by_text = decoders["sd"].generate("def add", max_new_tokens=20)
+    assert decoders["sd"].generate(ids, max_new_tokens=20).tokens == by_text.tokens
+    assert decoders["sd"].generate(torch.tensor(ids), max_new_tokens=20).tokens == by_text.tokens
+    assert decoders["sd"].generate([ids], max_new_tokens=20)[0].tokens == by_text.tokens
+    assert by_text.text == tokenizer.decode(by_text.tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_stop_strings_are_cut_from_the_text_and_end_where_transformers_ends(
+    decoders: dict[str, Decoder], target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    whole = decoders["ar"].generate("def add", max_new_tokens=60, ignore_eos=True).text
+    found = re.search(r"[!-~]{2}", whole[5:])  # a random model says broken characters too
+    assert found is not None
+    stop = found.group()
+    result = decoders[name].generate("def add", max_new_tokens=60, stop=stop, ignore_eos=True)
+    assert result.text == whole[: whole.index(stop)]
+    assert result.finish_reason == "stop"
+    ids = torch.tensor([tokenizer("def add")["input_ids"]])
+    theirs = target.generate(
+        ids, do_sample=False, max_new_tokens=60, stop_strings=[stop], tokenizer=tokenizer, eos_token_id=None
+    )
+    assert result.tokens == theirs[0, ids.shape[1] :].tolist()
+    streamed = [chunk.text for chunk in decoders[name].stream("def add", max_new_tokens=60, stop=stop, ignore_eos=True)]
+    assert "".join(streamed) == result.text
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stop_string_whose_character_is_split_over_tokens_ends_the_text(
+    decoders: dict[str, Decoder], tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    said = tokenizer("abc \u20ac def")["input_ids"]  # the euro sign is three tokens here
+
+    class Says(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, said[(input_ids.shape[1] - 3) % len(said)]] = 0.0
+            return forced
+
+    result = decoders[name].generate([5, 6, 7], stop="\u20ac", logits_processor=LogitsProcessorList([Says()]))
+    assert result.text == "abc "
+    assert result.finish_reason == "stop"
+    assert tokenizer.decode(result.tokens).endswith("\u20ac")
+
+
+def test_generation_config_is_transformers_own(
+    decoders: dict[str, Decoder], target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = GenerationConfig(max_new_tokens=30, repetition_penalty=1.4, min_new_tokens=25, eos_token_id=0)
+    ids = torch.tensor([tokenizer("def add")["input_ids"]])
+    theirs = target.generate(ids, config, do_sample=False)[0, ids.shape[1] :].tolist()
+    for decoder in decoders.values():
+        assert decoder.generate("def add", config).tokens == theirs
+
+
+def test_users_own_processors_and_criteria(
+    decoders: dict[str, Decoder], target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids = torch.tensor([tokenizer("def add")["input_ids"]])
+    processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(0, 300, 2)))])
+
+    class Twelve(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] == ids.shape[1] + 12)
+
+    criteria = StoppingCriteriaList([Twelve()])
+    own = {"logits_processor": processors, "stopping_criteria": criteria}
+    theirs = target.generate(ids, do_sample=False, max_new_tokens=40, eos_token_id=None, **own)[0, ids.shape[1] :]
+    assert len(theirs) == 12
+    for decoder in decoders.values():
+        result = decoder.generate("def add", max_new_tokens=40, ignore_eos=True, **own)
+        assert result.tokens == theirs.tolist()
+        assert result.finish_reason == "stop"
+
+
+def test_a_seed_repeats_and_no_seed_follows_torch(decoders: dict[str, Decoder]) -> None:
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
+    for decoder in decoders.values():
+        assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
+        assert decoder.generate("def", params, seed=1).tokens != decoder.generate("def", params, seed=2).tokens
+        torch.manual_seed(3)
+        first, second = decoder.generate("def", params).tokens, decoder.generate("def", params).tokens
+        torch.manual_seed(3)
+        assert decoder.generate("def", params).tokens == first != second
+
+
+def test_the_context_ends_a_sequence(decoders: dict[str, Decoder], tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("def add")["input_ids"]
+    for decoder in decoders.values():
+        result = decoder.generate(ids, max_new_tokens=1000, ignore_eos=True)
+        assert len(ids) + len(result.tokens) == 96
+        assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "no prompts"),
+        ("", {}, "prompt 0 is empty"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([1, 5000], {}, r"outside 0\.\.\d+"),
+        ([5] * 96, {}, "96 tokens; the target's context of 96"),
+        ("a", {"temperature": -0.1}, "temperature must be"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be"),
+        ("a", {"top_p": 0.0}, "top_p must be"),
+        ("a", {"stop": [""]}, "stop must be"),
+        ("a", {"tempreature": 1.0}, "unknown option 'tempreature'"),
+        ("a", {"params": GenerationConfig(num_beams=2)}, "beam_search"),
+        ("a", {"params": GenerationConfig(num_return_sequences=2, do_sample=True)}, "num_return_sequences=2"),
+        ("a", {"params": GenerationConfig(guidance_scale=2.0)}, "guidance_scale=2"),
+    ],
+)
+def test_mistakes_are_named_before_any_work(
+    decoders: dict[str, Decoder], prompts: object, options: dict[str, object], message: str
+) -> None:
+    for run in (decoders["sd"].generate, decoders["sd"].stream):
+        with pytest.raises(ValueError, match=message):
+            run(prompts, **options)
+
+
+def test_load_names_what_is_wrong(target: LlamaForCausalLM, tmp_path) -> None:
+    with pytest.raises(ValueError, match="unknown method 'turbo'; there are ar, sd, lookup"):
+        forerun.load(target, method="turbo")
+    with pytest.raises(ValueError, match="no setting 'gama'"):
+        forerun.load(target, draft=target, gama=3)
+    with pytest.raises(ValueError, match="gamma must be an integer of at least 1, not 0"):
+        forerun.load(target, draft=target, gamma=0)
+    with pytest.raises(ValueError, match="needs a draft"):
+        forerun.load(target, method="sd")
+    with pytest.raises(ValueError, match="no model folder"):
+        forerun.load(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="unknown dtype 'float12'"):
+        forerun.load(dtype="float12")
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    with pytest.raises(ValueError, match=r"has 64 entries, the target's \d+"):
+        forerun.load(target, draft=other)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        forerun.load(target).generate("text")

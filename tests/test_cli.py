@@ -1,0 +1,97 @@
+"""The command line as a user runs it: real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forerun
+
+COMMAND = [sys.executable, "-m", "forerun"]
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, lookup"),
+        (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
+        (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
+        (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be 0 (greedy) or more, not -1.0"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
+        (["generate", "x", "--tempreature", "1"], "No such option: --tempreature"),
+        (["generate", "--file", "nothing.txt"], "cannot read nothing.txt: No such file or directory"),
+        (["generate", "x", "--target", "./nothing"], "no model folder './nothing' for the target"),
+        (["generate", "x", "--draft", "./nothing"], "no model folder './nothing' for the draft"),
+        (["generate", "word " * 2000], "the target's context of 1024"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "x", "--dtype", "float12"], "unknown dtype 'float12'"),
+        (["demo", "--gamma", "-2"], "gamma must be an integer of at least 1, not -2"),
+        (["train", "pair", "--set", "target_size=3"], "the recipe has no 'target_size'"),
+        (["train", "pair", "--set", "target_steps=0"], "--set target_steps takes a positive integer"),
+        (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
+        (["train", "draft", "--data", "stdlib", "--out", "x", "--width", "100"], "--width must be a multiple of 64"),
+        (["fly"], "No such command 'fly'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("forerun: ")
+
+
+def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("def add(a, b):")
+    options = ["--max-new-tokens", "24"]
+    by_argument = run("generate", "def add(a, b):", *options)
+    assert by_argument.returncode == 0, by_argument.stderr
+    assert run("generate", "--file", str(file), *options).stdout == by_argument.stdout
+    assert run("generate", *options, stdin="def add(a, b):").stdout == by_argument.stdout
+    wanted = forerun.load(method="ar").generate("def add(a, b):", max_new_tokens=24).text
+    assert by_argument.stdout == wanted + "\n"
+    assert by_argument.stderr == ""
+
+
+def test_json_is_one_object() -> None:
+    done = run("generate", "import os\n", "--max-new-tokens", "16", "--gamma", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {"text", "tokens", "origins", "finish_reason", "method", "stats"}
+    assert len(result["tokens"]) == len(result["origins"]) == result["stats"]["tokens"]
+    assert result["method"] == "sd"
+
+
+@pytest.mark.parametrize("method", ["sd", "lookup"])
+def test_demo_shows_equal_output(method: str) -> None:
+    done = run("demo", "--prompts", "1", "--max-new-tokens", "24", "--method", method, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["prompts"][0]["equal"] is True
+    assert result["prompts"][0]["tau"] > 1
+
+
+def test_demo_prints_a_table() -> None:
+    done = run("demo", "--prompts", "1", "--max-new-tokens", "16")
+    assert done.returncode == 0, done.stderr
+    assert "speedup" in done.stdout
+    assert "tokens/s" in done.stdout
+
+
+def test_info_and_version() -> None:
+    facts = json.loads(run("info", "--json").stdout)
+    assert set(facts["methods"]) == {"ar", "sd", "lookup"}
+    assert facts["embedded"]["gate"]
+    assert run("--version").stdout == f"forerun {forerun.__version__}\n"
+    assert "embedded target" in run("info").stdout

@@ -1,0 +1,313 @@
+"""The loop with every method on table models: exact laws, counts, ends and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from toys import TableLM, joint_law, noisy_copy, p_value, random_table, random_tree, tiny, tiny_tokenizer
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import logits_process as hf
+
+from forerun import Decoder
+from forerun.decode import Drafter, Generation, Proposal, Step, decode
+from forerun.draft import Draft
+from forerun.drafters.chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.lengths import FixedLength
+from forerun.methods import AR, SD, Lookup, Method
+from forerun.metrics import summarise
+from forerun.sampling import Sampler, Verdict
+
+V, ROWS, NEW, JOINT = 4, 2000, 5, 3
+FITS, BROKEN = 1e-4, 1e-6
+PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # with a few n-grams to look up
+
+METHODS: dict[str, Method] = {"ar": AR(), "sd": SD(3), "lookup": Lookup(3, 2)}
+
+
+class RandomTrees(PlainDrafter):
+    """Point masses at random, as trees that may be deeper than there is room."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+        return Proposal([random_tree(9, V, self.generator, root=seq.tokens[-1]) for seq in seqs])
+
+
+class ChainsAndTrees(ChainDrafter):
+    """A drawn chain with random point masses around it."""
+
+    def __init__(self, model: TableLM) -> None:
+        super().__init__(model, FixedLength(2))
+        self.trees = RandomTrees()
+
+    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+        chains, trees = super().propose(seqs).drafts, self.trees.propose(seqs).drafts
+        return Proposal([chain.merge(tree) for chain, tree in zip(chains, trees, strict=True)])
+
+
+DRAFTERS: dict[str, Callable[[TableLM], Drafter]] = {
+    **{name: method.build for name, method in METHODS.items()},
+    "random trees": lambda draft: RandomTrees(),
+    "chains and trees": ChainsAndTrees,
+}
+PROCESSORS: dict[str, LogitsProcessorList | None] = {
+    "none": None,
+    "temperature": LogitsProcessorList([hf.TemperatureLogitsWarper(0.6)]),
+    "top-k and top-p": LogitsProcessorList([hf.TopKLogitsWarper(3), hf.TopPLogitsWarper(0.85)]),
+    "repetition": LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(1.8), hf.NoRepeatNGramLogitsProcessor(3)]),
+}
+TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
+
+
+def run(target: TableLM, drafter: Drafter, seqs: Sequence[Generation]) -> list[Step]:
+    """Decodes to the end; all steps in order."""
+    return [step for batch in decode(target, drafter, seqs) for step in batch]
+
+
+def fit(drafter: Drafter, processors: LogitsProcessorList | None = None) -> float:
+    """p-value of the joint law of the first output tokens, many sequences at once."""
+    generator = torch.Generator().manual_seed(0)
+    sampler = Sampler(False, processors)
+    seqs = [Generation(list(PROMPT), len(PROMPT) + NEW, sampler, generator=generator, index=i) for i in range(ROWS)]
+    run(TableLM(TARGET), drafter, seqs)
+    return p_value([seq.output[:JOINT] for seq in seqs], joint_law(TARGET, PROMPT, JOINT, processors))
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_sampling_follows_the_targets_law(drafter: str, processors: str) -> None:
+    assert fit(DRAFTERS[drafter](TableLM(DRAFT)), PROCESSORS[processors]) > FITS
+
+
+def test_another_law_is_seen() -> None:
+    # The same harness with a target whose logits are off by a little.
+    generator = torch.Generator().manual_seed(0)
+    seqs = [Generation(list(PROMPT), len(PROMPT) + NEW, Sampler(False), generator=generator) for _ in range(ROWS)]
+    run(TableLM(TARGET + 0.3 * DRAFT), PlainDrafter(), seqs)
+    assert p_value([seq.output[:JOINT] for seq in seqs], joint_law(TARGET, PROMPT, JOINT, None)) < BROKEN
+
+
+@dataclass(frozen=True)
+class StopWhenUnsure:
+    """Stops behind a token that the draft itself found improbable."""
+
+    least: float
+    gamma: int = 4
+
+    def more(self, tokens: list[int], scores: Tensor) -> bool:
+        return len(tokens) < self.gamma and float(scores.softmax(-1)[tokens[-1]]) >= self.least
+
+
+class DropsTheLast(ChainDrafter):
+    """Drops the token that the policy stopped at: the mistake that LengthPolicy warns of.
+
+    `points`: which drafts then count as point masses: "none", those that "lost" a token, or "all".
+    """
+
+    def __init__(self, model: TableLM, policy: StopWhenUnsure, points: str) -> None:
+        super().__init__(model, policy)
+        self.points = points
+
+    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+        drafts = []
+        for draft in super().propose(seqs).drafts:
+            root, *tokens = draft.tokens
+            q, lost = draft.q, bool(tokens) and float(draft.q[-1, tokens[-1]]) < self.policy.least
+            if lost:
+                tokens, q = tokens[:-1], q[:-1]
+            points = self.points == "all" or (self.points == "lost" and lost)
+            drafts.append(Draft.chain(root, tokens, None if points else q))
+        return Proposal(drafts)
+
+
+def test_a_policy_that_stops_behind_a_token_keeps_the_law() -> None:
+    assert fit(ChainDrafter(TableLM(DRAFT), StopWhenUnsure(0.4))) > FITS
+
+
+@pytest.mark.parametrize("points", ["none", "lost"])
+def test_dropping_a_token_that_was_looked_at_breaks_the_law(points: str) -> None:
+    # "lost" is no cure: the drafts that keep their laws were chosen for their tokens, which no longer follow q.
+    assert fit(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), points)) < BROKEN
+
+
+def test_a_drafter_that_may_drop_keeps_the_law_if_all_its_drafts_are_point_masses() -> None:
+    assert fit(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), "all")) > FITS
+
+
+def greedy_seqs(prompts: Sequence[Sequence[int]], new: int, **options) -> list[Generation]:
+    return [Generation(list(prompt), len(prompt) + new, index=i, **options) for i, prompt in enumerate(prompts)]
+
+
+PROMPTS = [[0], [1, 2, 3], [3, 3], [2, 0, 1, 2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(("draft", "gamma"), [("always", 3), ("always", 5), ("never", 3), ("sometimes", 3)])
+def test_tau_of_drafts_that_agree_always_never_and_sometimes(draft: str, gamma: int) -> None:
+    target = random_table(8, 5)
+    table = {"always": target, "never": -target, "sometimes": target + 0.7 * random_table(8, 6)}[draft]
+    drafter = ChainDrafter(TableLM(table), FixedLength(gamma))
+    steps = run(TableLM(target), drafter, greedy_seqs(PROMPTS, 4 * (gamma + 1)))
+    stats = summarise(steps, 1.0)
+    if draft == "always":
+        assert (stats.tau, stats.alpha, stats.utilisation) == (gamma + 1, 1.0, 1.0)
+        assert {step.origins for step in steps} == {("draft",) * gamma + ("bonus",)}
+    elif draft == "never":
+        assert (stats.tau, stats.alpha) == (1.0, 0.0)
+        assert {step.origins for step in steps[: -len(PROMPTS)]} == {("correction",)}
+    else:
+        assert 1.2 < stats.tau < gamma + 0.8 and 0.1 < stats.alpha < 0.9
+
+
+def check_steps(seqs: Sequence[Generation], steps: Sequence[Step]) -> None:
+    """Every token is in one step, and the counts of a step explain its tokens."""
+    for seq in seqs:
+        own = [step for step in steps if step.index == seq.index]
+        assert [token for step in own for token in step.tokens] == seq.output
+        for step in own:
+            assert 0 <= step.accepted <= step.tested <= min(step.drafted, step.accepted + 1)
+            assert len(step.origins) == len(step.tokens) >= 1
+            ends = [origin for origin in step.origins if origin in ("correction", "bonus")]
+            if len(step.tokens) == step.accepted + 1:
+                assert ends == [step.origins[-1]] == ["correction" if step.tested > step.accepted else "bonus"]
+            else:  # cut, which only the end of a sequence may do
+                assert step is own[-1] and seq.finish_reason and len(step.tokens) <= step.accepted and not ends
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_steps_add_up(drafter: str, greedy: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [*PROMPTS, PROMPT] * 6
+    seqs = [
+        Generation(list(prompt), len(prompt) + 1 + i, Sampler(greedy), frozenset({i % 9}), None, generator, i)
+        for i, prompt in enumerate(prompts)
+    ]
+    steps = run(TableLM(TARGET), DRAFTERS[drafter](TableLM(TARGET + DRAFT)), seqs)
+    check_steps(seqs, steps)
+    assert (max(step.accepted for step in steps) > 0) == (drafter != "ar")
+    assert {seq.finish_reason for seq in seqs} == {"stop", "length"}
+
+
+class EndsWith(StoppingCriteria):
+    """Stops behind a pair of tokens."""
+
+    def __init__(self, pair: tuple[int, int]) -> None:
+        self.pair = pair
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
+        return torch.tensor([tuple(row[-2:].tolist()) == self.pair for row in input_ids])
+
+
+def cut(prompt: Sequence[int], output: Sequence[int], eos: int, pair: tuple[int, int]) -> tuple[list[int], str]:
+    """What is left of plain output, and why it ends."""
+    for count, token in enumerate(output, 1):
+        if token == eos or (*prompt, *output[:count])[-2:] == pair:
+            return list(output[:count]), "stop"
+    return list(output), "length"
+
+
+@given(st.data())
+def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject) -> None:
+    size = 8
+    target = random_table(size, data.draw(st.integers(0, 50)))
+    gamma, noise = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([0.0, 0.3]))
+    limits = [data.draw(st.integers(1, 14)) for _ in PROMPTS]
+    eos = data.draw(st.integers(0, size))
+    pair = (data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1)))
+    plain = greedy_seqs(PROMPTS, max(limits))
+    run(TableLM(target), PlainDrafter(), plain)
+    expected = [cut(seq.tokens[: seq.prompt_length], seq.output[:n], eos, pair) for seq, n in zip(plain, limits)]  # noqa: B905
+    for method in (AR(), SD(gamma), Lookup(gamma, 2)):
+        drafter = method.build(TableLM(target + noise * random_table(size, 99)))
+        seqs = greedy_seqs(PROMPTS, 1, eos=frozenset({eos}), criteria=StoppingCriteriaList([EndsWith(pair)]))
+        for seq, limit in zip(seqs, limits, strict=True):
+            seq.limit = seq.prompt_length + limit
+        steps = run(TableLM(target), drafter, seqs)
+        # Rows end at different times here; each must be what it is alone.
+        assert [(seq.output, seq.finish_reason) for seq in seqs] == expected
+        check_steps(seqs, steps)
+
+
+@pytest.mark.parametrize("drafter", METHODS)
+def test_a_row_does_not_depend_on_its_neighbours_seeds_or_ends(drafter: str) -> None:
+    def sampled(rows: Sequence[int]) -> list[list[int]]:
+        seqs = [
+            Generation(
+                list(PROMPTS[row % 4]),
+                len(PROMPTS[row % 4]) + 5 + 3 * row,
+                Sampler(False),
+                generator=torch.Generator().manual_seed(7 + row),
+            )
+            for row in rows
+        ]
+        run(TableLM(TARGET), METHODS[drafter].build(TableLM(DRAFT)), seqs)
+        return [seq.output for seq in seqs]
+
+    together = sampled(range(8))
+    assert together == [sampled([row])[0] for row in range(8)]
+    assert together[::-1] == sampled(range(7, -1, -1))
+    # The same prompt under another seed is another text.
+    assert together[0] != together[4][: len(together[0])]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_seeds_on_a_real_model(method: str) -> None:
+    target = tiny("llama")
+    decoder = Decoder(target, None, noisy_copy(target, 0.03), METHODS[method])
+    prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
+    options = {"temperature": 1.0, "max_new_tokens": 24}
+    batch = decoder.generate(prompts, seed=11, **options)
+    assert [row.tokens for row in batch] == [row.tokens for row in decoder.generate(prompts, seed=11, **options)]
+    for i, prompt in enumerate(prompts):
+        assert batch[i].tokens == decoder.generate(prompt, seed=11 + i, **options).tokens
+    assert batch[0].tokens != decoder.generate(prompts[0], seed=12, **options).tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stop_strings_cut_text_and_tokens(method: str) -> None:
+    tokenizer = tiny_tokenizer()
+    target = tiny("llama", vocab=len(tokenizer))
+    decoder = Decoder(target, tokenizer, noisy_copy(target, 0.01), METHODS[method])
+    # ASCII output only, and a prompt that ends in what the output cannot hold: a stop string lies in the output.
+    odd = [
+        i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isprintable() or "\ufffd" in tokenizer.decode([i])
+    ]
+    config = GenerationConfig(max_new_tokens=30, do_sample=False, suppress_tokens=odd)
+    prompt = tokenizer.encode("def add(a, b):\n")
+    plain = Decoder(target, tokenizer, None, AR()).generate(prompt, config)
+    for at in (0, 7, 20):
+        stop = plain.text[at : at + 3]
+        config = replace_stop(config, [stop, "\n\n"])
+        end = next(n for n in range(1, 31) if stop in tokenizer.decode(plain.tokens[:n]))
+        done = decoder.generate(prompt, config)
+        assert done.tokens == plain.tokens[:end] and done.finish_reason == "stop"
+        assert done.text == plain.text[: plain.text.find(stop)]
+        assert "".join(chunk.text for chunk in decoder.stream(prompt, config)) == done.text
+
+
+def replace_stop(config: GenerationConfig, stop: list[str]) -> GenerationConfig:
+    return GenerationConfig(**{**config.to_diff_dict(), "stop_strings": stop})
+
+
+def test_a_drafter_is_told_what_became_of_its_drafts() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Listening(ChainDrafter):
+        def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+            super().observe(seqs, drafts, verdicts)
+            told.extend((draft.drafted, verdict.accepted) for draft, verdict in zip(drafts, verdicts, strict=True))
+            # What is left in the draft's cache is a beginning of the sequence, short of its last token.
+            for row, seq in zip(self.model.cache.rows, seqs, strict=True):
+                assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
+
+    drafter = Listening(TableLM(TARGET + 0.5 * DRAFT), FixedLength(3))
+    steps = run(TableLM(TARGET), drafter, greedy_seqs(PROMPTS, 20))
+    assert told == [(step.drafted, step.accepted) for step in steps]

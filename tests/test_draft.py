@@ -1,0 +1,98 @@
+"""Draft trees: structure, masks and merging, over random trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.draft import Draft
+
+
+@st.composite
+def trees(draw: st.DrawFn, laws: bool = False) -> Draft:
+    """Random trees under root 7 without equal siblings; with `laws`, the first few nodes have one."""
+    tokens, parents = [7], [-1]
+    for _ in range(draw(st.integers(0, 12))):
+        # Few tokens, so that two trees share paths.
+        parent, token = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, 2))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    sampled = draw(st.integers(0, len(tokens) - 1)) if laws else 0
+    return Draft(tokens, parents, torch.rand(sampled, 8) if sampled else None, [f"o{i}" for i in range(len(tokens))])
+
+
+def texts(draft: Draft) -> list[tuple[int, ...]]:
+    """What each node spells, from the root on."""
+    return [tuple(draft.tokens[i] for i in draft.path(node)) for node in range(len(draft))]
+
+
+@given(trees())
+def test_paths_depths_and_children_agree(draft: Draft) -> None:
+    for node in range(len(draft)):
+        path = draft.path(node)
+        assert path[0] == 0 and path[-1] == node
+        assert [draft.parents[below] for below in path[1:]] == path[:-1]
+        assert draft.depths[node] == len(path) - 1
+        assert draft.children[node] == [child for child in range(len(draft)) if draft.parents[child] == node]
+    assert draft.is_chain == (sorted(draft.depths) == draft.depths == list(range(len(draft))))
+    assert draft.drafted == len(draft) - 1
+
+
+@given(trees())
+def test_a_node_sees_its_path_and_nothing_else(draft: Draft) -> None:
+    mask = draft.mask()
+    for node in range(len(draft)):
+        assert mask[node].nonzero().flatten().tolist() == draft.path(node)
+
+
+@given(trees(laws=True), trees())
+def test_merge_is_the_union_of_paths(left: Draft, right: Draft) -> None:
+    merged = left.merge(right)
+    assert sorted(texts(merged)) == sorted(set(texts(left)) | set(texts(right)))  # a list: nothing is there twice
+    # Laws belong to nodes by number, so this tree's nodes must stay where they are, in front.
+    assert merged.tokens[: len(left)] == left.tokens and merged.parents[: len(left)] == left.parents
+    assert merged.q is left.q and merged.sampled == left.sampled
+    origin = dict(zip(texts(right), right.origins, strict=True)) | dict(zip(texts(left), left.origins, strict=True))
+    assert merged.origins == [origin[text] for text in texts(merged)]
+
+
+@given(trees(laws=True), trees())
+def test_merge_tests_own_children_first(left: Draft, right: Draft) -> None:
+    merged = left.merge(right)
+    for node in range(len(left)):
+        assert merged.children[node][: len(left.children[node])] == left.children[node]
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.booleans())
+def test_chain(tokens: list[int], sampled: bool) -> None:
+    q = torch.rand(len(tokens), 10) if sampled and tokens else None
+    draft = Draft.chain(3, tokens, q, origin="phrase")
+    assert draft.is_chain and draft.tokens == [3, *tokens] and draft.path(len(tokens)) == list(range(len(tokens) + 1))
+    assert draft.sampled == (len(tokens) if q is not None else 0)
+    assert draft.mask().equal(torch.ones(len(draft), len(draft)).tril().bool())
+    assert set(draft.origins[1:]) <= {"phrase"}
+
+
+def test_a_root_is_an_empty_draft() -> None:
+    root = Draft.root(5)
+    assert (len(root), root.drafted, root.children, root.is_chain) == (1, 0, [[]], True)
+    assert root.merge(Draft.chain(5, [1, 2])).tokens == [5, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "laws"),
+    [([1, 2], [-1, 1], 0), ([1, 2], [-1, -1], 0), ([1], [0], 0), ([1, 2], [-1], 0), ([], [], 0), ([1, 2], [-1, 0], 2)],
+)
+def test_what_is_no_tree_is_refused(tokens: list[int], parents: list[int], laws: int) -> None:
+    with pytest.raises(AssertionError):
+        Draft(tokens, parents, torch.rand(laws, 4) if laws else None)
+
+
+def test_only_point_masses_under_the_same_root_can_be_merged_in() -> None:
+    drawn = Draft.chain(1, [2], torch.rand(1, 4))
+    for other in (drawn, Draft.chain(3, [2])):
+        with pytest.raises(AssertionError):
+            drawn.merge(other)

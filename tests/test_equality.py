@@ -1,0 +1,118 @@
+"""Greedy output equals that of transformers' own generate, token for token, for every method and architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from toys import ARCHITECTURES, VOCAB, noisy_copy, tiny
+from transformers import GenerationConfig, PreTrainedModel
+
+from forerun import Decoder
+from forerun.decode import Generation, Proposal, decode
+from forerun.draft import Draft
+from forerun.drafters.plain import PlainDrafter
+from forerun.methods import AR, SD, Lookup, Method
+from forerun.model import CausalLM
+
+NEW = 28  # with the prompts: longer than the sliding window of the toys
+_generator = torch.Generator().manual_seed(1)
+PROMPTS = [torch.randint(2, VOCAB, (length,), generator=_generator).tolist() for length in (7, 1, 23, 40, 12)]
+
+PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+CONFIGS = {"plain": PLAIN, "processors": PLAIN | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}}
+
+
+@cache
+def target(architecture: str) -> PreTrainedModel:
+    return tiny(architecture)
+
+
+@cache
+def expected(architecture: str, config: str) -> list[list[int]]:
+    """Each prompt alone through transformers."""
+    model = target(architecture)
+    outputs = []
+    for prompt in PROMPTS:
+        ids = model.generate(torch.tensor([prompt]), generation_config=GenerationConfig(**CONFIGS[config]))
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+def draft(architecture: str, kind: str) -> PreTrainedModel | None:
+    model = target(architecture)
+    if kind == "same":
+        return model
+    return noisy_copy(model, 0.04) if kind == "noisy" else tiny(architecture, seed=9) if kind == "random" else None
+
+
+METHODS: dict[str, tuple[Method, str]] = {
+    "ar": (AR(), "none"),
+    "sd, a draft that agrees": (SD(5), "same"),
+    "sd, a draft that agrees sometimes": (SD(4), "noisy"),
+    "sd, a draft that never agrees": (SD(2), "random"),
+    "lookup": (Lookup(6, 2), "none"),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_output_equals_transformers(architecture: str, method: str, config: str) -> None:
+    how, kind = METHODS[method]
+    decoder = Decoder(target(architecture), None, draft(architecture, kind), how)
+    wanted = expected(architecture, config)
+    together = decoder.generate(PROMPTS, GenerationConfig(**CONFIGS[config]))
+    assert [row.tokens for row in together] == wanted
+    for i in (1, 2):  # the one-token prompt, and one longer than the window
+        assert decoder.generate(PROMPTS[i], GenerationConfig(**CONFIGS[config])).tokens == wanted[i]
+    assert len({tuple(output) for output in wanted}) == len(wanted)
+    if kind == "same":
+        assert all(row.stats.alpha == 1.0 for row in together)
+    if kind == "noisy":
+        assert 0.0 < sum(row.stats.accepted for row in together) < sum(row.stats.tested for row in together)
+
+
+class KnowsTheAnswer(PlainDrafter):
+    """Trees that hold the right continuation behind wrong siblings, so that what is accepted is never a prefix."""
+
+    def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
+        self.outputs = outputs
+
+    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+        return Proposal([self._tree(seq, self.outputs[seq.index][len(seq.output) :]) for seq in seqs])
+
+    def _tree(self, seq: Generation, answer: Sequence[int]) -> Draft:
+        tokens, parents, right = [seq.tokens[-1]], [-1], 0
+        for token in answer[: min(1 + len(seq.tokens) % 4, seq.room - 1)]:
+            wrong = [(token + shift) % VOCAB for shift in (1, 2)]
+            tokens += [wrong[0], token, wrong[1], (token + 5) % VOCAB]
+            parents += [right, right, right, len(tokens) - 4]  # the last is a child of the first wrong one
+            right = len(tokens) - 3
+        return Draft(tokens, parents)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_accepted_tree_paths_leave_the_right_cache(architecture: str) -> None:
+    wanted = expected(architecture, "plain")
+    seqs = [Generation(list(prompt), len(prompt) + NEW - 3 * i, index=i) for i, prompt in enumerate(PROMPTS)]
+    steps = [step for batch in decode(CausalLM(target(architecture)), KnowsTheAnswer(wanted), seqs) for step in batch]
+    assert [seq.output for seq in seqs] == [output[: NEW - 3 * i] for i, output in enumerate(wanted)]
+    assert sum(step.accepted for step in steps) > len(steps)
+
+
+@pytest.mark.parametrize("method", [SD(4), Lookup(6, 2)])
+def test_the_context_ends_a_sequence_and_a_small_draft_context_does_not(method: Method) -> None:
+    model = tiny("gpt2", context=48)
+    prompts = [prompt for prompt in PROMPTS if len(prompt) < 48]
+    small = Decoder(model, None, tiny("gpt2", context=24, seed=3), method)
+    plain = Decoder(model, None, None, AR())
+    for batch in (prompts, prompts[2:3], prompts[3:4]):
+        done = small.generate(batch, max_new_tokens=40)
+        assert [row.tokens for row in done] == [row.tokens for row in plain.generate(batch, max_new_tokens=40)]
+        assert [len(prompt) + len(row.tokens) for prompt, row in zip(batch, done, strict=True)] == [
+            min(48, len(prompt) + 40) for prompt in batch
+        ]
+        assert {row.finish_reason for row in done} == {"length"}

@@ -1,0 +1,95 @@
+"""The direction of imports, and that what must be quick to import needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forerun
+
+ROOT = Path(forerun.__file__).parent
+GROUND = {"draft", "sampling", "cache", "model"}
+LOOP = GROUND | {"decode", "metrics"}
+METHODS = LOOP | {"nn", "lengths", "drafters", "methods", "params"}
+API = METHODS | {"text", "runtime", "zoo", "loading", "api"}
+
+# What each part may import beside itself. A part that is not named here fails the test: it wants a place.
+ALLOWED: dict[str, set[str]] = {
+    "draft": set(),
+    "cache": set(),
+    "params": set(),
+    "text": set(),
+    "sampling": {"draft"},
+    "model": {"draft", "sampling", "cache"},
+    "decode": GROUND,  # no drafter, whatever the method
+    "metrics": {"decode"},
+    "nn": GROUND,
+    "lengths": GROUND | {"nn"},
+    "drafters": LOOP | {"nn", "lengths"},  # of decode: the records Generation and Proposal
+    "methods": LOOP | {"nn", "lengths", "drafters"},
+    "runtime": GROUND | {"nn"},
+    "zoo": GROUND | {"nn"},
+    "loading": GROUND | {"nn", "runtime", "zoo"},
+    "api": API,
+    "train": API,
+    "bench": API | {"train"},
+    "serve": API | {"bench"},
+    "cli": API | {"train", "bench", "serve"},
+    "__init__": API,
+    "__main__": {"cli"},
+}
+
+
+def part(path: Path) -> str:
+    """Which part of the package a file belongs to: its folder, or its own name in the package's root."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Parts of forerun that a file imports anywhere, in functions and under TYPE_CHECKING as well."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            # `from forerun import x` imports the part x.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        parts |= {name.split(".")[1] for name in names if name.startswith("forerun.")}
+    return parts - {"__version__"}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    own = part(path)
+    assert own in ALLOWED, f"say in this test what {own} may import"
+    assert imported(path) <= ALLOWED[own] | {own}
+
+
+def test_the_loop_and_the_drafters_do_not_know_each_other() -> None:
+    assert "drafters" not in imported(ROOT / "decode.py")
+    for path in (ROOT / "drafters").glob("*.py"):
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module == "forerun.decode"
+            for alias in node.names
+        }
+        assert names <= {"Generation", "Proposal"}, path
+
+
+@pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.params"])
+def test_quick_imports_need_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        forerun.nonsense  # noqa: B018

@@ -1,0 +1,258 @@
+"""The acceptance rule: the output's law is the target's, and every way of breaking the rule is seen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from toys import p_value, random_tree
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from forerun import sampling
+from forerun.draft import Draft
+from forerun.sampling import Sampler, accept
+
+V, LENGTH, TRIALS = 4, 3, 6000
+FITS, BROKEN = 1e-4, 1e-6
+
+Laws = list[np.ndarray]  # [V], [V, V], [V, V, V]: the law of the next token behind 0, 1, 2 tokens
+
+
+def laws(seed: int) -> Laws:
+    rng = np.random.default_rng(seed)
+    return [rng.dirichlet(np.full(V, 0.6), size=(V,) * depth) for depth in range(LENGTH)]
+
+
+P, Q = laws(1), laws(2)
+
+
+def law(of: Laws, path: tuple[int, ...]) -> np.ndarray:
+    return of[len(path)][path] if len(path) < LENGTH else np.full(V, 1 / V)
+
+
+def pick(rng: np.random.Generator, weights: np.ndarray) -> int:
+    return int(np.searchsorted(np.cumsum(weights), rng.random() * weights.sum(), side="right"))
+
+
+class Grown:
+    """A draft under construction; nodes that are drawn must come before point masses."""
+
+    def __init__(self) -> None:
+        self.tokens, self.parents, self.q, self.paths = [0], [-1], [], [()]
+
+    def add(self, parent: int, token: int, q: np.ndarray | None) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.paths.append((*self.paths[parent], token))
+        if q is not None:
+            self.q.append(q)
+        return len(self.tokens) - 1
+
+    def draw_children(self, rng: np.random.Generator, parent: int, count: int, tell: str = "truth") -> list[int]:
+        """Children drawn from Q without replacement.
+
+        Told of each: the "truth", its law given that its earlier siblings were rejected; "first", the law of the
+        first one; or "nothing", which makes it a point mass.
+        """
+        first = law(Q, self.paths[parent])
+        left, nodes = first.copy(), []
+        for _ in range(count):
+            left = left / left.sum()
+            token = pick(rng, left)
+            nodes.append(self.add(parent, token, {"truth": left, "first": first, "nothing": None}[tell]))
+            left = left.copy()
+            left[token] = 0.0
+        return nodes
+
+    def draft(self) -> Draft:
+        return Draft(self.tokens, self.parents, torch.tensor(np.array(self.q)).float() if self.q else None)
+
+
+def chain(rng: np.random.Generator, tell: str = "truth") -> Draft:
+    grown = Grown()
+    for depth in range(2):
+        grown.draw_children(rng, depth, 1, tell)
+    return grown.draft()
+
+
+def tree(rng: np.random.Generator, tell: str = "truth") -> Draft:
+    grown = Grown()
+    for child in grown.draw_children(rng, 0, 3, tell):
+        grown.draw_children(rng, child, 2, tell)
+    return grown.draft()
+
+
+def mixed(rng: np.random.Generator) -> Draft:
+    grown = Grown()
+    for child in grown.draw_children(rng, 0, 2):
+        grown.draw_children(rng, child, 1)
+    return grown.draft().merge(tree(rng, "nothing"))
+
+
+DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
+    "drawn chain": chain,
+    "point chain": partial(chain, tell="nothing"),
+    "drawn tree": tree,
+    "point tree": partial(tree, tell="nothing"),
+    "mixed tree": mixed,
+}
+
+
+def fit(make: Callable[[np.random.Generator], Draft], seed: int = 0) -> float:
+    """p-value of the first three tokens' joint law; where a draft gives fewer, the target's own law goes on."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    outcomes = []
+    for _ in range(TRIALS):
+        draft = make(rng)
+        paths = [tuple(draft.tokens[i] for i in draft.path(node)[1:]) for node in range(len(draft))]
+        scores = torch.tensor(np.log([law(P, path) for path in paths])).float()
+        verdict = accept(draft, scores, False, generator)
+        tokens = (*paths[verdict.path[-1]], verdict.token)
+        while len(tokens) < LENGTH:
+            tokens = (*tokens, pick(rng, law(P, tokens)))
+        outcomes.append(tokens[:LENGTH])
+    return p_value(outcomes, torch.tensor(P[0][:, None, None] * P[1][:, :, None] * P[2]))
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_the_output_follows_the_targets_law(kind: str) -> None:
+    assert fit(DRAFTS[kind]) > FITS
+
+
+def mutant(name: str, old: str, new: str) -> Callable:
+    """A function of forerun.sampling with `old` in its source made `new`."""
+    source = inspect.getsource(getattr(sampling, name))
+    assert old in source, f"{name} no longer contains {old!r}: write this mutation anew"
+    namespace = dict(vars(sampling))
+    exec(source.replace(old, new), namespace)
+    return namespace[name]
+
+
+MUTATIONS = {
+    "q is ignored": ("_accept_sampled", " * (1.0 if q is None else float(q[token]))", "", "drawn chain"),
+    "q of another node": ("_accept_sampled", "draft.q[child - 1]", "draft.q[child - 2]", "drawn chain"),
+    "one draw for all nodes": ("_accept_sampled", "uniforms[child]", "uniforms[0]", "drawn chain"),
+    "law of the wrong node": ("_accept_sampled", "residual = p[accepted]", "residual = p[path[-2]]", "drawn chain"),
+    "correction from p": ("_accept_sampled", "draw(residual, ", "draw(p[path[-1]], ", "drawn chain"),
+    "no residual": ("_accept_sampled", "residual = _minus(residual, q, token)", "pass", "drawn tree"),
+    "residual of p, not of r": ("_accept_sampled", "_minus(residual, ", "_minus(p[path[-1]], ", "drawn tree"),
+    "residual not normalised": ("_minus", "rest / total", "rest", "point tree"),
+    "negative residual": ("_minus", ".clamp_(min=0.0)", ".abs_()", "drawn tree"),
+    "points never leave": ("_minus", "rest[token] = 0.0", "pass", "point tree"),
+    "points too welcome": ("_accept_sampled", "(1.0 if q is None else", "(0.5 if q is None else", "point chain"),
+    "points by a law": (
+        "_accept_sampled",
+        "draft.q[child - 1] if draft.q is not None and child <= draft.sampled else None",
+        "draft.q[min(child, draft.sampled) - 1] if draft.q is not None else None",
+        "mixed tree",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, old, new, kind = MUTATIONS[mutation]
+    monkeypatch.setattr(sampling, name, mutant(name, old, new))
+    assert fit(DRAFTS[kind]) < BROKEN
+
+
+def test_a_draft_that_lies_about_its_laws_is_seen() -> None:
+    assert fit(partial(tree, tell="first")) < BROKEN
+
+
+def test_counts_of_a_verdict() -> None:
+    generator = torch.Generator().manual_seed(0)
+    always = torch.full((3, V), -torch.inf)
+    always[0, 1] = always[1, 2] = always[2, 3] = 0.0
+    chain = Draft.chain(0, [1, 2])
+    for greedy in (True, False):
+        verdict = accept(chain, always, greedy, generator)
+        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 1, 2], 3, 2, False)
+        # Behind the first rejection nothing was looked at.
+        verdict = accept(Draft.chain(0, [2, 2]), always, greedy, generator)
+        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0], 1, 1, True)
+        verdict = accept(Draft([0, 3, 1, 0], [-1, 0, 0, 2]), always[[0, 1, 1, 1]], greedy, generator)
+        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 2], 2, 2, True)
+        verdict = accept(Draft.root(0), always[:1], greedy, generator)
+        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0], 1, 0, False)
+
+
+def near_ties(size: int, generator: torch.Generator) -> Tensor:
+    """Scores [size, V] in which the best tokens differ by one rounding step or not at all."""
+    scores = torch.full((size, V), 3.0)
+    step = torch.nextafter(torch.tensor(3.0), torch.tensor(4.0))
+    best = torch.randint(V, (size,), generator=generator)
+    scores[torch.arange(size), best] = torch.where(torch.rand(size, generator=generator) < 0.7, step, 3.0)
+    return scores
+
+
+def greedy_is_argmax(seed: int) -> bool:
+    """Whether a random tree with nearly equal scores is walked along the argmax, and as far as it goes."""
+    generator = torch.Generator().manual_seed(seed)
+    draft = random_tree(12, V, generator)
+    scores = near_ties(len(draft), generator)
+    best = scores.argmax(-1).tolist()
+    verdict = accept(draft, scores, True, generator)
+    walked = all(draft.tokens[b] == best[a] for a, b in zip(verdict.path, verdict.path[1:], strict=False))
+    end = verdict.path[-1]
+    goes_on = any(draft.tokens[child] == best[end] for child in draft.children[end])
+    return walked and verdict.token == best[end] and not goes_on
+
+
+def test_greedy_takes_the_argmax_at_near_ties() -> None:
+    assert all(greedy_is_argmax(seed) for seed in range(200))
+
+
+def test_greedy_through_ratios_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_ratio(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator) -> sampling.Verdict:
+        return sampling._accept_sampled(draft, scores.softmax(-1), generator)
+
+    monkeypatch.setitem(globals(), "accept", by_ratio)
+    assert not all(greedy_is_argmax(seed) for seed in range(200))
+
+
+PREFIX_READERS: dict[str, LogitsProcessor] = {
+    "repetition": hf.RepetitionPenaltyLogitsProcessor(1.7),
+    "ngram": hf.NoRepeatNGramLogitsProcessor(2),
+    "length": hf.MinLengthLogitsProcessor(8, eos_token_id=1, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("names", [["repetition"], ["ngram"], ["length"], list(PREFIX_READERS)])
+def test_scores_of_a_tree_equal_those_of_its_nodes_one_by_one(names: list[str]) -> None:
+    processors = LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), *(PREFIX_READERS[name] for name in names)])
+    generator = torch.Generator().manual_seed(3)
+    for size in (1, 6, 30):
+        draft = random_tree(size, 6, generator)
+        prompt = torch.randint(6, (6,), generator=generator).tolist()
+        logits = torch.randn(len(draft), 6, generator=generator)
+
+        def prefix(node: int, prompt: list[int] = prompt, draft: Draft = draft) -> list[int]:
+            return prompt + [draft.tokens[i] for i in draft.path(node)]
+
+        scores = Sampler(False, processors).scores(logits, prefix)
+        alone = [processors(torch.tensor([prefix(i)]), logits[i : i + 1].clone())[0] for i in range(len(draft))]
+        assert scores.equal(torch.stack(alone))
+    # The last tree must be one in which the prefix matters: reading the root's for all gives something else.
+    assert not Sampler(False, processors).scores(logits, lambda _: prefix(0)).equal(scores)
+
+
+def test_scores_leave_the_logits_alone() -> None:
+    logits = torch.randn(3, 6)
+    before = logits.clone()
+    for processor in (hf.TopKLogitsWarper(2), PREFIX_READERS["repetition"]):
+        Sampler(True, LogitsProcessorList([processor])).scores(logits, lambda i: [0, i])
+        assert logits.equal(before)
+
+
+def test_choose() -> None:
+    scores = torch.tensor([0.0, 2.0, 1.0])
+    assert Sampler(True).choose(scores, None) == (1, None)
+    token, chosen_from = Sampler(False).choose(torch.tensor([-torch.inf, 0.0, -torch.inf]), None)
+    assert token == 1 and chosen_from is not None and chosen_from.tolist() == [0.0, 1.0, 0.0]

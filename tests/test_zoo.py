@@ -1,0 +1,108 @@
+"""The embedded pair and its corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import forerun
+from forerun.api import Decoder
+from forerun.methods import METHODS
+from forerun.zoo import FOLDER
+from forerun.zoo.corpus import held_out_prompts, source_files, split_of
+from forerun.zoo.quantise import load_quantised, quantise, save_quantised
+
+
+@pytest.fixture(scope="module")
+def pair() -> Decoder:
+    return forerun.load()
+
+
+def test_split_is_a_stable_hash_of_the_path() -> None:
+    # Fixed for good: a file that moved between splits would leak into training.
+    assert [split_of(path) for path in ("shutil.py", "pprint.py", "ast.py")] == ["validation", "test", "train"]
+    names = [f"{i}.py" for i in range(5000)]
+    shares = [sum(split_of(name) == split for name in names) / 5000 for split in ("train", "validation", "test")]
+    assert shares == pytest.approx([0.9, 0.05, 0.05], abs=0.02)
+
+
+def test_source_files_skips_tables_broken_files_and_other_packages(tmp_path: Path) -> None:
+    for name in ("a.py", "site-packages/b.py", "encodings/c.py", "d.txt", "empty.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("" if name == "empty.py" else "x = 1\n")
+    (tmp_path / "broken.py").write_bytes(b"\xff\xfe")
+    found = [name for split in ("train", "validation", "test") for name, _ in source_files(split, tmp_path)]
+    assert found == ["a.py"]
+
+
+def test_held_out_prompts_come_from_test_files_only(pair: Decoder) -> None:
+    prompts = held_out_prompts(pair.tokenizer, "test", count=40)
+    assert len(prompts) == 40
+    assert all(len(prompt) == 128 for prompt in prompts)
+    texts = "\0".join(text for _, text in source_files("test"))
+    for prompt in prompts[:10]:
+        text = pair.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        assert text.lstrip().startswith(("def ", "class "))
+        assert text in texts
+    assert prompts[:5] == held_out_prompts(pair.tokenizer, "test", count=5)
+
+
+def test_quantised_weights_come_back_within_half_a_step(tmp_path: Path) -> None:
+    weight = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    whole, scale = quantise(weight)
+    assert whole.dtype == torch.int8
+    assert ((whole * scale - weight).abs() <= scale / 2 + 1e-6).all()
+
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
+    )
+    model = LlamaForCausalLM(config).eval()
+    save_quantised(model, tmp_path, {"recipe": "test"})
+    first = load_quantised(tmp_path)
+    save_quantised(first, tmp_path / "again", {"recipe": "test"})
+    second = load_quantised(tmp_path / "again")
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+    ids = torch.arange(12)[None]
+    assert torch.allclose(first(ids).logits, model(ids).logits, atol=0.05)
+    assert torch.equal(first(ids).logits, second(ids).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_greedy_output_is_transformers_own(pair: Decoder, name: str) -> None:
+    """Batch 1 and 5, ragged, on the embedded target."""
+    target = pair.target.model
+    prompts = [
+        prompt[: 128 - 30 * i] for i, prompt in enumerate(held_out_prompts(pair.tokenizer, "validation", count=4))
+    ]
+    prompts.append(prompts[0][:1])
+    theirs = []
+    for prompt in prompts:
+        output = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64)
+        theirs.append(output[0, len(prompt) :].tolist())
+    decoder = forerun.load(method=name)
+    assert [decoder.generate(prompt, max_new_tokens=64).tokens for prompt in prompts] == theirs
+    assert [result.tokens for result in decoder.generate(prompts, max_new_tokens=64)] == theirs
+
+
+def test_the_draft_is_worth_having(pair: Decoder) -> None:
+    results = pair.generate(held_out_prompts(pair.tokenizer, "test", count=8), max_new_tokens=48)
+    assert sum(r.stats.accepted for r in results) / sum(r.stats.tested for r in results) > 0.6
+
+
+def test_the_gate_is_kept_with_the_weights() -> None:
+    results = json.loads((FOLDER / "results.json").read_text())
+    assert results["loss"]["draft_on_corpus"] - results["loss"]["target"] >= 0.4
+    assert results["distinct_4gram_share"]["0.0"] >= 0.5
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*.safetensors")) < 32e6
+    digests = {
+        part: hashlib.sha256((FOLDER / part / "model.int8.safetensors").read_bytes()).hexdigest()
+        for part in ("target", "draft")
+    }
+    assert results["sha256"] == digests

@@ -1,0 +1,195 @@
+"""Models that tests can afford: tiny random Hugging Face ones, and tables of logits whose laws are known exactly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from forerun.draft import Draft
+from forerun.zoo.tokenizer import train_tokenizer
+
+VOCAB, CONTEXT, WINDOW = 64, 256, 16
+
+# A large initializer range makes outputs varied: with the default one a random model repeats one token.
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_BOTH_KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_ARCHITECTURES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, _SIZES),
+    "gpt2": (
+        GPT2LMHeadModel,
+        GPT2Config,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None},
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, _SIZES | {"head_dim": 8}),
+    "gemma": (GemmaForCausalLM, GemmaConfig, _SIZES | {"head_dim": 8}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, _SIZES | {"head_dim": 8} | _BOTH_KINDS),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _SIZES | {"head_dim": 8} | _BOTH_KINDS),
+    "mistral": (MistralForCausalLM, MistralConfig, _SIZES | {"sliding_window": WINDOW}),
+}
+ARCHITECTURES = list(_ARCHITECTURES)
+
+
+def tiny(
+    architecture: str, seed: int = 0, *, vocab: int = VOCAB, context: int = CONTEXT, attention: str | None = None
+) -> PreTrainedModel:
+    """A random model of that architecture in float32; attention is the architecture's default where none is named."""
+    model, config, sizes = _ARCHITECTURES[architecture]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = model(config(vocab_size=vocab, max_position_embeddings=context, **sizes))
+    if attention is not None:
+        made.set_attn_implementation(attention)
+    return made.eval()
+
+
+def noisy_copy(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTrainedModel:
+    """The model with noise on its weights: a draft that agrees sometimes."""
+    noisy, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * scale)
+    return noisy
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that has seen ASCII only, so that other characters are split over tokens."""
+    lines = ["the cat sat on the mat", "def add(a, b): return a + b", "aa ab ba abab", "for i in range(10): print(i)"]
+    return train_tokenizer(lines, vocab_size=300)
+
+
+def random_tree(size: int, vocab: int, generator: torch.Generator, root: int | None = None) -> Draft:
+    """A tree of at most `size` point masses, siblings all different."""
+
+    def pick(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=generator))
+
+    tokens, parents = [pick(vocab) if root is None else root], [-1]
+    for node in range(1, size):
+        parent, token = pick(node), pick(vocab)
+        if parent < len(tokens) and (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    return Draft(tokens, parents)
+
+
+class _Rows:
+    """What a drafter may ask of a cache."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.rows]
+
+
+class TableLM:
+    """Stands in for CausalLM. Its logits [V] behind tokens (.., a, b) are table[a, b], table[0, b] for a first b."""
+
+    context = None
+    device = torch.device("cpu")
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table  # [V, V, V]
+        self.cache = _Rows()
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.table)
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.cache.rows = [list(prompt) for prompt in prompts]
+
+    def _logits(self, trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        """Logits [N_r, V] behind each node of trees given as (tokens, parents)."""
+        before, last = [], []
+        for row, (tokens, parents) in zip(self.cache.rows, trees, strict=True):
+            before += [tokens[parent] if parent >= 0 else (row or [0])[-1] for parent in parents]
+            last += tokens
+        return list(self.table[before, last].split([len(tokens) for tokens, _ in trees]))
+
+    def forward(self, drafts: Sequence[Draft]) -> list[Tensor]:
+        self._drafts = drafts
+        return self._logits([(draft.tokens, draft.parents) for draft in drafts])
+
+    def extend(self, chains: Sequence[Sequence[int]]) -> list[Tensor]:
+        logits = self._logits([(chain, range(-1, len(chain) - 1)) for chain in chains])
+        for row, chain in zip(self.cache.rows, chains, strict=True):
+            row += chain
+        return logits
+
+    def commit(self, paths: list[list[int]]) -> None:
+        for row, draft, path in zip(self.cache.rows, self._drafts, paths, strict=True):
+            row += [draft.tokens[node] for node in path]
+
+    def crop(self, lengths: list[int]) -> None:
+        self.cache.rows = [row[:length] for row, length in zip(self.cache.rows, lengths, strict=True)]
+
+    def keep(self, rows: list[int]) -> None:
+        self.cache.rows = [self.cache.rows[row] for row in rows]
+
+
+def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Logits [V, V, V] for a TableLM."""
+    return torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def joint_law(table: Tensor, prompt: Sequence[int], length: int, processors: LogitsProcessorList | None) -> Tensor:
+    """[V] * length: the exact law of the first `length` tokens that a TableLM says behind the prompt."""
+    if not length:
+        return torch.ones(())
+    before, last = [0, *prompt][-2:]
+    scores = table[before, last][None].clone()
+    law = (processors(torch.tensor([prompt]), scores) if processors else scores)[0].softmax(-1)
+    rest = [joint_law(table, [*prompt, token], length - 1, processors) for token in range(len(table))]
+    return torch.stack([p * each for p, each in zip(law, rest, strict=True)])
+
+
+def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
+    """Chi-square of observed token tuples against their joint law; 0 where one of them is impossible."""
+    size, ids = len(joint), torch.tensor([list(outcome) for outcome in outcomes])
+    flat = sum(ids[:, i] * size ** (ids.shape[1] - 1 - i) for i in range(ids.shape[1]))
+    expected, order = joint.double().flatten().mul(len(ids) / joint.double().sum()).sort()
+    observed = torch.bincount(flat, minlength=joint.numel())[order].double()
+    if observed[expected == 0].any():
+        return 0.0
+    # The test needs about five expected in each bin: the rarest outcomes are one bin.
+    rare = int((expected.cumsum(0) < 5).sum()) + 1
+    rare = max(rare, int((expected < 5).sum()))
+    bins = [torch.cat([each[:rare].sum(0, keepdim=True), each[rare:]]).numpy() for each in (observed, expected)]
+    return float(chisquare(bins[0], bins[1] * (bins[0].sum() / bins[1].sum())).pvalue)
