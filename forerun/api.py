@@ -215,6 +215,9 @@ class Decoder:
             limit = len(row) + config.max_new_tokens if config.max_new_tokens is not None else config.max_length
             if limit <= len(row):
                 raise ValueError(f"max_length {limit} leaves no room behind the {len(row)} tokens of prompt {i}")
+            own = StoppingCriteriaList(criteria)
+            if split and self.tokenizer is not None:
+                own.append(SplitStopCriteria(self.tokenizer, len(row), split))
             generator = None
             if config.do_sample:
                 assert seed is not None
@@ -228,9 +231,7 @@ class Decoder:
                         processors=self.target.processors(config, len(row), processors),
                     ),
                     eos=eos,
-                    criteria=StoppingCriteriaList(
-                        [*criteria, *([SplitStopCriteria(self.tokenizer, len(row), split)] if split else [])]
-                    ),
+                    criteria=own,
                     generator=generator,
                     index=i,
                 )

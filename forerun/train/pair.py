@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from forerun.api import Decoder
 from forerun.methods import AR, SD
 from forerun.params import SamplingParams
+from forerun.train.curves import plot_curves
 from forerun.train.data import Windows, tokenize
 from forerun.train.distill import distill
 from forerun.train.lm import mean_loss, new_llama, next_token_loss
@@ -180,6 +181,7 @@ def train_pair(
         part: hashlib.sha256((pair / part / WEIGHTS).read_bytes()).hexdigest() for part in ("target", "draft")
     }
     (pair / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot_curves(work, pair / "curves.png")
     for name, value in results["gate"].items():
         say(f"gate {name}: {value}")
     return results
