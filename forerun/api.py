@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from forerun import methods
-from forerun.decode import Drafter, Generation, Step, decode
+from forerun.decode import Generation, Step, decode
 from forerun.loading import Prompt, encode, load_model, load_tokenizer
 from forerun.methods import Method
 from forerun.metrics import Stats, summarise
@@ -31,6 +31,8 @@ from forerun.params import SamplingParams
 from forerun.sampling import Sampler
 from forerun.text import SplitStopCriteria, TextStream
 from forerun.zoo import EMBEDDED
+
+_NO_DRAFT = "method {!r} needs a draft model: give a draft"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Chunk:
 
 
 class Decoder:
-    """A target, perhaps a draft, and a method. Not for use from several threads at once: the caches are its own."""
+    """A target, perhaps a draft, and a method. Every call has caches of its own, so streams may be interleaved."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Decoder:
         self.tokenizer = tokenizer
         self.method = method if method is not None else methods.method(_default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:
-            raise ValueError(f"method {type(self.method).__name__.lower()!r} needs a draft model; give draft=...")
+            raise ValueError(_NO_DRAFT.format(self.method.name))
         if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:
             raise ValueError(
                 f"the draft's vocabulary has {self.draft.vocab_size} entries, the target's {self.target.vocab_size}"
@@ -142,7 +144,7 @@ class Decoder:
         begun = perf_counter()
         seqs, texts = self._start(rows, _params(params, options), logits_processor, stopping_criteria)
         steps: list[list[Step]] = [[] for _ in seqs]
-        for batch in decode(self.target, self._drafter(), seqs):
+        for batch in self._decode(seqs):
             for step in batch:
                 steps[step.index].append(step)
         seconds = perf_counter() - begun
@@ -178,7 +180,7 @@ class Decoder:
         seqs, texts = self._start(rows, _params(params, options), logits_processor, stopping_criteria)
 
         def chunks() -> Iterator[Chunk]:
-            for batch in decode(self.target, self._drafter(), seqs):
+            for batch in self._decode(seqs):
                 for step in batch:
                     reason, text = seqs[step.index].finish_reason, texts[step.index]
                     pieces = text.push(step.tokens, step.origins, reason is not None) if text is not None else []
@@ -186,8 +188,9 @@ class Decoder:
 
         return chunks()
 
-    def _drafter(self) -> Drafter:
-        return self.method.build(self.draft)
+    def _decode(self, seqs: list[Generation]) -> Iterator[list[Step]]:
+        drafter = self.method.build(self.draft.fresh() if self.draft is not None else None)
+        return decode(self.target.fresh(), drafter, seqs)
 
     def _start(
         self,
@@ -270,6 +273,9 @@ class Decoder:
             ("num_return_sequences", (None, 1)),
             ("guidance_scale", (None, 1)),
             ("watermarking_config", (None,)),
+            ("forced_eos_token_id", (None,)),
+            ("encoder_repetition_penalty", (None, 1)),
+            ("encoder_no_repeat_ngram_size", (None, 0)),
         ):
             if getattr(config, name, None) not in allowed:
                 raise ValueError(f"{name}={getattr(config, name)} is not supported")
@@ -327,6 +333,8 @@ def load(
     if draft is None and isinstance(target, str) and target == EMBEDDED:
         draft = EMBEDDED
     chosen = methods.method(method or _default_method(draft is not None), **options)
+    if chosen.needs_draft and draft is None:
+        raise ValueError(_NO_DRAFT.format(chosen.name))
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target
     if isinstance(tokenizer, str | Path):

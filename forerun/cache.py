@@ -103,6 +103,8 @@ class KVLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def gather(self, row: int, start: int, path: list[int]) -> None:
+        if not self.is_initialized:  # layers that share another's entries have none
+            return
         index = start + torch.tensor(path, device=self.keys.device)
         self.keys[row, :, start : start + len(path)] = self.keys[row, :, index]
         self.values[row, :, start : start + len(path)] = self.values[row, :, index]

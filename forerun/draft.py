@@ -101,7 +101,9 @@ class Draft:
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
         tokens, parents, origins = list(self.tokens), list(self.parents), list(self.origins)
-        place = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
+        place: dict[tuple[int, int], int] = {}
+        for node, key in enumerate(zip(parents, tokens, strict=True)):
+            place.setdefault(key, node)  # of siblings drawn twice only the first can be accepted
         moved = [0]
         for node in range(1, len(other)):
             key = (moved[other.parents[node]], other.tokens[node])

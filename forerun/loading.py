@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.zoo import resolve
@@ -22,7 +23,7 @@ def encode(
     vocab_size: int,
 ) -> tuple[bool, list[list[int]]]:
     """Whether it is one prompt, and the token ids of each; raises ValueError for what cannot be decoded."""
-    if isinstance(prompts, torch.Tensor):
+    if hasattr(prompts, "tolist"):  # tensors and arrays; without padding, which would count as prompt
         prompts = prompts.tolist()
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     many: Sequence[Any] = [prompts] if single else prompts
@@ -64,6 +65,10 @@ def load_model(
         return source
     source = resolve(source, part)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot use device {device!r}: {_first_line(error)}") from None
     dtype = dtype or (torch.float32 if device == "cpu" else "auto")
     if isinstance(dtype, str) and dtype != "auto":
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -74,7 +79,7 @@ def load_model(
         return restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load {part} {str(source)!r}: {_first_line(error)}") from error
     return model.to(device)
 

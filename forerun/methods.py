@@ -22,6 +22,7 @@ def _at_least(name: str, value: int, least: int) -> None:
 class AR:
     """Plain autoregressive decoding, the baseline."""
 
+    name: ClassVar[str] = "ar"
     needs_draft: ClassVar[bool] = False
 
     def build(self, draft: CausalLM | None) -> Drafter:
@@ -35,6 +36,7 @@ class SD:
     """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
 
     gamma: int = 5
+    name: ClassVar[str] = "sd"
     needs_draft: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -54,6 +56,7 @@ class Lookup:
 
     gamma: int = 8
     ngram: int = 3
+    name: ClassVar[str] = "lookup"
     needs_draft: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -67,7 +70,7 @@ class Lookup:
 
 
 Method = AR | SD | Lookup
-METHODS: dict[str, type[Method]] = {"ar": AR, "sd": SD, "lookup": Lookup}
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (AR, SD, Lookup)}
 
 
 def method(name: str | Method, **options: Any) -> Method:

@@ -3,17 +3,26 @@ knows of batches: it pads rows and builds their positions and masks; above it a 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
 from forerun.cache import KVCache
 from forerun.draft import Draft
 
 _ATTENTION = {"full_attention", "sliding_attention"}
+
+
+def _reads_slots_as_positions(config: PreTrainedConfig) -> bool:
+    """Models whose attention does not follow from `position_ids` and the mask alone."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type"), *(value.get("rope_type") for value in rope.values() if isinstance(value, dict))}
+    # longrope and dynamic choose their factors by the largest position of a forward, other rows' and drafts' too.
+    return bool(getattr(config, "alibi", False) or config.model_type == "gpt_neo" or kinds & {"longrope", "dynamic"})
 
 
 class CausalLM:
@@ -33,6 +42,11 @@ class CausalLM:
             raise ValueError(f"{name} is an encoder-decoder; a decoder-only model is needed")
         if getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION:
             raise ValueError(f"{name} has layers that cannot roll back: {sorted(kinds - _ATTENTION) or 'recurrent'}")
+        if _reads_slots_as_positions(config):
+            raise ValueError(
+                f"{name} takes positions from its cache (ALiBi, local attention) or rotary factors from the "
+                "longest row (longrope, dynamic): drafts and batches would change what it says"
+            )
         if "position_ids" not in accepted or "past_key_values" not in accepted:
             raise ValueError(f"{name}.forward takes no position_ids and past_key_values; it cannot run drafts")
         if model.config._attn_implementation not in ("sdpa", "eager"):
@@ -47,6 +61,10 @@ class CausalLM:
         # With layer types the model takes one mask a type, without them one mask for all layers.
         self._mask_kinds = sorted(kinds) if "sliding_attention" in kinds else None
         self.cache = KVCache(config.num_hidden_layers, 0)
+
+    def fresh(self) -> CausalLM:
+        """The same model with a cache of its own, so that two generations can be under way."""
+        return copy.copy(self)  # `start` makes the cache
 
     @property
     def context(self) -> int | None:

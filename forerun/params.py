@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate. Names as in vLLM and transformers.
+    """How to generate. Names as in vLLM and transformers. Stands alone: of the checkpoint's own generation config only
+    the end tokens are used; pass a transformers GenerationConfig to have the rest of it.
 
     Attributes:
         max_new_tokens: most tokens to generate; the model's context is a limit too.
@@ -35,19 +36,25 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        warm = self.temperature >= 1e-3  # anything between is greedy but for rounding, which overflows
         checks = [
             (self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1"),
-            (self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more"),
+            (
+                warm or self.temperature == 0,
+                "temperature",
+                self.temperature,
+                "0 (greedy) or at least 0.001",
+            ),
             (self.top_k >= 0, "top_k", self.top_k, "0 (all) or more"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1"),
             (self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"),
-            (self.seed is None or self.seed >= 0, "seed", self.seed, "0 or more"),
+            (self.seed is None or 0 <= self.seed < 2**62, "seed", self.seed, "0 or more and below 2**62"),
         ]
         for fine, name, value, allowed in checks:
             if not fine:
                 raise ValueError(f"{name} must be {allowed}, not {value}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
         object.__setattr__(self, "stop", stop)

@@ -46,7 +46,7 @@ class Sampler:
         if not self.processors:
             return scores
         scores = scores.clone()  # some processors write in place
-        if all(isinstance(processor, _PREFIX_FREE) for processor in self.processors):
+        if all(type(processor) in _PREFIX_FREE for processor in self.processors):
             nothing = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
             return self.processors(nothing, scores)  # type: ignore[arg-type]
         prefixes = [prefix(i) for i in range(len(scores))]

@@ -75,6 +75,18 @@ def test_stream_gives_what_generate_gives(decoders: dict[str, Decoder], name: st
     assert reasons == ["length"] * 3
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_streams_of_one_decoder_may_be_interleaved(decoders: dict[str, Decoder], name: str) -> None:
+    prompts = ["def add", "for i in range"]
+    alone = [decoders[name].generate(prompt, max_new_tokens=30, ignore_eos=True).tokens for prompt in prompts]
+    streams = [decoders[name].stream(prompt, max_new_tokens=30, ignore_eos=True) for prompt in prompts]
+    tokens: list[list[int]] = [[], []]
+    for row in [0, 0, 1, 0, 1, 1] * 30:
+        chunk = next(streams[row], None)
+        tokens[row] += chunk.step.tokens if chunk else []
+    assert tokens == alone
+
+
 def test_text_and_token_prompts_are_the_same(decoders: dict[str, Decoder], tokenizer: PreTrainedTokenizerBase) -> None:
     ids = tokenizer("def add")["input_ids"]
     by_text = decoders["sd"].generate("def add", max_new_tokens=20)
@@ -187,6 +199,8 @@ def test_the_context_ends_a_sequence(decoders: dict[str, Decoder], tokenizer: Pr
         ("a", {"params": GenerationConfig(num_beams=2)}, "beam_search"),
         ("a", {"params": GenerationConfig(num_return_sequences=2, do_sample=True)}, "num_return_sequences=2"),
         ("a", {"params": GenerationConfig(guidance_scale=2.0)}, "guidance_scale=2"),
+        ("a", {"params": GenerationConfig(forced_eos_token_id=0)}, "forced_eos_token_id=0"),
+        ("a", {"seed": 2**80}, "seed must be"),
     ],
 )
 def test_mistakes_are_named_before_any_work(
@@ -208,6 +222,8 @@ def test_load_names_what_is_wrong(target: LlamaForCausalLM, tmp_path) -> None:
         forerun.load(target, method="sd")
     with pytest.raises(ValueError, match="no model folder"):
         forerun.load(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="cannot use device 'toaster'"):
+        forerun.load(device="toaster")
     with pytest.raises(ValueError, match="unknown dtype 'float12'"):
         forerun.load(dtype="float12")
     other = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))

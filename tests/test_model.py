@@ -8,10 +8,16 @@ from toys import ARCHITECTURES, VOCAB, WINDOW, random_tree, tiny
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -130,9 +136,33 @@ def flex() -> PreTrainedModel:
     return tiny("llama", attention="flex_attention")
 
 
+def gpt_neo() -> PreTrainedModel:
+    kinds = [[["global", "local"], 1]]
+    return GPTNeoForCausalLM(
+        GPTNeoConfig(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, attention_types=kinds)
+    )
+
+
+def alibi() -> PreTrainedModel:
+    return FalconForCausalLM(
+        FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
+    )
+
+
+def longrope() -> PreTrainedModel:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return Phi3ForCausalLM(
+        Phi3Config(vocab_size=32, pad_token_id=0, original_max_position_embeddings=32, rope_parameters=factors, **sizes)
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (gpt_neo, "GPTNeoForCausalLM takes positions from its cache"),
+        (alibi, "FalconForCausalLM takes positions"),
+        (longrope, "Phi3ForCausalLM .*longrope"),
         (mamba, "MambaForCausalLM.*roll back"),
         (chunked, "Llama4ForCausalLM.*roll back.*chunked_attention"),
         (t5, "T5ForConditionalGeneration.*encoder-decoder"),

@@ -46,7 +46,7 @@ def main() -> None:
         status = app(standalone_mode=False)
     except _UsageError as error:
         message = error.format_message()
-    except ValueError as error:
+    except (ValueError, FileExistsError, PermissionError) as error:
         message = str(error)
     except (KeyboardInterrupt, typer.Abort):
         print("forerun: interrupted", file=sys.stderr)
@@ -56,5 +56,7 @@ def main() -> None:
         sys.exit(0)
     else:
         sys.exit(status if isinstance(status, int) else 0)
+    if not message:  # help was asked for by giving no command
+        sys.exit(0)
     print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

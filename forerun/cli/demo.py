@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -48,6 +49,8 @@ def demo(
     assert decoder.tokenizer is not None
     console = Console(quiet=as_json, highlight=False)
     rows = []
+    if not held_out_prompts(decoder.tokenizer, "validation", 1):
+        raise ValueError("this Python comes without the standard library's sources; the demo writes them on")
     for warm_up in (plain, decoder):
         warm_up.generate(held_out_prompts(decoder.tokenizer, "validation", 1)[0], max_new_tokens=16)
     for number, prompt in enumerate(held_out_prompts(decoder.tokenizer, "test", prompts), 1):
@@ -81,7 +84,7 @@ def demo(
             *(str(row[key]) for key in ("ar_tokens_per_s", "tokens_per_s", "tau", "speedup")),
         )
     console.print(table)
-    overall = sorted(row["speedup"] for row in rows)[len(rows) // 2]
+    overall = median(row["speedup"] for row in rows)
     console.print(f"median speedup {overall:.2f}x over plain decoding with the same target in the same loop")
     if as_json:
         print(json.dumps({"method": method, "temperature": temperature, "median_speedup": overall, "prompts": rows}))

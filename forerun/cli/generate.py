@@ -87,6 +87,8 @@ def generate(
         ignore_eos=ignore_eos,
         seed=seed,
     )
+    if settings.needs_draft and not draft and target != EMBEDDED:
+        raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
     resolve(target, "target")
     if draft is not None:
         resolve(draft, "draft")
@@ -108,7 +110,7 @@ def generate(
                     "tokens": result.tokens,
                     "origins": result.origins,
                     "finish_reason": result.finish_reason,
-                    "method": type(settings).__name__.lower(),
+                    "method": settings.name,
                     "stats": result.stats.as_dict(),
                 }
             )

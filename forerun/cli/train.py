@@ -44,6 +44,8 @@ def pair(
         recipe = replace(recipe, **{name: int(value)})
     if corpus is not None and not corpus.is_dir():
         raise ValueError(f"no such folder: {corpus}")
+    if recipe.batch < 2:
+        raise ValueError("--set batch must be at least 2")
     quiet(threads)
     from forerun.train.pair import train_pair
 
@@ -81,6 +83,8 @@ def draft(
         if source != "stdlib" and not Path(source).exists():
             raise ValueError(f"no such file or folder: {source}")
     resolve(target, "target")
+    if init is not None:
+        resolve(init, "draft")
     quiet(threads)
     from forerun.train.draft import train_draft
     from forerun.train.loop import TrainConfig

@@ -26,12 +26,13 @@ class ChainDrafter:
         self.model, self.policy = model, policy
 
     def start(self, seqs: Sequence[Generation]) -> None:
-        # A prompt that fills the draft's context leaves nothing to draft.
-        self.model.start([seq.tokens[:-1][: self.model.context] for seq in seqs])
+        # Behind a prompt that fills the draft's context nothing will ever be drafted.
+        context = self.model.context
+        self.model.start([seq.tokens[:-1] if not context or len(seq.tokens) <= context else [] for seq in seqs])
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
         context = self.model.context
-        depth = [min(seq.room - 1, context - len(seq.tokens) if context else seq.room) for seq in seqs]
+        depth = [min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room) for seq in seqs]
         tokens: list[list[int]] = [[] for _ in seqs]
         laws: list[list[Tensor]] = [[] for _ in seqs]
         going = [d > 0 for d in depth]

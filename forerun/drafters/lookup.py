@@ -40,7 +40,10 @@ class LookupDrafter:
         for n in range(min(self.ngram, len(tokens)), 0, -1):
             match = ends.get(tuple(tokens[-n:]))
             if match is not None:
-                return Draft.chain(tokens[-1], tokens[match : match + depth], origin="lookup")
+                # Where the match is near, what follows it is a period: go on with it.
+                period = tokens[match:]
+                copied = [period[i % len(period)] for i in range(depth)]
+                return Draft.chain(tokens[-1], copied, origin="lookup")
         return Draft.root(tokens[-1])
 
     def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:

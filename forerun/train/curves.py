@@ -14,7 +14,12 @@ STAGES = {
 
 def read_log(path: Path) -> list[dict[str, float]]:
     """The records of a `log.jsonl` in step order; of steps that a resumed run did again, the later ones."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:  # cut by a kill
+            continue
     return [record for _, record in sorted({record["step"]: record for record in records}.items())]
 
 

@@ -43,15 +43,22 @@ def read_texts(sources: Iterable[str]) -> Iterator[str]:
 
 
 def _lines(file: Path, text: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
-            yield json.loads(line)["text"]
+            value = json.loads(line)["text"]
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(f'{file} line {number} is not a JSON object with a "text"') from None
+            value = None
+        if not isinstance(value, str):
+            raise ValueError(f'{file} line {number} is not a JSON object with a "text"')
+        yield value
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seed: int = 0) -> np.ndarray:
-    """Texts in a shuffled order as one stream [n], an end token before each."""
+    """Texts in a shuffled order as one stream [n], an end token before each; raises ValueError for none."""
+    if not texts:
+        raise ValueError(f"the data holds no text; files of these kinds are read: {' '.join(SUFFIXES)}")
     kind = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = tokenizer(list(texts), add_special_tokens=False)["input_ids"]

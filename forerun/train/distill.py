@@ -54,7 +54,7 @@ def distill(
     validation. `stream` [n]: text tokens for the other share of a batch, so that a small set of own output is not
     learnt by heart.
     """
-    held = torch.from_numpy(own[-max(1, len(own) // 20) :][:64].astype(np.int64))
+    held = torch.from_numpy(own[-max(1, len(own) // 20) :][:64].astype(np.int64)).to(target.device)
     mine = own[: -max(1, len(own) // 20)]
     text = Windows(stream, config.length, config.seed)
     from_own = round(config.batch * own_share)

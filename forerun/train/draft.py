@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.loading import load_model, load_tokenizer
 from forerun.train.data import read_texts, tokenize
 from forerun.train.distill import distill
-from forerun.train.loop import TrainConfig
+from forerun.train.lm import new_llama
+from forerun.train.loop import TrainConfig, claim
 from forerun.train.own_output import own_output
-
-
-def new_draft(target: PreTrainedModel, layers: int, width: int, seed: int) -> LlamaForCausalLM:
-    """A fresh Llama with tied embeddings, heads of 64 and the target's vocabulary, context and special tokens."""
-    config = target.config.get_text_config(decoder=True)
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            num_key_value_heads=width // 64,
-            head_dim=64,
-            intermediate_size=width * 8 // 3 // 16 * 16,
-            max_position_embeddings=getattr(config, "max_position_embeddings", 4096),
-            tie_word_embeddings=True,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-        )
-    )
 
 
 def train_draft(
@@ -54,15 +34,32 @@ def train_draft(
     """Makes the target's own output from prompts in `data`, distils a draft on it, and saves it in `out`.
 
     `out` then loads as a draft; its folder `work` holds what a stopped run needs to go on. Raises ValueError for
-    data that is missing or too little, and for an `init` with another vocabulary.
+    data that is missing or too little, an `init` with another vocabulary, windows longer than the target's context,
+    and an `out` that holds another run.
     """
+    mark = {
+        "target": target,
+        "data": list(data),
+        "init": init,
+        "layers": layers,
+        "width": width,
+        "sequences": sequences,
+    }
+    claim(out / "work", json.dumps(mark | asdict(config) | {"compile": None}, sort_keys=True))
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
     stream = tokenize(tokenizer, list(read_texts(data)), config.seed)
     if len(stream) < 4 * config.length:
         raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * config.length}")
     big = load_model(target, "target", device=device, trust_remote_code=trust_remote_code)
+    context = getattr(big.config.get_text_config(decoder=True), "max_position_embeddings", None) or 4096
+    if config.length >= context:
+        raise ValueError(f"--length {config.length} does not fit the target's context of {context}; give less")
     if init is None:
-        draft: PreTrainedModel = new_draft(big, layers, width, config.seed)
+        mlp = width * 8 // 3 // 16 * 16
+        vocabulary = big.config.get_text_config(decoder=True).vocab_size  # may be padded beyond the tokenizer's
+        draft: PreTrainedModel = new_llama(
+            tokenizer, width, layers, width // 64, mlp, context, config.seed, vocabulary=vocabulary
+        )
     else:
         draft = load_model(init, "draft", dtype="float32", device=device, trust_remote_code=trust_remote_code)
         if draft.config.vocab_size != big.config.vocab_size:
@@ -75,7 +72,6 @@ def train_draft(
         out / "work" / "own-output",
         sequences=sequences,
         length=config.length,
-        rows=min(64, sequences),
         seed=config.seed,
         say=say,
     )

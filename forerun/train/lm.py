@@ -19,12 +19,13 @@ def new_llama(
     context: int,
     seed: int,
     head_size: int | None = None,
+    vocabulary: int | None = None,
 ) -> LlamaForCausalLM:
     """A fresh Llama with tied embeddings over the tokenizer's vocabulary; heads of width / heads by default."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer),
+            vocab_size=vocabulary or len(tokenizer),
             hidden_size=width,
             num_hidden_layers=layers,
             num_attention_heads=heads,
@@ -61,6 +62,6 @@ def mean_loss(model: PreTrainedModel, batches: list[Tensor]) -> float:
     """Mean of `next_token_loss` over token batches [B, T+1] of one shape."""
     loss, training = next_token_loss(model), model.training
     model.eval()
-    value = sum(float(loss(batch)) for batch in batches) / len(batches)
+    value = sum(float(loss(batch.to(model.device))) for batch in batches) / len(batches)
     model.train(training)
     return value

@@ -97,12 +97,21 @@ def load_checkpoint(path: Path, model: nn.Module, optims: list[torch.optim.Optim
     return step
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
 def claim(folder: Path, settings: str) -> None:
     """Marks a folder as that of a run with these settings; raises ValueError where it is another's."""
+    folder.mkdir(parents=True, exist_ok=True)
     mark = folder / "config.json"
     if mark.exists() and mark.read_text() != settings:
         raise ValueError(f"{folder} holds a run with other settings ({mark}): give another folder or remove it")
-    mark.write_text(settings)
+    if not mark.exists():
+        write_text(mark, settings)
 
 
 def train(
@@ -120,8 +129,8 @@ def train(
     validation loss. Losses go to `out/log.jsonl`, one object a line. Raises ValueError when `out` belongs to
     a run with other settings.
     """
-    out.mkdir(parents=True, exist_ok=True)
     claim(out, json.dumps(asdict(config) | {"compile": None}, sort_keys=True))
+    device = next(model.parameters()).device
     optims = optimizers(model, config)
     checkpoint = out / "checkpoint.safetensors"
     step = load_checkpoint(checkpoint, model, optims) if checkpoint.exists() else 0
@@ -133,7 +142,7 @@ def train(
     started, first = time.perf_counter(), step
     with (out / "log.jsonl").open("a") as log:
         while step < config.steps:
-            tokens = batch(step)
+            tokens = batch(step).to(device)
             for optim in optims:
                 optim.zero_grad(set_to_none=True)
                 for group in optim.param_groups:

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from forerun.train.curves import plot_curves
 from forerun.train.data import Windows, tokenize
 from forerun.train.distill import distill
 from forerun.train.lm import mean_loss, new_llama, next_token_loss
-from forerun.train.loop import TrainConfig, claim, train
+from forerun.train.loop import TrainConfig, claim, train, write_text
 from forerun.train.own_output import own_output
 from forerun.train.recipe import PairRecipe
+from forerun.train.unloop import unloop
 from forerun.zoo.corpus import Split, held_out_prompts, source_files
 from forerun.zoo.quantise import WEIGHTS, load_quantised, save_quantised
 from forerun.zoo.tokenizer import train_tokenizer
@@ -42,9 +43,11 @@ class Corpus:
     def __init__(self, work: Path, recipe: PairRecipe, root: Path | None) -> None:
         self.work, self.root = work, root
         folder = work / "tokenizer"
-        if not (folder / "tokenizer.json").exists():
+        if not folder.exists():
             texts = (text for _, text in source_files("train", root))
-            train_tokenizer(texts, recipe.vocabulary).save_pretrained(folder)
+            half = work / "tokenizer.tmp"
+            train_tokenizer(texts, recipe.vocabulary).save_pretrained(half)
+            half.rename(folder)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def stream(self, split: Split) -> np.ndarray:
@@ -89,6 +92,16 @@ def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool,
         return long.batch(step, config.batch // 2)
 
     train(model, next_token_loss(model), batch, lambda: mean_loss(model, held), config, work / "target", say)
+    unloop(
+        model,
+        stream,
+        replace(config, steps=recipe.unloop_steps, lr=2e-4, warmup=5, cooldown=0.5, evaluate_every=20, compile=False),
+        work,
+        rounds=recipe.unloop_rounds,
+        sequences=recipe.unloop_sequences,
+        evaluate=lambda: mean_loss(model, held),
+        say=say,
+    )
     return model
 
 
@@ -134,21 +147,22 @@ def train_pair(
     `root` is the source tree to learn from, by default this interpreter's standard library. Raises ValueError
     where `work` holds another recipe or the tree is too small.
     """
-    work.mkdir(parents=True, exist_ok=True)
+    if not any(True for _ in source_files("train", root)):
+        raise ValueError(f"{root or 'the standard library'} holds no Python sources to learn from")
     note = {"recipe": json.dumps(asdict(recipe))}
-    claim(work, note["recipe"])
+    claim(work, json.dumps(asdict(recipe) | {"corpus": str(root.resolve()) if root else None}))
     corpus = Corpus(work, recipe, root)
     tokenizer = corpus.tokenizer
     pair = work / "pair"
-    if not (pair / "target" / "tokenizer.json").exists():
-        save_quantised(train_target(work, recipe, corpus, compiled, say), pair / "target", note)
+    if not (pair / "target" / WEIGHTS).exists():
         tokenizer.save_pretrained(pair / "target")
+        save_quantised(train_target(work, recipe, corpus, compiled, say), pair / "target", note)
     target = load_quantised(pair / "target")
     draft = train_draft_on_corpus(work, recipe, corpus, compiled, say)
     test = held_batches(corpus.stream("test"), recipe.window)
     corpus_loss = mean_loss(draft, test)
     stream = corpus.stream("train")
-    if not (pair / "draft" / "tokenizer.json").exists():
+    if not (pair / "draft" / WEIGHTS).exists():
         own = own_output(
             target,
             stream,
@@ -167,8 +181,8 @@ def train_pair(
             compile=compiled,
         )
         distill(target, draft, own, stream, config, work / "draft", say=say)
-        save_quantised(draft, pair / "draft", note)
         tokenizer.save_pretrained(pair / "draft")
+        save_quantised(draft, pair / "draft", note)
     prompts = held_out_prompts(tokenizer, "test", tokens=min(128, recipe.context // 4), root=root)
     results = gate(target, load_quantised(pair / "draft"), tokenizer, corpus_loss, test, prompts)
     results["recipe"] = asdict(recipe)
@@ -180,7 +194,7 @@ def train_pair(
     results["sha256"] = {
         part: hashlib.sha256((pair / part / WEIGHTS).read_bytes()).hexdigest() for part in ("target", "draft")
     }
-    (pair / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_text(pair / "results.json", json.dumps(results, indent=1) + "\n")
     plot_curves(work, pair / "curves.png")
     for name, value in results["gate"].items():
         say(f"gate {name}: {value}")

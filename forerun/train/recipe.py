@@ -19,6 +19,10 @@ class PairRecipe:
     target_heads: int = 5
     target_mlp: int = 864
     target_steps: int = 2500  # of 8192 tokens
+    # Greedy output of so small a model loops; see train/unloop.py.
+    unloop_rounds: int = 3
+    unloop_steps: int = 60  # a round, of 8192 tokens
+    unloop_sequences: int = 256  # of the target's greedy output a round
     # Two layers are the fewest that can copy from the context; width costs a CPU little.
     draft_width: int = 192
     draft_layers: int = 2

@@ -1,0 +1,47 @@
+"""Prompt lookup proposes what stood behind the same tokens before."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.decode import Generation
+from forerun.drafters.lookup import LookupDrafter
+
+
+def proposed(tokens: list[int], gamma: int = 6, ngram: int = 3, room: int = 20) -> list[int]:
+    seq = Generation(list(tokens), len(tokens) + room)
+    drafter = LookupDrafter(gamma, ngram)
+    drafter.start([seq])
+    return drafter.propose([seq]).drafts[0].tokens[1:]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [4, 5, 6, 7, 8, 9]),
+        ([1, 2, 3], []),  # nothing stood here before
+        ([1, 2, 9, 4, 2, 7, 1, 2], [9, 4, 2, 7, 1, 2]),  # the longer match, though a shorter one is nearer
+        ([5, 1, 5, 2, 5], [2, 5, 2, 5, 2, 5]),  # the later of two matches; what follows is a period
+        ([7, 7, 7], [7] * 6),
+    ],
+)
+def test_copies_from_the_latest_longest_match(tokens: list[int], draft: list[int]) -> None:
+    assert proposed(tokens) == draft
+
+
+def test_the_room_limits_the_draft() -> None:
+    assert proposed([7, 7, 7], room=3) == [7, 7]
+    assert proposed([7, 7, 7], room=1) == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 4))
+def test_indexing_token_by_token_equals_indexing_at_once(tokens: list[int], begin: int, ngram: int) -> None:
+    seq = Generation(tokens[:begin], 100)
+    drafter = LookupDrafter(6, ngram)
+    drafter.start([seq])
+    for token in tokens[begin:]:
+        drafter.propose([seq])
+        seq.tokens.append(token)
+    assert drafter.propose([seq]).drafts[0].tokens[1:] == proposed(seq.tokens, ngram=ngram)
