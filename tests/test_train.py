@@ -22,7 +22,6 @@ from forerun.train.lm import next_token_loss
 from forerun.train.loop import TrainConfig, train
 from forerun.train.own_output import own_output
 from forerun.train.pair import distinct_share
-from forerun.train.unloop import AVOID, IGNORE, LEARN, completes_repeat, unlikelihood_loss
 from forerun.zoo.corpus import split_of
 from forerun.zoo.tokenizer import train_tokenizer
 
@@ -136,32 +135,6 @@ def test_distinct_share() -> None:
     assert distinct_share(list(range(40))) == 1.0
 
 
-def test_completes_repeat() -> None:
-    rows = np.array([[1, 2, 3, 1, 2, 3, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8]])
-    assert completes_repeat(rows, 2).tolist() == [[False] * 4 + [True] * 4, [False] * 8]
-    assert completes_repeat(rows, 3).tolist() == [[False] * 5 + [True] * 3, [False] * 8]
-
-
-def test_unlikelihood_lowers_what_is_to_be_avoided_and_nothing_is_learnt_from_the_rest() -> None:
-    model = small_llama()
-    tokens, use = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]]), torch.full((2, 4), IGNORE)
-    loss = unlikelihood_loss(model)
-    assert float(loss(torch.stack([tokens, use], 1))) == 0.0
-    use[0, 2], use[1, 1] = AVOID, LEARN
-
-    def chances() -> list[float]:
-        laws = model(input_ids=tokens).logits.softmax(-1)
-        return [float(laws[0, 1, 7]), float(laws[1, 0, 10])]
-
-    before = chances()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loss(torch.stack([tokens, use], 1)).backward()
-    optimizer.step()
-    after = chances()
-    assert after[0] < before[0]
-    assert after[1] > before[1]
-
-
 def test_read_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "thr\u2028ee"}\n', encoding="utf-8")
@@ -202,9 +175,6 @@ def test_train_pair_goes_on_after_sigkill(tmp_path: Path) -> None:
         "target_heads": 1,
         "target_mlp": 64,
         "target_steps": 60,
-        "unloop_rounds": 1,
-        "unloop_steps": 4,
-        "unloop_sequences": 64,
         "draft_width": 64,
         "draft_layers": 1,
         "draft_heads": 1,

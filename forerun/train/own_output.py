@@ -15,6 +15,10 @@ from forerun.api import Decoder
 from forerun.methods import AR
 from forerun.params import SamplingParams
 
+# They take turns: drafts are used greedily and not, right behind a prompt and far from it.
+TEMPERATURES = (0.0, 0.8)
+PROMPT_SHARES = (1 / 8, 1 / 4, 1 / 2)  # of a window
+
 
 def own_output(
     target: PreTrainedModel,
@@ -24,16 +28,12 @@ def own_output(
     sequences: int,
     length: int,
     rows: int = 64,
-    temperatures: tuple[float, ...] = (0.0, 0.8),
-    prompt_shares: tuple[float, ...] = (1 / 8, 1 / 4, 1 / 2),
     seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> np.ndarray:
     """Windows [sequences, length + 1] that begin with tokens of `stream` [n] and go on as the target does.
 
-    Temperatures (0 is greedy) and the prompt's shares of a window take turns: drafts are used right behind a prompt
-    and far from it. Every `rows` windows are one file in `work`, and those that are
-    there are not made again.
+    Every `rows` windows are one file in `work`, and those that are there are not made again.
     """
     work.mkdir(parents=True, exist_ok=True)
     decoder = Decoder(target, method=AR())
@@ -41,14 +41,14 @@ def own_output(
     for part in range(-(-sequences // rows)):
         path = work / f"{part:05d}.safetensors"
         if not path.exists():
-            prompt = int(length * prompt_shares[part // len(temperatures) % len(prompt_shares)])
+            prompt = int(length * PROMPT_SHARES[part // len(TEMPERATURES) % len(PROMPT_SHARES)])
             rng = np.random.default_rng([seed, part])
             starts = rng.integers(len(stream) - prompt, size=rows)
             completions = decoder.generate(
                 [stream[start : start + prompt].tolist() for start in starts],
                 SamplingParams(
                     max_new_tokens=length + 1 - prompt,
-                    temperature=temperatures[part % len(temperatures)],
+                    temperature=TEMPERATURES[part % len(TEMPERATURES)],
                     ignore_eos=True,
                     seed=seed + part * rows,
                 ),

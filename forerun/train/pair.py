@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from forerun.train.lm import mean_loss, new_llama, next_token_loss
 from forerun.train.loop import TrainConfig, claim, train, write_text
 from forerun.train.own_output import own_output
 from forerun.train.recipe import PairRecipe
-from forerun.train.unloop import unloop
 from forerun.zoo.corpus import Split, held_out_prompts, source_files
 from forerun.zoo.quantise import WEIGHTS, load_quantised, save_quantised
 from forerun.zoo.tokenizer import train_tokenizer
@@ -92,16 +91,6 @@ def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool,
         return long.batch(step, config.batch // 2)
 
     train(model, next_token_loss(model), batch, lambda: mean_loss(model, held), config, work / "target", say)
-    unloop(
-        model,
-        stream,
-        replace(config, steps=recipe.unloop_steps, lr=2e-4, warmup=5, cooldown=0.5, evaluate_every=20, compile=False),
-        work,
-        rounds=recipe.unloop_rounds,
-        sequences=recipe.unloop_sequences,
-        evaluate=lambda: mean_loss(model, held),
-        say=say,
-    )
     return model
 
 

@@ -19,10 +19,6 @@ class PairRecipe:
     target_heads: int = 5
     target_mlp: int = 864
     target_steps: int = 2500  # of 8192 tokens
-    # Greedy output of so small a model loops; see train/unloop.py.
-    unloop_rounds: int = 3
-    unloop_steps: int = 60  # a round, of 8192 tokens
-    unloop_sequences: int = 256  # of the target's greedy output a round
     # Two layers are the fewest that can copy from the context; width costs a CPU little.
     draft_width: int = 192
     draft_layers: int = 2
@@ -30,5 +26,5 @@ class PairRecipe:
     draft_mlp: int = 512
     draft_steps: int = 1500  # of 8192 tokens, on the corpus alone
     own_sequences: int = 3072  # of 513 tokens
-    distill_steps: int = 1500  # of 8192 tokens, half of them the target's own
+    distill_steps: int = 1200  # of 8192 tokens, half of them the target's own
     seed: int = 0
