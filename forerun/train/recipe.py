@@ -25,6 +25,6 @@ class PairRecipe:
     draft_heads: int = 2
     draft_mlp: int = 512
     draft_steps: int = 1500  # of 8192 tokens, on the corpus alone
-    own_sequences: int = 3072  # of 513 tokens
+    own_sequences: int = 1536  # of 513 tokens
     distill_steps: int = 1200  # of 8192 tokens, half of them the target's own
     seed: int = 0
