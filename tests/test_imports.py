@@ -15,7 +15,7 @@ ROOT = Path(forerun.__file__).parent
 GROUND = {"draft", "sampling", "cache", "model"}
 LOOP = GROUND | {"decode", "metrics"}
 METHODS = LOOP | {"nn", "lengths", "drafters", "methods", "params"}
-API = METHODS | {"text", "runtime", "zoo", "loading", "api"}
+API = METHODS | {"text", "files", "runtime", "zoo", "loading", "api"}
 
 # What each part may import beside itself. A part that is not named here fails the test: it wants a place.
 ALLOWED: dict[str, set[str]] = {
@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache": set(),
     "params": set(),
     "text": set(),
+    "files": set(),
     "sampling": {"draft"},
     "model": {"draft", "sampling", "cache"},
     "decode": GROUND,  # no drafter, whatever the method

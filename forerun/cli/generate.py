@@ -20,6 +20,7 @@ from forerun.cli.common import (
     parse_method,
     quiet,
 )
+from forerun.files import read_text
 from forerun.methods import METHODS
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, resolve
@@ -30,12 +31,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and prompt != "-" and file is not None:
         raise ValueError("give a prompt or --file, not both")
     if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot read {file}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not UTF-8 text") from None
+        text = read_text(file)
     elif prompt is not None and prompt != "-":
         text = prompt
     elif prompt == "-" or not sys.stdin.isatty():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from forerun.files import read_text
 from forerun.zoo.corpus import source_files
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -30,12 +31,7 @@ def read_texts(sources: Iterable[str]) -> Iterator[str]:
         path = Path(source)
         paths = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
         for file in paths:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except OSError as error:
-                raise ValueError(f"cannot read {file}: {error.strerror}") from None
-            except UnicodeDecodeError:
-                raise ValueError(f"{file} is not UTF-8 text") from None
+            text = read_text(file)
             if file.suffix == ".jsonl":
                 yield from _lines(file, text)
             elif text.strip():

@@ -16,6 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from forerun.files import write_text
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -95,13 +97,6 @@ def load_checkpoint(path: Path, model: nn.Module, optims: list[torch.optim.Optim
                 whole["state"].setdefault(int(index), {})[key] = value
         optim.load_state_dict(whole)
     return step
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def claim(folder: Path, settings: str) -> None:

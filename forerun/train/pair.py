@@ -20,13 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun.api import Decoder
+from forerun.files import write_text
 from forerun.methods import AR, SD
 from forerun.params import SamplingParams
 from forerun.train.curves import plot_curves
 from forerun.train.data import Windows, tokenize
 from forerun.train.distill import distill
 from forerun.train.lm import mean_loss, new_llama, next_token_loss
-from forerun.train.loop import TrainConfig, claim, train, write_text
+from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import own_output
 from forerun.train.recipe import PairRecipe
 from forerun.zoo.corpus import Split, held_out_prompts, source_files

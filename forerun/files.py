@@ -1,0 +1,23 @@
+"""Reading what users name, writing so that nothing is ever half there. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def read_text(path: Path) -> str:
+    """The file's text; raises ValueError, naming the file, where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
