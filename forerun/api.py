@@ -28,6 +28,7 @@ from forerun.methods import Method
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
+from forerun.runtime.lean import lean_forward
 from forerun.sampling import Sampler
 from forerun.text import SplitStopCriteria, TextStream
 from forerun.zoo import EMBEDDED
@@ -86,7 +87,8 @@ class Decoder:
         method: Method | None = None,
     ) -> None:
         self.target = CausalLM(target)
-        self.draft = CausalLM(draft) if draft is not None else None
+        # What the draft's laws are exactly does not matter to the output, only that they are what was drawn from.
+        self.draft = CausalLM(draft, lean_forward(draft)) if draft is not None else None
         self.tokenizer = tokenizer
         self.method = method if method is not None else methods.method(_default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
 
 from forerun.cache import KVCache
 from forerun.draft import Draft
+
+LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None], Tensor]
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -32,8 +34,11 @@ class CausalLM:
     or chunked layers, attention that takes no additive mask, modelling code without `position_ids`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, forward: LeanForward | None = None) -> None:
+        """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
+        self._forward = forward
         self.model = model.eval()
+        self.device: torch.device = model.device  # transformers looks through the parameters at every asking
         self.config = config = model.config.get_text_config(decoder=True)
         name = type(model).__name__
         accepted = inspect.signature(model.forward).parameters
@@ -74,10 +79,6 @@ class CausalLM:
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def processors(
         self, config: GenerationConfig, prompt_length: int, extra: LogitsProcessorList | None = None
@@ -155,6 +156,9 @@ class CausalLM:
         # stands behind everything that is read.
         if masks is not None or not cache.uniform:
             attention = self._additive_mask(positions, masks, new)
+        if self._forward is not None:
+            assert not isinstance(attention, dict)
+            return self._forward(ids, positions, cache, attention)
         output = self.model(
             input_ids=ids,
             position_ids=positions,
