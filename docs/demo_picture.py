@@ -13,11 +13,11 @@ import forerun
 from forerun.cli.common import STYLES
 from forerun.zoo.corpus import held_out_prompts
 
-PROMPT = 3  # of the held-out prompts
+PROMPT = 9  # of the held-out prompts
 
 
 def main() -> None:
-    panes, rates = [], []
+    panes, rates, outputs = [], [], []
     for method in ("ar", "sd"):
         decoder = forerun.load(method=method)
         assert decoder.tokenizer is not None
@@ -27,9 +27,12 @@ def main() -> None:
         for chunk in decoder.stream(prompt, max_new_tokens=96):
             for piece, origin in chunk.pieces:
                 text.append(piece, style=STYLES.get(origin, "") if method != "ar" else "")
-        stats = decoder.generate(prompt, max_new_tokens=96).stats
+        result = decoder.generate(prompt, max_new_tokens=96)
+        stats = result.stats
         rates.append(stats.tokens_per_s)
+        outputs.append(result.tokens)
         panes.append(Panel(text, title=f"{method}: {stats.tokens_per_s:.0f} tokens/s, tau {stats.tau:.2f}"))
+    assert outputs[0] == outputs[1]
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
