@@ -24,6 +24,9 @@ from forerun.cli.common import (
 from forerun.params import SamplingParams
 
 
+REDRAW = 0.08  # seconds between pictures on a terminal
+
+
 def demo(
     prompts: Annotated[int, typer.Option(min=1, help="How many held-out prompts.")] = 3,
     method: MethodOption = "sd",
@@ -116,7 +119,7 @@ class _Panes:
         from rich.text import Text
 
         self.console, self.method, self.prompt = console, method, prompt
-        self.texts = [Text(), Text()]
+        self.texts = [Text(overflow="fold"), Text(overflow="fold")]
         console.print(Panel(Text(prompt, style="dim"), title="prompt"))
 
     def live(self) -> Any:
@@ -124,7 +127,9 @@ class _Panes:
 
         if not self.console.is_terminal or self.console.quiet:
             return nullcontext()
-        self._live = Live(self._view(), console=self.console, refresh_per_second=12, vertical_overflow="crop")
+        # Drawn by us, between the timed stretches: a thread that draws would take its share of what is measured.
+        self._live = Live(self._view(), console=self.console, auto_refresh=False, vertical_overflow="crop")
+        self._drawn = perf_counter()
         return self._live
 
     def _view(self) -> Any:
@@ -147,6 +152,8 @@ class _Panes:
         for piece, origin in chunk.pieces:
             self.texts[side].append(piece, style=STYLES.get(origin, "") if side else "")
         if self.console.is_terminal and not self.console.quiet:
-            self._live.update(self._view())
+            if chunk.finish_reason or perf_counter() - self._drawn > REDRAW:
+                self._live.update(self._view(), refresh=True)
+                self._drawn = perf_counter()
         elif chunk.finish_reason and side:
             self.console.print(self._view())
