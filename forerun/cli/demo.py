@@ -23,7 +23,6 @@ from forerun.cli.common import (
 )
 from forerun.params import SamplingParams
 
-
 REDRAW = 0.08  # seconds between pictures on a terminal
 
 
