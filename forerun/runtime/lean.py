@@ -14,14 +14,19 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from forerun.cache import KVCache
 from forerun.model import LeanForward
 
+# Bigger models spend their time in the products, and copies of their weights would cost more than they bring.
+LARGEST = 200_000_000
+
 
 def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal) -> logits
-    [B, N, V], or None for a model that is no plain Llama.
+    [B, N, V], or None for a model that is no plain Llama, is spread over devices, or has over LARGEST parameters.
 
     It keeps fused copies of the query-key-value and gate-up weights.
     """
     config = model.config
+    if model.num_parameters() > LARGEST or len({parameter.device for parameter in model.parameters()}) > 1:
+        return None
     if type(model) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         return None
     if (config.rope_parameters or {}).get("rope_type", "default") != "default":
