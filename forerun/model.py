@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
 from forerun.cache import KVCache
 from forerun.draft import Draft
 
-LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None], Tensor]
+LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None, bool], Tensor]
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -59,7 +59,7 @@ class CausalLM:
                 f"attention implementation {model.config._attn_implementation!r} takes no tree masks; "
                 'load the model with attn_implementation="sdpa" or "eager"'
             )
-        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.window: int | None = getattr(config, "sliding_window", None)
         if "sliding_attention" not in kinds and getattr(config, "layer_types", None):
             self.window = None
@@ -101,7 +101,7 @@ class CausalLM:
         )
         self.cache = KVCache(self.config.num_hidden_layers, len(prompts), sliding)
         if any(prompts):
-            self._run(prompts, [range(len(prompt)) for prompt in prompts], None, **self._last_logits_only)
+            self._run(prompts, [range(len(prompt)) for prompt in prompts], None, last_only=True)
             self.cache.commit([list(range(len(prompt))) for prompt in prompts])
 
     def forward(self, drafts: Sequence[Draft]) -> list[Tensor]:
@@ -137,7 +137,7 @@ class CausalLM:
         tokens: Sequence[Sequence[int]],
         depths: Sequence[Sequence[int]],
         masks: Sequence[Tensor] | None,
-        **options: int,
+        last_only: bool = False,
     ) -> Tensor:
         """Logits [B, N, V] of padded rows; `masks[r]` [N_r, N_r] says which new tokens see which, None: causal."""
         cache, new = self.cache, max(map(len, tokens))
@@ -158,14 +158,14 @@ class CausalLM:
             attention = self._additive_mask(positions, masks, new)
         if self._forward is not None:
             assert not isinstance(attention, dict)
-            return self._forward(ids, positions, cache, attention)
+            return self._forward(ids, positions, cache, attention, last_only)
         output = self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=attention,
             past_key_values=cache,
             use_cache=True,
-            **options,
+            **(self._last_logits if last_only else {}),
         )
         return output.logits
 

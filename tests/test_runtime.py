@@ -47,6 +47,9 @@ def test_what_is_no_plain_llama_is_left_to_transformers(
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     assert lean_forward(LlamaForCausalLM(LlamaConfig(**sizes))) is not None
     assert lean_forward(LlamaForCausalLM(LlamaConfig(**sizes, **change))) is None
+    adapted = LlamaForCausalLM(LlamaConfig(**sizes))
+    adapted.model.layers[0].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[0].mlp.up_proj)
+    assert lean_forward(adapted) is None
     assert lean_forward(tiny("qwen3")) is None
     monkeypatch.setattr(lean, "LARGEST", 100)
     assert lean_forward(LlamaForCausalLM(LlamaConfig(**sizes))) is None

@@ -56,7 +56,7 @@ def main() -> None:
         sys.exit(0)
     else:
         sys.exit(status if isinstance(status, int) else 0)
-    if not message:  # help was asked for by giving no command
+    if not message and len(sys.argv) < 4:  # help was shown for want of a command
         sys.exit(0)
     print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

@@ -51,7 +51,7 @@ def demo(
     assert decoder.tokenizer is not None
     console = Console(quiet=as_json, highlight=False)
     rows = []
-    if not held_out_prompts(decoder.tokenizer, "validation", 1):
+    if not all(held_out_prompts(decoder.tokenizer, split, 1) for split in ("validation", "test")):
         raise ValueError("this Python comes without the standard library's sources; the demo writes them on")
     for warm_up in (plain, decoder):
         warm_up.generate(held_out_prompts(decoder.tokenizer, "validation", 1)[0], max_new_tokens=16)

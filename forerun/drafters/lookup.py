@@ -41,8 +41,8 @@ class LookupDrafter:
             match = ends.get(tuple(tokens[-n:]))
             if match is not None:
                 # Where the match is near, what follows it is a period: go on with it.
-                period = tokens[match:]
-                copied = [period[i % len(period)] for i in range(depth)]
+                period = len(tokens) - match
+                copied = [tokens[match + i % period] for i in range(depth)]
                 return Draft.chain(tokens[-1], copied, origin="lookup")
         return Draft.root(tokens[-1])
 

@@ -7,7 +7,7 @@ mask making. This is the same arithmetic without them.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -19,10 +19,12 @@ LARGEST = 200_000_000
 
 
 def lean_forward(model: PreTrainedModel) -> LeanForward | None:
-    """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal) -> logits
-    [B, N, V], or None for a model that is no plain Llama, is spread over devices, or has over LARGEST parameters.
+    """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal, whether
+    the last position's logits are enough) -> logits [B, N or 1, V].
 
-    It keeps fused copies of the query-key-value and gate-up weights.
+    None for a model that is no plain Llama, has other layers in the place of nn.Linear (quantised, adapted), is spread
+    over devices, or has over LARGEST parameters. Keeps fused copies of the query-key-value and gate-up weights: do not
+    train or move the model afterwards.
     """
     config = model.config
     if model.num_parameters() > LARGEST or len({parameter.device for parameter in model.parameters()}) > 1:
@@ -30,6 +32,9 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     if type(model) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         return None
     if (config.rope_parameters or {}).get("rope_type", "default") != "default":
+        return None
+    products = [module for name, module in model.named_modules() if name.endswith(("_proj", "lm_head"))]
+    if any(type(module) is not nn.Linear for module in products):
         return None
     heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     eps, base = config.rms_norm_eps, model.model
@@ -52,7 +57,7 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
             for layer in base.layers
         ]
 
-    def forward(ids: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
+    def forward(ids: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, last_only: bool) -> Tensor:
         rows, new = ids.shape
         if mask is None and new > 1:
             past = cache.get_seq_length()
@@ -71,6 +76,8 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
             x = x + functional.linear(attended.transpose(1, 2).reshape(rows, new, heads * size), out)
             gate, up = functional.linear(functional.rms_norm(x, norm.shape, norm_mlp, eps), gate_up).chunk(2, -1)
             x = x + functional.linear(functional.silu(gate) * up, down)
+        if last_only:  # a prompt needs no logits, and they would be the largest tensor of all
+            x = x[:, -1:]
         x = functional.rms_norm(x, base.norm.weight.shape, base.norm.weight, eps)
         return functional.linear(x, model.lm_head.weight)
 

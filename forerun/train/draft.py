@@ -37,15 +37,6 @@ def train_draft(
     data that is missing or too little, an `init` with another vocabulary, windows longer than the target's context,
     and an `out` that holds another run.
     """
-    mark = {
-        "target": target,
-        "data": list(data),
-        "init": init,
-        "layers": layers,
-        "width": width,
-        "sequences": sequences,
-    }
-    claim(out / "work", json.dumps(mark | asdict(config) | {"compile": None}, sort_keys=True))
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
     stream = tokenize(tokenizer, list(read_texts(data)), config.seed)
     if len(stream) < 4 * config.length:
@@ -66,6 +57,15 @@ def train_draft(
             raise ValueError(
                 f"{init} has a vocabulary of {draft.config.vocab_size} entries, {target} of {big.config.vocab_size}"
             )
+    mark = {
+        "target": target,
+        "data": list(data),
+        "init": init,
+        "layers": layers,
+        "width": width,
+        "sequences": sequences,
+    }
+    claim(out / "work", json.dumps(mark | asdict(config) | {"compile": None}, sort_keys=True))
     own = own_output(
         big,
         stream,

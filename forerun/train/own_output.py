@@ -36,6 +36,7 @@ def own_output(
     Every `rows` windows are one file in `work`, and those that are there are not made again.
     """
     work.mkdir(parents=True, exist_ok=True)
+    rows = min(rows, sequences)
     decoder = Decoder(target, method=AR())
     parts, begun, made = [], perf_counter(), 0
     for part in range(-(-sequences // rows)):
