@@ -92,8 +92,10 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {_first_line(error)}") from error
 
 
-def check_prompts(target: str | Path, prompts: Prompt | Sequence[Prompt], *, trust_remote_code: bool = False) -> None:
-    """Raises ValueError where decoding would for the prompts' sake, without loading any weights."""
+def check_prompts(
+    target: str | Path, prompts: Prompt | Sequence[Prompt], *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The target's tokenizer; raises ValueError where decoding would for the prompts' sake, without loading weights."""
     source = resolve(target, "target")
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     try:
@@ -101,6 +103,7 @@ def check_prompts(target: str | Path, prompts: Prompt | Sequence[Prompt], *, tru
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
     encode(prompts, tokenizer, getattr(config, "max_position_embeddings", None), config.vocab_size)
+    return tokenizer
 
 
 def _first_line(error: Exception) -> str:

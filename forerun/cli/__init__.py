@@ -46,6 +46,8 @@ def main() -> None:
         status = app(standalone_mode=False)
     except _UsageError as error:
         message = error.format_message()
+        if not message:  # help was shown for want of a command
+            sys.exit(0)
     except (ValueError, FileExistsError, PermissionError) as error:
         message = str(error)
     except (KeyboardInterrupt, typer.Abort):
@@ -56,7 +58,5 @@ def main() -> None:
         sys.exit(0)
     else:
         sys.exit(status if isinstance(status, int) else 0)
-    if not message and len(sys.argv) < 4:  # help was shown for want of a command
-        sys.exit(0)
     print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

@@ -51,11 +51,13 @@ def demo(
     assert decoder.tokenizer is not None
     console = Console(quiet=as_json, highlight=False)
     rows = []
-    if not all(held_out_prompts(decoder.tokenizer, split, 1) for split in ("validation", "test")):
+    warm_up = held_out_prompts(decoder.tokenizer, "validation", 1)
+    chosen = held_out_prompts(decoder.tokenizer, "test", prompts)
+    if not warm_up or not chosen:
         raise ValueError("this Python comes without the standard library's sources; the demo writes them on")
-    for warm_up in (plain, decoder):
-        warm_up.generate(held_out_prompts(decoder.tokenizer, "validation", 1)[0], max_new_tokens=16)
-    for number, prompt in enumerate(held_out_prompts(decoder.tokenizer, "test", prompts), 1):
+    for each in (plain, decoder):
+        each.generate(warm_up[0], max_new_tokens=16)
+    for number, prompt in enumerate(chosen, 1):
         panes = _Panes(console, str(decoder.tokenizer.decode(prompt)), method)
         with panes.live():
             slow = _timed(plain, prompt, params, panes.left)
@@ -117,7 +119,7 @@ class _Panes:
         from rich.panel import Panel
         from rich.text import Text
 
-        self.console, self.method, self.prompt = console, method, prompt
+        self.console, self.method = console, method
         self.texts = [Text(overflow="fold"), Text(overflow="fold")]
         console.print(Panel(Text(prompt, style="dim"), title="prompt"))
 

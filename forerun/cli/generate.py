@@ -11,12 +11,14 @@ import typer
 
 from forerun.cli.common import (
     STYLES,
+    DeviceOption,
     GammaOption,
     MaxNewTokensOption,
     MethodArgOption,
     SeedOption,
     TemperatureOption,
     ThreadsOption,
+    TrustOption,
     parse_method,
     quiet,
 )
@@ -63,11 +65,9 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    device: DeviceOption = None,
     threads: ThreadsOption = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
     """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, red corrected."""
@@ -93,9 +93,15 @@ def generate(
     from forerun.api import load
     from forerun.loading import check_prompts
 
-    check_prompts(target, text, trust_remote_code=trust_remote_code)
+    tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
     decoder = load(
-        target, draft=draft, method=settings, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        target,
+        draft=draft,
+        method=settings,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
     )
     if as_json:
         result = decoder.generate(text, params)

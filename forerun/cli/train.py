@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from forerun.cli.common import ThreadsOption, quiet
+from forerun.cli.common import DeviceOption, ThreadsOption, TrustOption, quiet
 from forerun.zoo import EMBEDDED, resolve
 
 app = typer.Typer(help="Train the embedded pair, or a draft for any target.", no_args_is_help=True)
@@ -69,11 +69,9 @@ def draft(
     sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output to make.")] = 3072,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    device: DeviceOption = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Train without torch.compile.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     threads: ThreadsOption = None,
 ) -> None:
     """Distil a draft for any target on the target's own output."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from forerun.api import Decoder
 from forerun.files import write_text
 from forerun.methods import AR, SD
+from forerun.metrics import summarise
 from forerun.params import SamplingParams
 from forerun.train.curves import plot_curves
 from forerun.train.data import Windows, tokenize
@@ -218,12 +219,8 @@ def gate(
         shares = [distinct_share(completion.tokens) for completion in plain]
         results["distinct_4gram_share"][str(temperature)] = round(statistics.median(shares), 4)
         drafted = Decoder(target, tokenizer, draft, SD(gamma=5)).generate(prompts, params)
-        tested = sum(completion.stats.tested for completion in drafted)
-        results["sd"][str(temperature)] = {
-            "gamma": 5,
-            "tau": round(sum(c.stats.tokens for c in drafted) / sum(c.stats.target_forwards for c in drafted), 4),
-            "alpha": round(sum(completion.stats.accepted for completion in drafted) / tested, 4),
-        }
+        stats = summarise([step for completion in drafted for step in completion.steps], seconds=0.0)
+        results["sd"][str(temperature)] = {"gamma": 5, "tau": round(stats.tau, 4), "alpha": round(stats.alpha, 4)}
     loss = mean_loss(target, test)
     share = results["distinct_4gram_share"]["0.0"]
     results["loss"] = {
