@@ -268,22 +268,29 @@ class Decoder:
         config, unused = self.target.model._prepare_generation_config(params)
         if unused:
             raise ValueError(f"these are not generation settings: {sorted(unused)}")
-        mode = config.get_generation_mode()
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
-        for name, allowed in (
-            ("num_return_sequences", (None, 1)),
-            ("guidance_scale", (None, 1)),
-            ("watermarking_config", (None,)),
-            ("forced_eos_token_id", (None,)),
-            ("encoder_repetition_penalty", (None, 1)),
-            ("encoder_no_repeat_ngram_size", (None, 0)),
-        ):
-            if getattr(config, name, None) not in allowed:
-                raise ValueError(f"{name}={getattr(config, name)} is not supported")
+        check_supported(config)
         if config.max_new_tokens is None and params.max_length is None:
             config.max_new_tokens = SamplingParams().max_new_tokens
         return config, None, False
+
+
+def check_supported(config: GenerationConfig, copies: bool = False) -> None:
+    """Raises ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
+    for name, allowed in (
+        ("num_return_sequences", (None, 1)),
+        ("guidance_scale", (None, 1)),
+        ("watermarking_config", (None,)),
+        ("forced_eos_token_id", (None,)),
+        ("encoder_repetition_penalty", (None, 1)),
+        ("encoder_no_repeat_ngram_size", (None, 0)),
+    ):
+        if copies and name == "num_return_sequences":
+            continue
+        if getattr(config, name, None) not in allowed:
+            raise ValueError(f"{name}={getattr(config, name)} is not supported")
 
 
 def _params(
