@@ -23,12 +23,21 @@ from transformers.generation import GenerationMode
 
 from forerun import methods
 from forerun.decode import Generation, Step, decode
-from forerun.loading import Prompt, encode, load_model, load_tokenizer
+from forerun.loading import (
+    DeviceMap,
+    Prompt,
+    check_tokenizers,
+    check_vocabularies,
+    draft_tokenizer,
+    encode,
+    load_model,
+    load_tokenizer,
+)
 from forerun.methods import Method
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
-from forerun.runtime.lean import lean_forward
+from forerun.runtime import prepare
 from forerun.sampling import Sampler
 from forerun.text import SplitStopCriteria, TextStream
 from forerun.zoo import EMBEDDED
@@ -81,22 +90,25 @@ class Decoder:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: PreTrainedModel | CausalLM,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        draft: PreTrainedModel | None = None,
+        draft: PreTrainedModel | CausalLM | None = None,
         method: Method | None = None,
     ) -> None:
-        self.target = CausalLM(target)
-        # What the draft's laws are exactly does not matter to the output, only that they are what was drawn from.
-        self.draft = CausalLM(draft, lean_forward(draft)) if draft is not None else None
+        """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of
+        weights: make a new Decoder when they have changed. A CausalLM is taken as it is; `CausalLM(model)` runs
+        transformers' own forward.
+
+        Raises ValueError for models that cannot run drafts and for pairs that do not fit together.
+        """
+        self.target = target if isinstance(target, CausalLM) else prepare(target)
+        self.draft = prepare(draft) if isinstance(draft, PreTrainedModel) else draft
         self.tokenizer = tokenizer
         self.method = method if method is not None else methods.method(_default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:
             raise ValueError(_NO_DRAFT.format(self.method.name))
-        if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:
-            raise ValueError(
-                f"the draft's vocabulary has {self.draft.vocab_size} entries, the target's {self.target.vocab_size}"
-            )
+        if self.draft is not None:
+            check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
 
     @overload
     def generate(
@@ -191,7 +203,7 @@ class Decoder:
         return chunks()
 
     def _decode(self, seqs: list[Generation]) -> Iterator[list[Step]]:
-        drafter = self.method.build(self.draft.fresh() if self.draft is not None else None)
+        drafter = self.method.build(self.draft.fresh() if self.draft is not None else None, self.target.vocab_size)
         return decode(self.target.fresh(), drafter, seqs)
 
     def _start(
@@ -320,7 +332,9 @@ def load(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
+    fast: bool = True,
     **options: Any,
 ) -> Decoder:
     """Loads a target, and a draft if there is one, for decoding by `method`.
@@ -332,12 +346,15 @@ def load(
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
         device: default: cuda if there is one.
+        device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
+        fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
         **options: the method's settings, such as gamma=6.
 
     Raises:
         ValueError: an unknown method or setting, a model that cannot be loaded or decoded, a draft with another
-            vocabulary.
+            tokenizer or vocabulary. Tokenizers are compared before weights are loaded. A draft folder without one is
+            taken at its word; embeddings of different sizes must then, as ever, differ by padding alone.
     """
     if draft is None and isinstance(target, str) and target == EMBEDDED:
         draft = EMBEDDED
@@ -348,10 +365,20 @@ def load(
         tokenizer = target
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    if tokenizer is not None and chosen.needs_draft and isinstance(draft, str | Path):
+        drafts = draft_tokenizer(draft, trust_remote_code=trust_remote_code)
+        if drafts is not None:
+            check_tokenizers(tokenizer, drafts, str(draft))
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
+    how["trust_remote_code"] = trust_remote_code
+
+    def ready(source: str | Path | PreTrainedModel, part: str) -> CausalLM:
+        # A model that nobody else holds need not survive the packing of its weights.
+        return prepare(load_model(source, part, **how), fast, in_place=isinstance(source, str | Path))
+
     return Decoder(
-        load_model(target, "target", **how),
+        ready(target, "target"),
         tokenizer,
-        load_model(draft, "draft", **how) if draft is not None and chosen.needs_draft else None,
+        ready(draft, "draft") if draft is not None and chosen.needs_draft else None,
         chosen,
     )

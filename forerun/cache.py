@@ -22,6 +22,7 @@ class KVCache(Cache):
     def __init__(self, layers: int, rows: int, sliding: list[bool] | None = None) -> None:
         self.lengths = [0] * rows
         self._slots: Tensor | None = None
+        self._longest = 0
         sliding = sliding or [False] * layers
         super().__init__(layers=[KVLayer(self, is_sliding) for is_sliding in sliding])
 
@@ -32,7 +33,7 @@ class KVCache(Cache):
 
     def begin(self, device: torch.device, new: int) -> None:
         """Called before a forward of `new` tokens a row: says where they go."""
-        self._slots = None
+        self._slots, self._longest = None, max(self.lengths)
         if not self.uniform:
             self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(new, device=device)
 
@@ -81,7 +82,7 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, new = self.cache, key_states.shape[-2]
-        start = max(cache.lengths)
+        start = cache._longest
         end = start + new
         if end > self.keys.shape[-2]:
             self._grow(end)

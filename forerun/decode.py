@@ -78,6 +78,7 @@ class Proposal:
 
     drafts: list[Draft]
     forwards: int = 0  # draft model forwards, each for all sequences at once
+    forward_seconds: float = 0.0
     policy_seconds: float = 0.0
 
 
@@ -112,6 +113,10 @@ class Step:
         drafted, tested, accepted: proposed tokens; those the target looked at, the first rejection included and
             nothing behind it; those it kept.
         draft_forwards: forwards of the draft model.
+        draft_seconds, policy_seconds, verify_seconds: drafting without its length policy, that policy, and the target's
+            forward with its verdict.
+        forward_seconds: of all these, inside forwards of the two models; what is left of `seconds` is overhead. On a
+            GPU forwards return before they are done, and this is the time to start them.
     """
 
     index: int
@@ -124,6 +129,7 @@ class Step:
     draft_seconds: float
     policy_seconds: float
     verify_seconds: float
+    forward_seconds: float
     seconds: float
 
 
@@ -142,6 +148,7 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
         drafts = proposal.drafts
         proposed = perf_counter()
         logits = target.forward(drafts)
+        forwarded = perf_counter()
         verdicts = [judge(*row) for row in zip(seqs, drafts, logits, strict=True)]
         target.commit([verdict.path for verdict in verdicts])
         verified = perf_counter()
@@ -166,6 +173,7 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
                 draft_seconds=proposed - begun - proposal.policy_seconds,
                 policy_seconds=proposal.policy_seconds,
                 verify_seconds=verified - proposed,
+                forward_seconds=proposal.forward_seconds + forwarded - proposed,
                 seconds=seconds,
             )
             for seq, draft, verdict, count in zip(seqs, drafts, verdicts, counts, strict=True)

@@ -142,15 +142,20 @@ class CausalLM:
         """Logits [B, N, V] of padded rows; `masks[r]` [N_r, N_r] says which new tokens see which, None: causal."""
         cache, new = self.cache, max(map(len, tokens))
         cache.begin(self.device, new)
-        ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
-        positions = torch.tensor(
-            [
-                # Padding takes a position that has been there: `start` may lie behind the model's last one.
-                [start + depth for depth in row] + [max(start - 1, 0)] * (new - len(row))
-                for row, start in zip(depths, cache.lengths, strict=True)
-            ],
-            device=self.device,
-        )
+        if cache.uniform and masks is None and all(len(row) == new for row in tokens):  # the common case, made cheap
+            ids = torch.tensor(tokens, device=self.device)
+            start = cache.lengths[0]
+            positions = torch.arange(start, start + new, device=self.device).expand(len(tokens), new)
+        else:
+            ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
+            positions = torch.tensor(
+                [
+                    # Padding takes a position that has been there: `start` may lie behind the model's last one.
+                    [start + depth for depth in row] + [max(start - 1, 0)] * (new - len(row))
+                    for row, start in zip(depths, cache.lengths, strict=True)
+                ],
+                device=self.device,
+            )
         attention = None
         # Rows of equal starts with chains behind them are what the model's own causal mask is for: padding
         # stands behind everything that is read.

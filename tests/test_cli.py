@@ -36,7 +36,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         (["generate", "x", "--dtype", "float12"], "unknown dtype 'float12'"),
         (["demo", "--gamma", "-2"], "gamma must be an integer of at least 1, not -2"),
         (["train", "pair", "--set", "target_size=3"], "the recipe has no 'target_size'"),
-        (["train", "pair", "--set", "target_steps=0"], "--set target_steps takes a positive integer"),
+        (["train", "pair", "--set", "target_steps=0"], "--set target_steps takes an integer of at least 1"),
         (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
         (["train", "draft", "--data", "stdlib", "--out", "x", "--width", "100"], "--width must be a multiple of 64"),
         (["fly"], "No such command 'fly'"),

@@ -1,16 +1,18 @@
-"""The lean forward gives what transformers' own gives."""
+"""Fast forwards give what transformers' own give."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from toys import CONTEXT, VOCAB, random_tree, tiny
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from forerun.draft import Draft
 from forerun.model import CausalLM
-from forerun.runtime import lean
+from forerun.runtime import lean, prepare
+from forerun.runtime.costs import forward_costs
 from forerun.runtime.lean import lean_forward
+from forerun.runtime.packed import PackedLinear, pack, product
 
 
 @pytest.mark.parametrize("lengths", [[9], [0], [7, 7, 7], [3, 12, 1, 30]])
@@ -54,3 +56,64 @@ def test_what_is_no_plain_llama_is_left_to_transformers(
     monkeypatch.setattr(lean, "LARGEST", 100)
     assert lean_forward(LlamaForCausalLM(LlamaConfig(**sizes))) is None
     assert lean_forward(tiny("gpt2")) is None
+
+
+LAYOUTS = [(24, 16, torch.float32), (2048, 1100, torch.float32), (24, 16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out", "width", "dtype"), LAYOUTS)  # the second is big enough for oneDNN's packing
+def test_products_equal_linear_for_any_number_of_rows(out: int, width: int, dtype: torch.dtype, bias: bool) -> None:
+    linear = torch.nn.Linear(width, out, bias=bias, dtype=dtype)
+    multiply = product(linear.weight.detach(), linear.bias.detach() if bias else None)
+    for shape in [(1, 1), (1, 2), (3, 1), (2, 8), (1, 200)]:
+        x = torch.randn(*shape, width, dtype=dtype)
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(multiply(x), linear(x), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2", "mistral"])
+def test_a_packed_model_says_what_the_model_says(architecture: str) -> None:
+    model = tiny(architecture)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    packed = pack(model)
+    assert any(isinstance(module, PackedLinear) for module in packed.modules())
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(packed(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+    # The given model is as it was, and the copy shares what was not packed.
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert packed.get_input_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_packing_in_place_keeps_no_second_copy() -> None:
+    model = tiny("qwen3")
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        inner = model.model.layers[0].mlp.up_proj.weight
+        packed = pack(model, in_place=True)
+        assert packed is model
+        torch.testing.assert_close(packed(ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert not any(parameter is inner for parameter in model.parameters())
+
+
+def test_prepare_takes_the_fastest_forward() -> None:
+    llama, qwen = tiny("llama"), tiny("qwen3")
+    assert prepare(llama)._forward is not None
+    assert prepare(llama, fast=False)._forward is None
+    assert prepare(llama, fast=False).model is llama
+    assert prepare(qwen)._forward is None
+    assert prepare(qwen).model is not qwen
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        prepare(T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1)))
+
+
+def test_costs_have_a_figure_for_each_count_that_fits() -> None:
+    model = prepare(tiny("llama"))
+    costs = forward_costs(model, (1, 2, 8), context=CONTEXT - 2, repeats=2)
+    assert list(costs) == [1, 2]
+    assert all(value > 0 for value in costs.values())
+    with pytest.raises(ValueError, match="has no room behind"):
+        forward_costs(model, context=CONTEXT)

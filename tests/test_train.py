@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import forerun
 from forerun.train.data import Windows, read_texts
 from forerun.train.distill import agreement, distill
-from forerun.train.lm import next_token_loss
+from forerun.train.lm import deepen, next_token_loss
 from forerun.train.loop import TrainConfig, train
 from forerun.train.own_output import own_output
 from forerun.train.pair import distinct_share
@@ -175,6 +175,7 @@ def test_train_pair_goes_on_after_sigkill(tmp_path: Path) -> None:
         "target_heads": 1,
         "target_mlp": 64,
         "target_steps": 60,
+        "grown_steps": 4,
         "draft_width": 64,
         "draft_layers": 1,
         "draft_heads": 1,
@@ -204,6 +205,7 @@ def test_train_pair_goes_on_after_sigkill(tmp_path: Path) -> None:
     assert results["recipe"]["target_steps"] == 60
     assert set(results["gate"]) and "gate " in done.stdout
 
+    assert json.loads((out / "pair" / "target" / "config.json").read_text())["num_hidden_layers"] == 4
     decoder = forerun.load(out / "pair" / "target", draft=out / "pair" / "draft", method="sd")
     plain = forerun.load(out / "pair" / "target", method="ar")
     assert (
@@ -213,6 +215,17 @@ def test_train_pair_goes_on_after_sigkill(tmp_path: Path) -> None:
     other = subprocess.run([*command, "--set", "draft_steps=21"], capture_output=True, text=True, timeout=60)
     assert other.returncode == 2
     assert "other settings" in other.stderr
+
+
+def test_a_deeper_model_begins_as_the_shallow_one_and_can_learn_everywhere() -> None:
+    shallow = small_llama(vocab=300, layers=2)
+    deep = deepen(shallow)
+    tokens = torch.randint(300, (2, 12))
+    torch.testing.assert_close(deep(tokens).logits, shallow(tokens).logits)
+    assert deep.config.num_hidden_layers == 4
+    assert deep.lm_head.weight is deep.model.embed_tokens.weight
+    deep(tokens).logits.square().sum().backward()
+    assert all(layer.self_attn.o_proj.weight.grad.abs().sum() > 0 for layer in deep.model.layers)
 
 
 @pytest.mark.slow

@@ -18,6 +18,10 @@ MethodArgOption = Annotated[list[str] | None, typer.Option(help="A setting of th
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),
+]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")]

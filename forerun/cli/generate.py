@@ -12,6 +12,7 @@ import typer
 from forerun.cli.common import (
     STYLES,
     DeviceOption,
+    DtypeOption,
     GammaOption,
     MaxNewTokensOption,
     MethodArgOption,
@@ -64,11 +65,14 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    dtype: DtypeOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Draw where the time of each step went, into this .png or .svg file.")
+    ] = None,
 ) -> None:
     """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, red corrected."""
     settings = parse_method(method or ("sd" if draft or target == EMBEDDED else "lookup"), gamma, method_arg)
@@ -85,12 +89,15 @@ def generate(
     )
     if settings.needs_draft and not draft and target != EMBEDDED:
         raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
+    if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
+        raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
     resolve(target, "target")
     if draft is not None:
         resolve(draft, "draft")
     text = read_prompt(prompt, file)
     quiet(threads)
     from forerun.api import load
+    from forerun.bench.profile import plot_steps, profile_line
     from forerun.loading import check_prompts
 
     tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
@@ -105,6 +112,8 @@ def generate(
     )
     if as_json:
         result = decoder.generate(text, params)
+        if profile is not None:
+            plot_steps(result.steps, profile)
         print(
             json.dumps(
                 {
@@ -122,11 +131,15 @@ def generate(
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    console, steps = Console(highlight=False, soft_wrap=True), []
     for chunk in decoder.stream(text, params):
+        steps.append(chunk.step)
         if console.is_terminal:
             for piece, origin in chunk.pieces:
                 console.print(Text(piece, style=STYLES.get(origin, "")), end="")
         else:
             print(chunk.text, end="", flush=True)
     print()
+    if profile is not None:
+        plot_steps(steps, profile)
+        print(profile_line(steps), file=sys.stderr)

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
+from forerun.cli.common import DeviceOption, DtypeOption, ThreadsOption, TrustOption, quiet
 from forerun.methods import METHODS
-from forerun.zoo import FOLDER
+from forerun.zoo import EMBEDDED, FOLDER, resolve
 
 
 def collect() -> dict[str, Any]:
@@ -33,9 +34,43 @@ def collect() -> dict[str, Any]:
     }
 
 
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Show versions, methods with their default settings, and the embedded pair."""
+def costs(target: str, draft: str | None, context: int, load_options: dict[str, Any]) -> dict[str, Any]:
+    """Median ms of forwards of some lengths for both models, through their fast forwards, and the cost ratio c."""
+    from forerun.api import load
+    from forerun.runtime.costs import forward_costs
+
+    decoder = load(target, draft=draft, method="sd" if draft or target == EMBEDDED else "ar", **load_options)
+    table: dict[str, Any] = {"context": context, "target_ms": forward_costs(decoder.target, context=context)}
+    if decoder.draft is not None:
+        table["draft_ms"] = forward_costs(decoder.draft, context=context)
+        table["c"] = round(table["draft_ms"][1] / table["target_ms"][1], 4)
+    return table
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    with_costs: Annotated[
+        bool, typer.Option("--costs", help="Measure what forwards of 1 to 32 tokens cost, and the cost ratio c.")
+    ] = False,
+    target: Annotated[str, typer.Option(help="With --costs: hub id or folder of the target.")] = EMBEDDED,
+    draft: Annotated[str | None, typer.Option(help="With --costs: hub id or folder of the draft.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="With --costs: tokens that stand before.")] = 256,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Show versions, methods with their default settings, and the embedded pair; with --costs, what forwards cost."""
+    if with_costs:
+        resolve(target, "target")
+        if draft is not None:
+            resolve(draft, "draft")
+    quiet(threads)
     facts = collect()
+    if with_costs:
+        facts["costs"] = costs(
+            target, draft, context, {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        )
     if as_json:
         print(json.dumps(facts))
         return
@@ -61,3 +96,22 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON ob
         for name, value in pair["gate"].items():
             table.add_row("gate", f"{name}: {value}")
     Console().print(table)
+    if with_costs:
+        Console().print(_costs_table(facts["costs"]))
+
+
+def _costs_table(costs: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    counts = list(costs["target_ms"])
+    table = Table(
+        title=f"median ms of a forward behind {costs['context']} tokens"
+        + (f"; c = {costs['c']:.3f}" if "c" in costs else "")
+    )
+    table.add_column("new tokens")
+    for count in counts:
+        table.add_column(str(count), justify="right")
+    for part in ("target", "draft"):
+        if f"{part}_ms" in costs:
+            table.add_row(part, *(f"{costs[f'{part}_ms'].get(count, float('nan')):.2f}" for count in counts))
+    return table

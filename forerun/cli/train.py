@@ -39,8 +39,9 @@ def pair(
         name, _, value = setting.partition("=")
         if name not in known:
             raise ValueError(f"the recipe has no {name!r}; it has {', '.join(known)}")
-        if not value.isdigit() or (int(value) == 0 and name != "seed"):
-            raise ValueError(f"--set {name} takes a positive integer, not {value!r}")
+        least = 0 if name in ("seed", "grown_steps") else 1
+        if not value.isdigit() or int(value) < least:
+            raise ValueError(f"--set {name} takes an integer of at least {least}, not {value!r}")
         recipe = replace(recipe, **{name: int(value)})
     if corpus is not None and not corpus.is_dir():
         raise ValueError(f"no such folder: {corpus}")

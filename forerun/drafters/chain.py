@@ -36,14 +36,16 @@ class ChainDrafter:
         tokens: list[list[int]] = [[] for _ in seqs]
         laws: list[list[Tensor]] = [[] for _ in seqs]
         going = [d > 0 for d in depth]
-        forwards, policy_seconds = 0, 0.0
+        forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
         while any(going):
             # The first forward catches up with what the target committed, the others run the last draft token.
             pending = [
                 (seq.tokens + drafted)[length:] if on else []
                 for seq, drafted, length, on in zip(seqs, tokens, self.model.cache.lengths, going, strict=True)
             ]
+            begun = perf_counter()
             logits = self.model.extend(pending)
+            forward_seconds += perf_counter() - begun
             forwards += 1
             for row, seq in enumerate(seqs):
                 if not going[row]:
@@ -62,7 +64,7 @@ class ChainDrafter:
             Draft.chain(seq.tokens[-1], drafted, torch.stack(law) if law else None)
             for seq, drafted, law in zip(seqs, tokens, laws, strict=True)
         ]
-        return Proposal(drafts, forwards, policy_seconds)
+        return Proposal(drafts, forwards, forward_seconds, policy_seconds)
 
     def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         # What was run of the accepted path stays; the rest of the draft goes.

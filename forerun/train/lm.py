@@ -41,6 +41,27 @@ def new_llama(
     )
 
 
+@torch.no_grad()
+def deepen(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A model of twice the layers that computes the same: every layer is followed by a copy of itself that adds
+    nothing yet, its output projections being 0. For training on; stacking is an old idea (Gong et al. 2019), the
+    silent copies are those of LLaMA Pro (arXiv 2401.02415)."""
+    config = LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": 2 * model.config.num_hidden_layers})
+    deep = LlamaForCausalLM(config)
+    old, new = model.state_dict(), {}
+    for name, value in old.items():
+        head, _, tail = name.partition("layers.")
+        if not tail:
+            new[name] = value
+            continue
+        number, _, rest = tail.partition(".")
+        new[f"{head}layers.{2 * int(number)}.{rest}"] = value
+        silent = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+        new[f"{head}layers.{2 * int(number) + 1}.{rest}"] = torch.zeros_like(value) if silent else value
+    deep.load_state_dict(new)
+    return deep
+
+
 def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Logits [B, T, V] in bfloat16 autocast: fast where the hardware multiplies bfloat16, fine for training."""
     with torch.autocast(tokens.device.type, torch.bfloat16):

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from forerun.params import SamplingParams
 from forerun.train.curves import plot_curves
 from forerun.train.data import Windows, tokenize
 from forerun.train.distill import distill
-from forerun.train.lm import mean_loss, new_llama, next_token_loss
+from forerun.train.lm import deepen, mean_loss, new_llama, next_token_loss
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import own_output
 from forerun.train.recipe import PairRecipe
@@ -70,7 +70,8 @@ def held_batches(stream: np.ndarray, length: int, rows: int = 64) -> list[Tensor
 
 
 def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say) -> PreTrainedModel:
-    """The target; its last fifth of steps uses windows of twice the length."""
+    """The target: a shallow one, then one of twice the depth that goes on from it. The last fifth of the steps of
+    each uses windows of twice the length."""
     model = new_llama(
         corpus.tokenizer,
         recipe.target_width,
@@ -82,17 +83,30 @@ def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool,
     )
     stream = corpus.stream("train")
     held = held_batches(corpus.stream("validation"), recipe.window)
-    config = TrainConfig(
+
+    def run(model: PreTrainedModel, config: TrainConfig, folder: str) -> None:
+        short, long = Windows(stream, config.length, config.seed), Windows(stream, 2 * config.length, config.seed + 1)
+
+        def batch(step: int) -> Tensor:
+            if step < config.steps * 4 // 5:
+                return short.batch(step, config.batch)
+            return long.batch(step, config.batch // 2)
+
+        train(model, next_token_loss(model), batch, lambda: mean_loss(model, held), config, work / folder, say)
+
+    shared = TrainConfig(
         steps=recipe.target_steps, batch=recipe.batch, length=recipe.window, seed=recipe.seed, compile=compiled
     )
-    short, long = Windows(stream, config.length, recipe.seed), Windows(stream, 2 * config.length, recipe.seed + 1)
-
-    def batch(step: int) -> Tensor:
-        if step < config.steps * 4 // 5:
-            return short.batch(step, config.batch)
-        return long.batch(step, config.batch // 2)
-
-    train(model, next_token_loss(model), batch, lambda: mean_loss(model, held), config, work / "target", say)
+    run(model, shared, "target")
+    if not recipe.grown_steps:
+        return model
+    model = deepen(model)
+    # It starts trained: a lower rate that falls for most of the way.
+    run(
+        model,
+        replace(shared, steps=recipe.grown_steps, seed=recipe.seed + 10, lr=3e-3, warmup=50, cooldown=0.8),
+        "target-grown",
+    )
     return model
 
 

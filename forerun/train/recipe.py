@@ -19,6 +19,8 @@ class PairRecipe:
     target_heads: int = 5
     target_mlp: int = 864
     target_steps: int = 2500  # of 8192 tokens
+    # Shallow first, then at twice the depth, which costs twice the time a step. 0: it stays shallow.
+    grown_steps: int = 1100  # of 8192 tokens
     # Two layers are the fewest that can copy from the context; width costs a CPU little.
     draft_width: int = 192
     draft_layers: int = 2
@@ -26,5 +28,5 @@ class PairRecipe:
     draft_mlp: int = 512
     draft_steps: int = 1500  # of 8192 tokens, on the corpus alone
     own_sequences: int = 1536  # of 513 tokens
-    distill_steps: int = 1200  # of 8192 tokens, half of them the target's own
+    distill_steps: int = 1600  # of 8192 tokens, half of them the target's own
     seed: int = 0

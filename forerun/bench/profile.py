@@ -1,0 +1,55 @@
+"""Where the time of a step goes, in figures and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from forerun.decode import Step
+
+PHASES = {"draft": "#2a9d8f", "policy": "#e9c46a", "verify": "#264653", "rest": "#adb5bd"}
+
+
+def phases(step: Step) -> dict[str, float]:
+    """Milliseconds of one step: drafting, the length policy, the target's forward with its verdict, and the rest."""
+    known = {"draft": step.draft_seconds, "policy": step.policy_seconds, "verify": step.verify_seconds}
+    known["rest"] = step.seconds - sum(known.values())
+    return {name: 1000 * seconds for name, seconds in known.items()}
+
+
+def mean_phases(steps: Sequence[Step]) -> dict[str, float]:
+    """Mean milliseconds of each phase; raises ValueError for no steps."""
+    if not steps:
+        raise ValueError("there are no steps to profile")
+    each = [phases(step) for step in steps]
+    return {name: sum(step[name] for step in each) / len(each) for name in PHASES}
+
+
+def profile_line(steps: Sequence[Step]) -> str:
+    """One line: mean ms of a step, its phases, and the share that is not inside forwards of the models."""
+    split = ", ".join(f"{name} {ms:.2f}" for name, ms in mean_phases(steps).items())
+    total = sum(step.seconds for step in steps)
+    outside = 1 - sum(step.forward_seconds for step in steps) / total
+    return f"{len(steps)} steps of {1000 * total / len(steps):.2f} ms: {split}; outside model forwards {outside:.1%}"
+
+
+def plot_steps(steps: Sequence[Step], path: Path) -> None:
+    """Draws the phases of every step as stacked bars, with the tokens that each committed above it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 3.5), layout="constrained")
+    bottom = [0.0] * len(steps)
+    for name, colour in PHASES.items():
+        heights = [phases(step)[name] for step in steps]
+        axes.bar(range(len(steps)), heights, 0.9, bottom, color=colour, label=name)
+        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    for number, (step, top) in enumerate(zip(steps, bottom, strict=True)):
+        axes.text(number, top, str(len(step.tokens)), ha="center", va="bottom", fontsize=6)
+    axes.set(xlabel="step (above it: tokens committed)", ylabel="ms", title=profile_line(steps))
+    axes.title.set_fontsize(9)
+    axes.legend(ncols=len(PHASES), fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
