@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from forerun.decode import Step
 
@@ -18,7 +19,7 @@ class Stats:
         draft_forwards: draft forwards, counted likewise.
         drafted, tested, accepted: proposed tokens, those the target looked at, and those it kept.
         seconds: wall time of the whole call, prefill included.
-        acceptance_by_position: [k] share accepted of the drafts that reached position k.
+        reached, kept: [k] drafts whose position k was tested, and those of them whose position k was accepted.
     """
 
     tokens: int
@@ -28,12 +29,23 @@ class Stats:
     tested: int
     accepted: int
     seconds: float
-    acceptance_by_position: tuple[float, ...]
+    reached: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """[k] share accepted of the drafts that reached position k."""
+        return tuple(kept / reached for kept, reached in zip(self.kept, self.reached, strict=True))
 
     @property
     def tau(self) -> float:
         """Mean tokens committed per target forward, bonus or correction included; autoregressive is 1."""
         return self.tokens / max(1, self.target_forwards)
+
+    @property
+    def tau_without_bonus(self) -> float:
+        """Mean draft tokens accepted per target forward; autoregressive is 0."""
+        return self.accepted / max(1, self.target_forwards)
 
     @property
     def alpha(self) -> float:
@@ -69,11 +81,7 @@ class Stats:
 
 def summarise(steps: Sequence[Step], seconds: float) -> Stats:
     """Adds up steps, of one sequence or of many, over `seconds` of wall time."""
-    deepest = max((step.tested for step in steps), default=0)
-    positions = []
-    for depth in range(1, deepest + 1):
-        reached = sum(step.tested >= depth for step in steps)
-        positions.append(sum(step.accepted >= depth for step in steps) / reached)
+    depths = range(1, max((step.tested for step in steps), default=0) + 1)
     return Stats(
         tokens=sum(len(step.tokens) for step in steps),
         target_forwards=len(steps),
@@ -82,5 +90,80 @@ def summarise(steps: Sequence[Step], seconds: float) -> Stats:
         tested=sum(step.tested for step in steps),
         accepted=sum(step.accepted for step in steps),
         seconds=seconds,
-        acceptance_by_position=tuple(positions),
+        reached=tuple(sum(step.tested >= depth for step in steps) for depth in depths),
+        kept=tuple(sum(step.accepted >= depth for step in steps) for depth in depths),
+    )
+
+
+def total(parts: Sequence[Stats]) -> Stats:
+    """The statistics of several calls together."""
+    return Stats(
+        tokens=sum(part.tokens for part in parts),
+        target_forwards=sum(part.target_forwards for part in parts),
+        draft_forwards=sum(part.draft_forwards for part in parts),
+        drafted=sum(part.drafted for part in parts),
+        tested=sum(part.tested for part in parts),
+        accepted=sum(part.accepted for part in parts),
+        seconds=sum(part.seconds for part in parts),
+        reached=tuple(map(sum, zip_longest(*(part.reached for part in parts), fillvalue=0))),
+        kept=tuple(map(sum, zip_longest(*(part.kept for part in parts), fillvalue=0))),
+    )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time of decoding steps went, in seconds; a step of a batch counts once.
+
+    Attributes:
+        steps: how many steps.
+        draft, policy, verify: drafting, deciding how long to draft, and the target's forward with its verdicts.
+        rest: everything else in a step.
+        forward: inside forwards of the target and the draft; None where the steps do not say.
+    """
+
+    steps: int
+    draft: float
+    policy: float
+    verify: float
+    rest: float
+    forward: float | None
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.policy + self.verify + self.rest
+
+    @property
+    def overhead_share(self) -> float | None:
+        """Share of step time outside the models' forwards."""
+        return 1 - self.forward / self.seconds if self.forward is not None and self.seconds else None
+
+
+def times(rows: Sequence[Sequence[Step]]) -> Times:
+    """The time of a batch from the steps of its rows: the row with the most of them was there in every step."""
+    steps = max(rows, key=len)
+    draft = sum(step.draft_seconds for step in steps)
+    policy = sum(step.policy_seconds for step in steps)
+    verify = sum(step.verify_seconds for step in steps)
+    forwards = [getattr(step, "forward_seconds", None) for step in steps]
+    known = [seconds for seconds in forwards if seconds is not None]
+    return Times(
+        steps=len(steps),
+        draft=draft,
+        policy=policy,
+        verify=verify,
+        rest=sum(step.seconds for step in steps) - draft - policy - verify,
+        forward=sum(known) if len(known) == len(steps) else None,
+    )
+
+
+def total_times(parts: Sequence[Times]) -> Times:
+    """The times of several batches together."""
+    forwards = [part.forward for part in parts if part.forward is not None]
+    return Times(
+        steps=sum(part.steps for part in parts),
+        draft=sum(part.draft for part in parts),
+        policy=sum(part.policy for part in parts),
+        verify=sum(part.verify for part in parts),
+        rest=sum(part.rest for part in parts),
+        forward=sum(forwards) if len(forwards) == len(parts) else None,
     )

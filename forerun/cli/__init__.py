@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import demo, generate, info, train
+from forerun.cli import bench, demo, generate, info, train
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of what they say.",
@@ -16,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)

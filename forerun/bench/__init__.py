@@ -1,0 +1,1 @@
+"""Measuring methods beside each other: same models, same prompts, one process, in turns."""

@@ -1,0 +1,176 @@
+"""Prompts to measure on. Reading them needs no torch, so that a bad file is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.files import read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+STDLIB = {"stdlib-test": "test", "stdlib-validation": "validation"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A public dataset: the file names that it goes by, and the repository that has it."""
+
+    files: tuple[str, ...]
+    repository: str
+
+
+PUBLIC = {
+    "humaneval": Source(("HumanEval.jsonl", "HumanEval.jsonl.gz"), "openai/human-eval"),
+    "gsm8k": Source(("gsm8k_test.jsonl", "test.jsonl"), "openai/grade-school-math"),
+    "specbench": Source(("question.jsonl",), "hemingkx/Spec-Bench"),
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, as text or as token ids.
+
+    Attributes:
+        id: unique in its dataset.
+        text: None where there are only token ids.
+        tokens: None until the text has been through the tokenizer.
+        cut: whether tokens were dropped in front so that the output fits the context.
+    """
+
+    id: str
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    cut: bool = False
+
+
+def dataset_name(dataset: str) -> str:
+    """What results call a dataset: its name, or that of its file without the folder."""
+    return Path(dataset).name
+
+
+def check_datasets(datasets: Sequence[str], data: Path | None) -> None:
+    """Raises ValueError for a dataset that is unknown, twice there or nowhere to be found."""
+    for dataset in datasets:
+        if dataset not in STDLIB and dataset not in PUBLIC and not dataset.endswith(".jsonl"):
+            raise ValueError(f"unknown dataset {dataset!r}; there are {', '.join([*PUBLIC, *STDLIB])} and FILE.jsonl")
+    names = [dataset_name(dataset) for dataset in datasets]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"dataset {twice[0]!r} is given twice")
+    public = [dataset for dataset in datasets if dataset in PUBLIC]
+    if len(public) > 1 and data is not None and not data.is_dir():
+        raise ValueError(f"--data must be a folder for {len(public)} datasets, and {data} is none")
+    for dataset in public:
+        find(dataset, data)
+
+
+def find(dataset: str, data: Path | None) -> Path:
+    """The file of a public dataset, from `data`: the file itself or its folder."""
+    source = PUBLIC[dataset]
+    wanted = f"{' or '.join(source.files)}, which the public repository {source.repository} has"
+    if data is None:
+        raise ValueError(f"dataset {dataset!r} needs --data: a folder with {wanted}")
+    if not data.is_dir():
+        if not data.exists():
+            raise ValueError(f"no file or folder {data}: dataset {dataset!r} is in {wanted}")
+        return data
+    for name in source.files:
+        if (data / name).is_file():
+            return data / name
+    raise ValueError(f"no {wanted}, in {data}")
+
+
+def read_prompts(dataset: str, data: Path | None, limit: int | None) -> list[Prompt]:
+    """The first `limit` prompts of a dataset that is a file, in its order; raises ValueError naming file and line."""
+    path = find(dataset, data) if dataset in PUBLIC else Path(dataset)
+    prompts = []
+    for number, entry in _lines(path):
+        try:
+            prompts.append(_prompt(dataset, number, entry))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    if not prompts:
+        raise ValueError(f"{path} has no prompts")
+    return prompts[:limit]
+
+
+def stdlib_prompts(dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None) -> list[Prompt]:
+    """The first `limit` prompts of `tokens` token ids from held-out files of this Python's standard library."""
+    from forerun.zoo.corpus import held_out_prompts
+
+    split: Any = STDLIB[dataset]
+    rows = held_out_prompts(tokenizer, split, 2**62 if limit is None else limit, tokens)
+    if not rows:
+        raise ValueError(f"dataset {dataset!r} has no prompts: this Python comes without the library's sources")
+    return [Prompt(str(number), tokens=tuple(row)) for number, row in enumerate(rows, 1)]
+
+
+def tokenised(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, longest: int | None, vocab_size: int
+) -> Prompt:
+    """The prompt as token ids, the last `longest` of them."""
+    tokens = prompt.tokens
+    if tokens is None:
+        assert tokenizer is not None
+        tokens = tuple(tokenizer(prompt.text)["input_ids"])
+    if not tokens:
+        raise ValueError(f"prompt {prompt.id!r} has no tokens")
+    if max(tokens) >= vocab_size:
+        raise ValueError(f"prompt {prompt.id!r} has token ids outside 0..{vocab_size - 1}")
+    kept = tokens if longest is None else tokens[-longest:]
+    return replace(prompt, tokens=kept, cut=len(kept) < len(tokens))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    if path.suffix == ".gz":
+        try:
+            text = gzip.decompress(path.read_bytes()).decode()
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from None
+    else:
+        text = read_text(path)
+    # Not splitlines(): JSON strings may hold the other characters that it takes for line ends.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error.msg}") from None
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}, line {number}: not a JSON object")
+        yield number, entry
+
+
+def _prompt(dataset: str, number: int, entry: dict[str, Any]) -> Prompt:
+    if dataset == "humaneval":
+        return Prompt(str(entry.get("task_id", number)), _text(entry, "prompt"))
+    if dataset == "gsm8k":
+        return Prompt(str(number), f"Question: {_text(entry, 'question')}\nAnswer:")
+    if dataset == "specbench":
+        turns = entry.get("turns")
+        if not isinstance(turns, list) or not turns:
+            raise ValueError("'turns' must be a list with at least one string")
+        return Prompt(
+            f"{entry.get('category', '')}/{entry.get('question_id', number)}", _text({"turns": turns[0]}, "turns")
+        )
+    if "tokens" not in entry:
+        return Prompt(str(number), _text(entry, "prompt"))
+    tokens = entry["tokens"]
+    if not isinstance(tokens, list) or not tokens or not all(type(each) is int and each >= 0 for each in tokens):
+        raise ValueError("'tokens' must be a list of token ids, at least one")
+    return Prompt(str(number), tokens=tuple(tokens))
+
+
+def _text(entry: dict[str, Any], field: str) -> str:
+    if field not in entry:
+        raise ValueError(f"no field {field!r}")
+    if not isinstance(entry[field], str) or not entry[field]:
+        raise ValueError(f"{field!r} must be a string that is not empty, not {json.dumps(entry[field])[:40]}")
+    return entry[field]

@@ -1,0 +1,114 @@
+"""The paired round-robin: every method on every batch of prompts, in turns, in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from forerun.bench.datasets import Prompt
+from forerun.bench.records import Group, Record, Records, first_difference
+from forerun.bench.runners import Outcome, Run
+from forerun.metrics import times
+
+WARM_UP = 16  # tokens
+
+
+def measure(
+    runs: dict[str, Run],
+    datasets: dict[str, list[Prompt]],
+    records: Records,
+    *,
+    rounds: int,
+    batch: int,
+    seed: int,
+    reference: str | None,
+    max_new_tokens: int,
+    say: Callable[[str], None],
+) -> None:
+    """Measures what `records` does not have yet.
+
+    The order of the methods turns by one from batch to batch and from round to round, so that none of them always
+    runs behind the same other one. `reference` names the method that greedy outputs are compared with.
+    """
+    first = next(iter(datasets.values()))[0]
+    for run in runs.values():
+        run([_ids(first)], [seed], min(WARM_UP, max_new_tokens))
+    names, done = list(runs), records.groups
+    for number in range(rounds):
+        for dataset, prompts in datasets.items():
+            for index, start in enumerate(range(0, len(prompts), batch)):
+                if (number, dataset, index) in done:
+                    continue
+                rows = prompts[start : start + batch]
+                seeds = [seed + 1000 * number + start + i for i in range(len(rows))]
+                turn = (number + index) % len(names)
+                outcomes = {
+                    name: runs[name]([_ids(row) for row in rows], seeds, None) for name in names[turn:] + names[:turn]
+                }
+                records.add(group_records((number, dataset, index), rows, outcomes, reference))
+                say(f"round {number + 1} of {rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts")
+
+
+def group_records(
+    group: Group, prompts: Sequence[Prompt], outcomes: dict[str, Outcome], reference: str | None
+) -> list[Record]:
+    """The records of one batch in one round, in the order in which the methods ran."""
+    records = []
+    for name, outcome in outcomes.items():
+        differences: list[dict[str, Any]] = []
+        equal = None
+        if reference is not None:
+            pairs = zip(outcome.tokens, outcomes[reference].tokens, strict=True)
+            found = [first_difference(ours, theirs) for ours, theirs in pairs]
+            equal = [each is None for each in found]
+            differences = [{"row": row} | each for row, each in enumerate(found) if each is not None]
+        stats = outcome.stats
+        spent = times(outcome.steps) if outcome.steps is not None else None
+        records.append(
+            Record(
+                round=group[0],
+                dataset=group[1],
+                batch=group[2],
+                prompts=[prompt.id for prompt in prompts],
+                method=name,
+                tokens_per_s=round(stats.tokens_per_s, 3),
+                seconds=round(outcome.seconds, 6),
+                stats=stats,
+                times=spent,
+                prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
+                output=hashlib.sha256(json.dumps(outcome.tokens).encode()).hexdigest()[:16],
+                equal=equal,
+                differences=differences,
+            )
+        )
+    return records
+
+
+@torch.inference_mode()
+def margins(
+    model: PreTrainedModel, datasets: dict[str, list[Prompt]], records: Sequence[Record]
+) -> dict[tuple[str, str, int], float]:
+    """How far apart the target's two best logits are where an output parts from the reference's, by (dataset,
+    prompt, position): about 1e-5 is a tie that rounding decides, more is a fault."""
+    prompts = {(dataset, prompt.id): prompt for dataset, rows in datasets.items() for prompt in rows}
+    found: dict[tuple[str, str, int], float] = {}
+    for record in records:
+        for difference in record.differences:
+            name = record.prompts[difference["row"]]
+            key = record.dataset, name, difference["at"]
+            if key not in found:
+                ids = _ids(prompts[record.dataset, name]) + difference["before"]
+                logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -1].float()
+                best, second = logits.topk(2).values.tolist()
+                found[key] = best - second
+    return found
+
+
+def _ids(prompt: Prompt) -> list[int]:
+    assert prompt.tokens is not None
+    return list(prompt.tokens)

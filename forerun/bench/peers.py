@@ -1,0 +1,118 @@
+"""Transformers' own `generate` as a method among the others, on models that nothing of ours has touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from forerun.bench.plan import ASSISTED, LOOKUP_TOKENS
+from forerun.bench.runners import Outcome, Run
+from forerun.params import SamplingParams
+
+ROW_BY_ROW = ("hf-lookup", ASSISTED)  # transformers refuses batches for these
+
+
+def takes_rows(name: str) -> bool:
+    return not name.startswith(ROW_BY_ROW)
+
+
+class Forwards:
+    """Counts the forwards of a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.count = 0
+        model.register_forward_pre_hook(self._add)
+
+    def _add(self, *_: Any) -> None:
+        self.count += 1
+
+
+class Peers:
+    """A target, and perhaps a draft, that transformers decodes with.
+
+    Their generation configs keep only the special tokens, so that a checkpoint's sampling settings do not make the
+    methods differ. Without end tokens there in both, an assistant falls back on its own and drafts no further.
+    """
+
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel | None, params: SamplingParams) -> None:
+        self.target, self.draft, self.params = target.eval(), draft.eval() if draft is not None else None, params
+        theirs = target.generation_config
+        eos = None if params.ignore_eos else theirs.eos_token_id
+        self.ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+        self.pad = theirs.pad_token_id if theirs.pad_token_id is not None else min(self.ends, default=0)
+        special = {"bos_token_id": theirs.bos_token_id, "eos_token_id": eos, "pad_token_id": self.pad}
+        target.generation_config = GenerationConfig(**special)
+        self.assistant = GenerationConfig(**special)
+        if draft is not None:
+            for name in ("num_assistant_tokens", "assistant_confidence_threshold"):  # the checkpoint may have its own
+                setattr(self.assistant, name, getattr(draft.generation_config, name, None))
+            for name, value in self.assistant._get_default_generation_params().items():
+                if name in ("num_assistant_tokens", "assistant_confidence_threshold"):
+                    setattr(self.assistant, name, getattr(self.assistant, name) or value)
+        self.of_target = Forwards(target)
+        self.of_draft = Forwards(draft) if draft is not None else None
+
+    def config(self, name: str) -> GenerationConfig:
+        """How `generate` is asked for a method, beside its assistant."""
+        options: dict[str, Any] = {"do_sample": False}
+        if self.params.temperature:
+            options = {"do_sample": True, "temperature": self.params.temperature, "top_k": 0, "top_p": 1.0}
+        if name == "hf-lookup":
+            options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        special = {key: getattr(self.target.generation_config, key) for key in ("eos_token_id", "pad_token_id")}
+        return GenerationConfig(max_new_tokens=self.params.max_new_tokens, **special, **options)
+
+    def run(self, name: str) -> Run:
+        """The method of that name; batches go through row by row where transformers refuses them."""
+        config = self.config(name)
+        schedule = copy.deepcopy(self.assistant)
+        schedule.num_assistant_tokens_schedule = name.partition("/")[2]
+
+        def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+            asked, own = config, schedule
+            if warm_up:
+                asked, own = copy.deepcopy(config), copy.deepcopy(schedule)
+                asked.max_new_tokens = warm_up
+            groups = [[row] for row in range(len(prompts))] if not takes_rows(name) else [list(range(len(prompts)))]
+            tokens: list[list[int]] = []
+            begun = perf_counter()
+            draft_forwards = target_forwards = 0
+            for rows in groups:
+                before = self.of_target.count, self.of_draft.count if self.of_draft else 0
+                torch.manual_seed(seeds[rows[0]])
+                tokens += self._generate([prompts[row] for row in rows], asked, own if "/" in name else None)
+                target_forwards += (self.of_target.count - before[0]) * len(rows)
+                draft_forwards += (self.of_draft.count if self.of_draft else 0) - before[1]
+            return Outcome(tokens, perf_counter() - begun, target_forwards, draft_forwards)
+
+        return run
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, schedule: GenerationConfig | None
+    ) -> list[list[int]]:
+        width, device = max(map(len, prompts)), self.target.device
+        ids = torch.tensor([[self.pad] * (width - len(row)) + list(row) for row in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device)
+        options: dict[str, Any] = {}
+        if schedule is not None:
+            assert self.draft is not None
+            # The number of tokens to draft, and what the heuristic schedule carries to the next call, live in the
+            # assistant's generation config: each schedule has one of its own, put there for the call.
+            before, self.draft.generation_config = self.draft.generation_config, schedule
+            options["assistant_model"] = self.draft
+        try:
+            output: Any = self.target.generate(inputs=ids, attention_mask=mask, generation_config=config, **options)
+        finally:
+            if schedule is not None and self.draft is not None:
+                self.draft.generation_config = before
+        return [self._until_end(row) for row in output[:, width:].tolist()]
+
+    def _until_end(self, row: list[int]) -> list[int]:
+        """Rows of a batch that end early are padded to the longest."""
+        end = next((i for i, token in enumerate(row) if token in self.ends), len(row))
+        return row[: end + 1]

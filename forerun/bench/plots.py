@@ -1,0 +1,68 @@
+"""Pictures of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+PHASE_COLOURS = {"draft": "tab:green", "policy": "tab:purple", "verify": "tab:blue", "rest": "tab:gray"}
+
+
+def save_plots(methods: dict[str, Any], folder: Path, profile: bool) -> list[str]:
+    """Draws what there is to draw; returns the names of the files."""
+    pictures = [_speedup(methods, folder)]
+    if any(method["acceptance_by_position"] for method in methods.values()):
+        pictures.append(_acceptance(methods, folder))
+    pictures.append(_stacked(methods, folder, "time", "share of step time"))
+    if profile:
+        pictures.append(_stacked(methods, folder, "step_ms", "ms a step", "profile.png"))
+    return pictures
+
+
+def _speedup(methods: dict[str, Any], folder: Path) -> str:
+    figure, axes = plt.subplots(figsize=(7, 0.4 * len(methods) + 1.2))
+    for place, method in enumerate(methods.values()):
+        middle, low, high = method["speedup"], method["speedup_p10"], method["speedup_p90"]
+        axes.barh(place, middle, color="tab:blue", xerr=[[middle - low], [high - middle]], capsize=3)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("tokens/s over plain decoding: median, 10th to 90th percentile")
+    return _save(figure, axes, list(methods), folder / "speedup.png")
+
+
+def _acceptance(methods: dict[str, Any], folder: Path) -> str:
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, method in methods.items():
+        shares = method["acceptance_by_position"]
+        if shares:
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+    axes.set(xlabel="position in the draft", ylabel="accepted, of drafts that reached it", ylim=(0, 1.02))
+    axes.legend()
+    figure.savefig(folder / "acceptance.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)
+    return "acceptance.png"
+
+
+def _stacked(methods: dict[str, Any], folder: Path, key: str, label: str, file: str = "time.png") -> str:
+    timed = {name: method[key] for name, method in methods.items() if method[key]}
+    figure, axes = plt.subplots(figsize=(7, 0.4 * len(timed) + 1.2))
+    for place, phases in enumerate(timed.values()):
+        left = 0.0
+        for phase, colour in PHASE_COLOURS.items():
+            axes.barh(place, phases[phase], left=left, color=colour, label=phase if place == 0 else None)
+            left += phases[phase]
+    axes.set_xlabel(label)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return _save(figure, axes, list(timed), folder / file)
+
+
+def _save(figure: Any, axes: Any, names: list[str], path: Path) -> str:
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+    return path.name

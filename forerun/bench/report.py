@@ -1,0 +1,162 @@
+"""Statistics of a run's records, and where they were measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun import __version__
+from forerun.bench.plan import ASSISTED, Plan
+from forerun.bench.records import Group, Record
+from forerun.metrics import total, total_times
+
+PHASES = ("draft", "policy", "verify", "rest")
+Margins = dict[tuple[str, str, int], float]
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """10th percentile, median and 90th percentile."""
+    low, middle, high = np.percentile(list(values), [10, 50, 90]).tolist()
+    return low, middle, high
+
+
+def summary(records: Sequence[Record], margins: Margins, row_by_row: Callable[[str], bool]) -> dict[str, Any]:
+    """Statistics of each method, from records of one dataset or of several.
+
+    A speedup is a ratio to `ar` on the same prompts in the same round. `hf-assisted` is whichever of its schedules
+    has the best median tokens/s in these very records.
+    """
+    plain = {record.group: record for record in records if record.method == "ar"}
+    methods: dict[str, Any] = {}
+    for name in dict.fromkeys(record.method for record in sorted(records, key=lambda each: each.group)):
+        own = [record for record in records if record.method == name]
+        methods[name] = _method(own, plain, margins) | {"rows_one_by_one": row_by_row(name)}
+    schedules = [name for name in methods if name.startswith(f"{ASSISTED}/")]
+    if schedules:
+        best = max(schedules, key=lambda name: methods[name]["tokens_per_s"])
+        methods[ASSISTED] = methods[best] | {"schedule": best.partition("/")[2]}
+    return methods
+
+
+def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins) -> dict[str, Any]:
+    rates = spread([record.tokens_per_s for record in own])
+    ratios = spread([record.tokens_per_s / plain[record.group].tokens_per_s for record in own])
+    stats = total([record.stats for record in own])
+    spent = [record.times for record in own if record.times is not None]
+    steps = total_times(spent) if spent else None
+    drafting = steps is not None and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
+    equal = [each for record in own for each in record.equal or []]
+    prefill = [record.prefill_seconds for record in own if record.prefill_seconds is not None]
+    overhead = steps.overhead_share if steps else None
+    return {
+        "tokens_per_s": round(rates[1], 2),
+        "tokens_per_s_p10": round(rates[0], 2),
+        "tokens_per_s_p90": round(rates[2], 2),
+        "speedup": round(ratios[1], 4),
+        "speedup_p10": round(ratios[0], 4),
+        "speedup_p90": round(ratios[2], 4),
+        "tau": round(stats.tau, 4),
+        "tau_without_bonus": round(stats.tau_without_bonus, 4) if steps else None,
+        "alpha": round(stats.alpha, 4) if drafting else None,
+        "utilisation": round(stats.utilisation, 4) if drafting else None,
+        "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position] if drafting else None,
+        "tokens": stats.tokens,
+        "seconds": round(stats.seconds, 4),
+        "target_forwards": stats.target_forwards,
+        "draft_forwards": stats.draft_forwards,
+        "time": {phase: round(getattr(steps, phase) / steps.seconds, 4) for phase in PHASES} if steps else None,
+        "step_ms": {p: round(1000 * getattr(steps, p) / steps.steps, 4) for p in PHASES} if steps else None,
+        "prefill_share": round(sum(prefill) / stats.seconds, 4) if prefill else None,
+        "overhead_share": round(overhead, 4) if overhead is not None else None,
+        "measurements": len(own),
+        "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
+        "mismatches": _mismatches(own, margins),
+    }
+
+
+def _mismatches(own: Sequence[Record], margins: Margins) -> list[dict[str, Any]]:
+    """Where outputs part from the reference's, each place once with the number of times it was seen."""
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for record in own:
+        for each in record.differences:
+            key = record.dataset, record.prompts[each["row"]], each["at"]
+            entry = {"dataset": key[0], "prompt": key[1], "position": key[2], "times": 0}
+            entry |= {"token": each["token"], "reference": each["reference"], "margin": margins.get(key)}
+            found.setdefault(key, entry)["times"] += 1
+    return list(found.values())
+
+
+def results(
+    plan: Plan,
+    prompts: dict[str, dict[str, Any]],
+    records: Sequence[Record],
+    margins: Margins,
+    row_by_row: Callable[[str], bool],
+) -> dict[str, Any]:
+    """What results.json holds."""
+    datasets = {
+        name: prompts[name]
+        | {"methods": summary([each for each in records if each.dataset == name], margins, row_by_row)}
+        for name in prompts
+    }
+    methods = summary(records, margins, row_by_row)
+    return {
+        "methods": methods,
+        "datasets": datasets,
+        **({"tuned": _tuned(plan, methods)} if plan.tune else {}),
+        "reference": plan.reference if not plan.temperature else None,
+        "arguments": plan.arguments(),
+        "versions": versions(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+    }
+
+
+def _tuned(plan: Plan, methods: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{method: {setting: value}} of the value with the best median speedup."""
+    assert plan.tune is not None
+    name, _, key = plan.tune.partition("=")[0].partition(".")
+    best = max((each for each in methods if each != "ar"), key=lambda each: methods[each]["speedup"])
+    return {name: {key: getattr(plan.methods[best], key)}}
+
+
+def versions() -> dict[str, Any]:
+    """What was measured with, and on."""
+    import torch
+
+    found: dict[str, Any] = {"python": platform.python_version(), "forerun": __version__, "commit": _commit()}
+    # Where scikit-learn is installed, transformers' assistant adapts its confidence threshold.
+    for package in ("torch", "transformers", "scikit-learn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return found | {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of this source tree, with a + where it has been changed since; None where it is none."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")

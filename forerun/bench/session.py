@@ -1,0 +1,167 @@
+"""A whole run: prompts, models, measurements, results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from forerun.api import Decoder
+from forerun.bench.datasets import STDLIB, Prompt, dataset_name, read_prompts, stdlib_prompts, tokenised
+from forerun.bench.measure import margins, measure
+from forerun.bench.pages import markdown
+from forerun.bench.peers import Peers, takes_rows
+from forerun.bench.plan import ASSISTED, Plan, check_folder
+from forerun.bench.records import Records
+from forerun.bench.report import results
+from forerun.bench.runners import Run, decoder_run
+from forerun.files import read_text, write_text
+from forerun.loading import load_model, load_tokenizer
+from forerun.zoo import resolve
+
+
+def bench(
+    plan: Plan,
+    out: Path | None = None,
+    *,
+    resume: bool = False,
+    profile: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measures what the plan says and returns the results; with `out` they are also there as files.
+
+    Raises:
+        ValueError: prompts, models or a folder that cannot be used. Prompts and folder are checked before the models'
+            weights are loaded.
+    """
+    datasets = load_prompts(plan)
+    facts = {name: _facts(prompts) for name, prompts in datasets.items()}
+    records = Records(out / "records.jsonl" if out is not None else None)
+    if out is not None:
+        _claim(out, plan.arguments() | {"prompts": facts}, resume)
+    if resume:
+        records.resume(list(plan.methods))
+    runs, reference = _load(plan)
+    measure(
+        runs,
+        datasets,
+        records,
+        rounds=plan.rounds,
+        batch=plan.batch,
+        seed=plan.seed,
+        reference=plan.reference if not plan.temperature else None,
+        max_new_tokens=plan.max_new_tokens,
+        say=say,
+    )
+    found = results(
+        plan,
+        facts,
+        records.all,
+        margins(reference, datasets, records.all),
+        lambda name: plan.batch > 1 and not takes_rows(name),
+    )
+    if out is not None:
+        from forerun.bench.plots import save_plots
+
+        write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
+        write_text(out / "report.md", markdown(found, plan.command(), save_plots(found["methods"], out, profile)))
+    return found
+
+
+def load_prompts(plan: Plan) -> dict[str, list[Prompt]]:
+    """Token ids of every dataset's prompts, cut in front where they and the output exceed the context."""
+    sets = {name: read_prompts(name, plan.data, plan.limit) for name in plan.datasets if name not in STDLIB}
+    texts = any(prompt.text is not None for prompts in sets.values() for prompt in prompts)
+    tokenizer = None
+    if texts or len(sets) < len(plan.datasets):
+        tokenizer = load_tokenizer(plan.target, trust_remote_code=plan.trust_remote_code)
+    config = _config(plan.target, "target", plan.trust_remote_code)
+    contexts = [getattr(config, "max_position_embeddings", None)]
+    if any(name.startswith(ASSISTED) for name in plan.methods) and plan.draft is not None:
+        # Our drafter stops where its model's context ends; transformers' assistant does not.
+        draft = _config(plan.draft, "draft", plan.trust_remote_code)
+        contexts.append(getattr(draft, "max_position_embeddings", None))
+    context = min((each for each in contexts if each is not None), default=None)
+    longest = None if context is None else context - plan.max_new_tokens
+    if longest is not None and longest < 1:
+        raise ValueError(
+            f"max_new_tokens {plan.max_new_tokens} leaves no room for a prompt in the context of {context}"
+        )
+    datasets = {}
+    for name in plan.datasets:
+        if name in STDLIB:
+            assert tokenizer is not None
+            sets[name] = stdlib_prompts(name, tokenizer, plan.prompt_tokens, plan.limit)
+        try:
+            datasets[dataset_name(name)] = [
+                tokenised(prompt, tokenizer, longest, config.vocab_size) for prompt in sets[name]
+            ]
+        except ValueError as error:
+            raise ValueError(f"dataset {dataset_name(name)!r}: {error}") from None
+    return datasets
+
+
+def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
+    """Makes the folder this run's own, or sees that it is."""
+    check_folder(out, resume)
+    arguments = json.loads(json.dumps(arguments))
+    path = out / "run.json"
+    if not resume:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(arguments, indent=1) + "\n")
+        return
+    try:
+        before = json.loads(read_text(path))
+    except json.JSONDecodeError:
+        raise ValueError(f"{path} is damaged; give another --out") from None
+    for name in sorted(before.keys() | arguments.keys()):
+        if before.get(name) != arguments.get(name):
+            raise ValueError(
+                f"{out} holds a run with other arguments: {name} was {json.dumps(before.get(name))}, "
+                f"not {json.dumps(arguments.get(name))}"
+            )
+
+
+def _load(plan: Plan) -> tuple[dict[str, Run], Any]:
+    """What runs each method, and the model that says the reference's output."""
+    how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
+    target = load_model(plan.target, "target", **how)
+    ours = [method for method in plan.methods.values() if method is not None]
+    theirs = [name for name, method in plan.methods.items() if method is None]
+    draft = None
+    if any(method.needs_draft for method in ours):
+        assert plan.draft is not None
+        draft = load_model(plan.draft, "draft", **how)
+    peers = None
+    if theirs:
+        assistant = None
+        if any(name.startswith(ASSISTED) for name in theirs):
+            assert plan.draft is not None
+            assistant = load_model(plan.draft, "draft", **how)
+        peers = Peers(load_model(plan.target, "target", **how), assistant, plan.params())
+    runs: dict[str, Run] = {}
+    for name, method in plan.methods.items():
+        if method is None:
+            assert peers is not None
+            runs[name] = peers.run(name)
+        else:  # without a tokenizer: text is nothing that a method is measured by
+            decoder = Decoder(target, None, draft if method.needs_draft else None, method)
+            runs[name] = decoder_run(decoder, plan.params())
+    return runs, peers.target if peers is not None else target
+
+
+def _config(source: str, part: str, trust_remote_code: bool) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(resolve(source, part), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load {part} {source!r}: {str(error).strip().splitlines()[0]}") from error
+    return config.get_text_config(decoder=True)
+
+
+def _facts(prompts: list[Prompt]) -> dict[str, Any]:
+    digest = hashlib.sha256(json.dumps([(prompt.id, prompt.tokens) for prompt in prompts]).encode()).hexdigest()
+    return {"prompts": len(prompts), "cut": sum(prompt.cut for prompt in prompts), "sha256": digest[:16]}

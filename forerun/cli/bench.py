@@ -1,0 +1,106 @@
+"""`forerun bench`: methods beside each other on the same prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun.bench.datasets import PUBLIC, STDLIB, read_prompts
+from forerun.bench.plan import NAMES, Plan, check_folder, parse_methods, stored_tuning
+from forerun.cli.common import (
+    DeviceOption,
+    MaxNewTokensOption,
+    TemperatureOption,
+    ThreadsOption,
+    TrustOption,
+    quiet,
+)
+from forerun.zoo import EMBEDDED
+
+
+def bench(
+    methods: Annotated[list[str] | None, typer.Option(help=f"{', '.join(NAMES)}; ar always runs.")] = None,
+    dataset: Annotated[list[str] | None, typer.Option(help=f"{', '.join([*PUBLIC, *STDLIB])} or FILE.jsonl.")] = None,
+    data: Annotated[Path | None, typer.Option(help="File of the public dataset, or the folder of several.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
+    max_new_tokens: MaxNewTokensOption = 128,
+    out: Annotated[Path | None, typer.Option(help="Folder for records, results, report and pictures.")] = None,
+    target: Annotated[str, typer.Option(help="Hub id or folder; the embedded one by default.")] = EMBEDDED,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
+    method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
+    tune: Annotated[str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")] = None,
+    temperature: TemperatureOption = 0.0,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
+    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Save a picture of the phases of a step.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+) -> None:
+    """Measure methods in turns on the same prompts, in one process. Lists may be given with commas."""
+    if draft is None and target == EMBEDDED:
+        draft = EMBEDDED
+    plan = Plan(
+        methods=parse_methods(_split(methods), method_arg or [], tune, stored_tuning(target, draft)),
+        datasets=tuple(_split(dataset)) or ("stdlib-test",),
+        data=data,
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        rounds=rounds,
+        limit=limit,
+        seed=seed,
+        prompt_tokens=prompt_tokens,
+        stop_at_eos=stop_at_eos,
+        tune=tune,
+    )
+    check_folder(out, resume)
+    if profile and out is None:
+        raise ValueError("--profile needs --out, the folder for its picture")
+    for each in plan.datasets:
+        if each not in STDLIB:
+            read_prompts(each, data, limit)
+    quiet(threads)
+    from rich.console import Console
+
+    from forerun.bench.pages import console_tables
+    from forerun.bench.session import bench as run
+
+    results = run(plan, out, resume=resume, profile=profile, say=_progress)
+    _progress("")
+    if as_json:
+        print(json.dumps(results))
+        return
+    console = Console()
+    for table in console_tables(results):
+        console.print(table)
+    if "tuned" in results:
+        console.print(f"best by median speedup: {json.dumps(results['tuned'])}")
+    if out is not None:
+        console.print(f"records, results, report and pictures are in {out}", soft_wrap=True)
+
+
+def _split(values: list[str] | None) -> list[str]:
+    return [part for value in values or [] for part in value.split(",") if part]
+
+
+def _progress(line: str) -> None:
+    """Printed between measurements, not beside them."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
