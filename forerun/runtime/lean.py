@@ -48,7 +48,7 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
 
     def behind(norm: nn.Module, *linears: nn.Linear) -> Product:
         weight = torch.cat([linear.weight for linear in linears]).float()
-        return product((weight * norm.weight.float() * width**0.5).to(dtype))
+        return product((weight * norm.get_parameter("weight").float() * width**0.5).to(dtype))
 
     with torch.no_grad():
         angles = torch.outer(
