@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,6 +16,20 @@ from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Prompt = str | Sequence[int]
+DeviceMap = str | dict[str, Any] | int | torch.device
+
+# What transformers raises for folders and hub ids that are not what they should be, broken files included.
+_BROKEN = (OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
+# Where tokenizers of equal vocabularies part: spaces, digits, case, contractions, normal forms, rare characters.
+_PROBES = (
+    "The quick brown fox doesn't jump; SHE'LL say: \u201cdon't\u201d... over  two   spaces!",
+    "def f(x):\n\tif x >= 10_000:\r\n        return x[3:] + 1234567.89  # ok\n\n\n",
+    " cafe\u0301 caf\u00e9 Stra\u00dfe \ufb01n \u6771\u4eac\u3067\u3059 \u043c\u0438\u0440 \u2460",
+    "\U0001f600\U0001f44d\U0001f3fd\u200b <b>&amp;</b> a@b.c #1 \u00a0 ",
+)
 
 
 def encode(
@@ -55,41 +71,116 @@ def load_model(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model of a hub id or folder, in float32 on a CPU and as the checkpoint has it elsewhere by default.
 
-    `part` ("target" or "draft") says which of the pair "embedded" means, and names it in errors (ValueError).
+    With a `device_map` transformers places the weights, else they go to `device`. `part` ("target" or "draft") says
+    which of the pair "embedded" means, and names it in errors.
+
+    Raises ValueError for what cannot be loaded: no such folder, device or dtype; a configuration or weights that are
+    missing, broken or do not belong together; a device map without the package it needs.
     """
     if not isinstance(source, str | Path):
         return source
-    source = resolve(source, part)
+    name, source = str(source), resolve(source, part)
+    if device is not None and device_map is not None:
+        raise ValueError("give device or device_map, not both")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"cannot use device {device!r}: {_first_line(error)}") from None
-    dtype = dtype or (torch.float32 if device == "cpu" else "auto")
+    dtype = dtype or (torch.float32 if "cpu" in (device, str(device_map)) else "auto")
     if isinstance(dtype, str) and dtype != "auto":
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"unknown dtype {dtype!r}; there are float32, bfloat16, float16 and auto")
         dtype = getattr(torch, dtype)
     if (Path(source) / WEIGHTS).exists():
+        if device_map is not None:
+            raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
         restored: Any = load_quantised(Path(source))
         return restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype)
+    placed = {} if device_map is None else {"device_map": device_map}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"cannot load {part} {str(source)!r}: {_first_line(error)}") from error
-    return model.to(device)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
+        )
+    except _BROKEN as error:
+        raise ValueError(f"cannot load {part} {name!r}: {_first_line(error)}") from error
+    model, found = loaded
+    if found["missing_keys"]:  # transformers fills these with random numbers
+        first, *rest = sorted(found["missing_keys"])
+        raise ValueError(f"cannot load {part} {name!r}: no weights for {first}" + f" and {len(rest)} more" * bool(rest))
+    return model if placed else model.to(device)
 
 
-def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: str | Path, part: str = "target", *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder; raises ValueError where there is none."""
+    folder = resolve(source, part)
+    # Without this, transformers makes up an empty tokenizer for some configurations.
+    if not _may_have_tokenizer(folder):
+        raise ValueError(f"cannot load the tokenizer of {str(source)!r}: the folder has no tokenizer files")
     try:
-        return AutoTokenizer.from_pretrained(resolve(source, "target"), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except _BROKEN as error:
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {_first_line(error)}") from error
+
+
+def draft_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a draft's hub id or folder, None for a folder without; raises ValueError for a broken one."""
+    if not _may_have_tokenizer(resolve(source, "draft")):
+        return None
+    return load_tokenizer(source, "draft", trust_remote_code=trust_remote_code)
+
+
+def _may_have_tokenizer(source: str | Path) -> bool:
+    """False for folders without tokenizer files; of hub ids nothing is known before they are asked."""
+    return not isinstance(source, Path) or any(any(source.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
+def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ValueError where a draft's tokens mean something else than the target's, naming the first that does.
+
+    Compares all tokens with their ids, added ones too, and then what a few texts become: tokenizers of equal
+    vocabularies may still merge or normalise differently. Which tokens begin, end or pad a text is not compared:
+    prompts are encoded, and ends recognised, by the target's alone.
+    """
+    ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
+    if ours != theirs:
+        first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+        here, there = (repr(tokens[first]) if first in tokens else "missing" for tokens in (ours, theirs))
+        raise ValueError(
+            f"draft {name!r}: its tokenizer differs from the target's: token {first} is {there} there and {here} in "
+            "the target's; a draft must share the target's tokenizer"
+        )
+    for text in _PROBES:
+        # Strictly by position, so that a text that is a prefix of the other differs where it ends.
+        pairs = zip_longest(*(tokenizer.encode(text, add_special_tokens=False) for tokenizer in (target, draft)))
+        for place, (here, there) in enumerate(pairs):
+            if here != there:
+                raise ValueError(
+                    f"draft {name!r}: its tokenizer differs from the target's: of the text {text!a}, token number "
+                    f"{place} is {there} there and {here} in the target's; a draft must share the target's tokenizer"
+                )
+
+
+def check_vocabularies(target: int, draft: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ValueError where embeddings of these sizes differ by more than padding behind the tokenizer's last id."""
+    if target == draft:
+        return
+    used = max(_tokens_by_id(tokenizer), default=0) + 1 if tokenizer is not None else None
+    if used is None or min(target, draft) < used:
+        why = "no tokenizer says that this is padding" if used is None else f"the tokenizer {used}"
+        raise ValueError(f"the draft's vocabulary has {draft} entries, the target's {target}, and {why}")
+
+
+def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    # Sorted, so that of two tokens with one id always the same is kept.
+    return {i: token for token, i in sorted(tokenizer.get_vocab().items())}
 
 
 def check_prompts(
@@ -100,11 +191,11 @@ def check_prompts(
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
-    except (OSError, ValueError) as error:
+    except _BROKEN as error:
         raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
     encode(prompts, tokenizer, getattr(config, "max_position_embeddings", None), config.vocab_size)
     return tokenizer
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -25,7 +25,7 @@ class AR:
     name: ClassVar[str] = "ar"
     needs_draft: ClassVar[bool] = False
 
-    def build(self, draft: CausalLM | None) -> Drafter:
+    def build(self, draft: CausalLM | None, vocab_size: int | None = None) -> Drafter:
         from forerun.drafters.plain import PlainDrafter
 
         return PlainDrafter()
@@ -42,12 +42,12 @@ class SD:
     def __post_init__(self) -> None:
         _at_least("gamma", self.gamma, 1)
 
-    def build(self, draft: CausalLM | None) -> Drafter:
+    def build(self, draft: CausalLM | None, vocab_size: int | None = None) -> Drafter:
         from forerun.drafters.chain import ChainDrafter
         from forerun.lengths import FixedLength
 
         assert draft is not None
-        return ChainDrafter(draft, FixedLength(self.gamma))
+        return ChainDrafter(draft, FixedLength(self.gamma), vocab_size)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Lookup:
         _at_least("gamma", self.gamma, 1)
         _at_least("ngram", self.ngram, 1)
 
-    def build(self, draft: CausalLM | None) -> Drafter:
+    def build(self, draft: CausalLM | None, vocab_size: int | None = None) -> Drafter:
         from forerun.drafters.lookup import LookupDrafter
 
         return LookupDrafter(self.gamma, self.ngram)

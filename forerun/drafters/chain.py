@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.decode import Generation, Proposal
 from forerun.draft import Draft
@@ -20,22 +21,31 @@ class ChainDrafter:
 
     The draft's logits go through the sequence's own processors, and the laws that result are what its tokens are
     drawn from and what the acceptance rule is given.
+
+    Embeddings may be padded to another size than the target's `vocab_size` (default: to the same). Ids that the draft
+    lacks are never drawn from its logits, and behind one that the target said nothing more is drafted.
     """
 
-    def __init__(self, model: CausalLM, policy: LengthPolicy) -> None:
+    def __init__(self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None) -> None:
         self.model, self.policy = model, policy
+        self.vocab_size = vocab_size or model.vocab_size
 
     def start(self, seqs: Sequence[Generation]) -> None:
-        # Behind a prompt that fills the draft's context nothing will ever be drafted.
+        # Behind a prompt that the draft cannot read, or that fills its context, nothing will ever be drafted.
         context = self.model.context
-        self.model.start([seq.tokens[:-1] if not context or len(seq.tokens) <= context else [] for seq in seqs])
+        fits = [(not context or len(seq.tokens) <= context) and self._knows(seq.tokens) for seq in seqs]
+        self.model.start([seq.tokens[:-1] if fit else [] for seq, fit in zip(seqs, fits, strict=True)])
+
+    def _knows(self, tokens: Sequence[int]) -> bool:
+        return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
         context = self.model.context
         depth = [min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room) for seq in seqs]
         tokens: list[list[int]] = [[] for _ in seqs]
         laws: list[list[Tensor]] = [[] for _ in seqs]
-        going = [d > 0 for d in depth]
+        lengths = self.model.cache.lengths
+        going = [d > 0 and self._knows(seq.tokens[at:]) for seq, d, at in zip(seqs, depth, lengths, strict=True)]
         forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
         while any(going):
             # The first forward catches up with what the target committed, the others run the last draft token.
@@ -51,14 +61,15 @@ class ChainDrafter:
                 if not going[row]:
                     continue
                 drafted = tokens[row]
-                scores = _scores(seq, drafted, logits[row][-1:])
+                scores = self._scores(seq, drafted, logits[row][-1:])
                 token, law = seq.sampler.choose(scores, seq.generator)
                 drafted.append(token)
                 if law is not None:
                     laws[row].append(law)
                 asked = perf_counter()
-                # Behind an end token nothing can be committed.
-                going[row] = len(drafted) < depth[row] and token not in seq.eos and self.policy.more(drafted, scores)
+                # Behind an end token nothing can be committed; a processor may have forced a token that is unknown.
+                last = len(drafted) == depth[row] or token in seq.eos or not self._knows([token])
+                going[row] = not last and self.policy.more(drafted, scores)
                 policy_seconds += perf_counter() - asked
         drafts = [
             Draft.chain(seq.tokens[-1], drafted, torch.stack(law) if law else None)
@@ -75,7 +86,9 @@ class ChainDrafter:
     def keep(self, rows: list[int]) -> None:
         self.model.keep(rows)
 
-
-def _scores(seq: Generation, drafted: list[int], logits: Tensor) -> Tensor:
-    """Processed scores [V] behind the drafted tokens, from logits [1, V]."""
-    return seq.sampler.scores(logits, lambda _: seq.tokens + drafted)[0]
+    def _scores(self, seq: Generation, drafted: list[int], logits: Tensor) -> Tensor:
+        """Processed scores [V] of the target's vocabulary behind the drafted tokens, from logits [1, the draft's V]."""
+        missing = self.vocab_size - logits.shape[-1]
+        if missing:  # a negative number cuts
+            logits = functional.pad(logits, (0, missing), value=-torch.inf)
+        return seq.sampler.scores(logits, lambda _: seq.tokens + drafted)[0]
