@@ -118,7 +118,7 @@ class Times:
         steps: how many steps.
         draft, policy, verify: drafting, deciding how long to draft, and the target's forward with its verdicts.
         rest: everything else in a step.
-        forward: inside forwards of the target and the draft; None where the steps do not say.
+        forward: inside forwards of the target and the draft; on a GPU the time to start them.
     """
 
     steps: int
@@ -126,16 +126,16 @@ class Times:
     policy: float
     verify: float
     rest: float
-    forward: float | None
+    forward: float
 
     @property
     def seconds(self) -> float:
         return self.draft + self.policy + self.verify + self.rest
 
     @property
-    def overhead_share(self) -> float | None:
+    def overhead_share(self) -> float:
         """Share of step time outside the models' forwards."""
-        return 1 - self.forward / self.seconds if self.forward is not None and self.seconds else None
+        return 1 - self.forward / self.seconds if self.seconds else 0.0
 
 
 def times(rows: Sequence[Sequence[Step]]) -> Times:
@@ -144,26 +144,23 @@ def times(rows: Sequence[Sequence[Step]]) -> Times:
     draft = sum(step.draft_seconds for step in steps)
     policy = sum(step.policy_seconds for step in steps)
     verify = sum(step.verify_seconds for step in steps)
-    forwards = [getattr(step, "forward_seconds", None) for step in steps]
-    known = [seconds for seconds in forwards if seconds is not None]
     return Times(
         steps=len(steps),
         draft=draft,
         policy=policy,
         verify=verify,
         rest=sum(step.seconds for step in steps) - draft - policy - verify,
-        forward=sum(known) if len(known) == len(steps) else None,
+        forward=sum(step.forward_seconds for step in steps),
     )
 
 
 def total_times(parts: Sequence[Times]) -> Times:
     """The times of several batches together."""
-    forwards = [part.forward for part in parts if part.forward is not None]
     return Times(
         steps=sum(part.steps for part in parts),
         draft=sum(part.draft for part in parts),
         policy=sum(part.policy for part in parts),
         verify=sum(part.verify for part in parts),
         rest=sum(part.rest for part in parts),
-        forward=sum(forwards) if len(forwards) == len(parts) else None,
+        forward=sum(part.forward for part in parts),
     )

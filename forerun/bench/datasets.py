@@ -100,6 +100,11 @@ def read_prompts(dataset: str, data: Path | None, limit: int | None) -> list[Pro
     return prompts[:limit]
 
 
+def read_files(datasets: Sequence[str], data: Path | None, limit: int | None) -> dict[str, list[Prompt]]:
+    """The prompts of those datasets that are files."""
+    return {dataset: read_prompts(dataset, data, limit) for dataset in datasets if dataset not in STDLIB}
+
+
 def stdlib_prompts(dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None) -> list[Prompt]:
     """The first `limit` prompts of `tokens` token ids from held-out files of this Python's standard library."""
     from forerun.zoo.corpus import held_out_prompts

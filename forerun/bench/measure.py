@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from forerun.bench.datasets import Prompt
 from forerun.bench.records import Group, Record, Records, first_difference
 from forerun.bench.runners import Outcome, Run
 from forerun.metrics import times
+from forerun.model import CausalLM
 
 WARM_UP = 16  # tokens
 
@@ -91,7 +91,7 @@ def group_records(
 
 @torch.inference_mode()
 def margins(
-    model: PreTrainedModel, datasets: dict[str, list[Prompt]], records: Sequence[Record]
+    target: CausalLM, datasets: dict[str, list[Prompt]], records: Sequence[Record]
 ) -> dict[tuple[str, str, int], float]:
     """How far apart the target's two best logits are where an output parts from the reference's, by (dataset,
     prompt, position): about 1e-5 is a tie that rounding decides, more is a fault."""
@@ -103,8 +103,9 @@ def margins(
             key = record.dataset, name, difference["at"]
             if key not in found:
                 ids = _ids(prompts[record.dataset, name]) + difference["before"]
-                logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -1].float()
-                best, second = logits.topk(2).values.tolist()
+                model = target.fresh()
+                model.start([ids[:-1]])
+                best, second = model.extend([ids[-1:]])[0][-1].float().topk(2).values.tolist()
                 found[key] = best - second
     return found
 

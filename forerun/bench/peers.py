@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from forerun.bench.plan import ASSISTED, LOOKUP_TOKENS
+from forerun.bench.choose import ASSISTED, LOOKUP_TOKENS
 from forerun.bench.runners import Outcome, Run
 from forerun.params import SamplingParams
 
@@ -48,12 +48,9 @@ class Peers:
         special = {"bos_token_id": theirs.bos_token_id, "eos_token_id": eos, "pad_token_id": self.pad}
         target.generation_config = GenerationConfig(**special)
         self.assistant = GenerationConfig(**special)
-        if draft is not None:
-            for name in ("num_assistant_tokens", "assistant_confidence_threshold"):  # the checkpoint may have its own
+        if draft is not None:  # the checkpoint's own, or None for transformers' defaults
+            for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
                 setattr(self.assistant, name, getattr(draft.generation_config, name, None))
-            for name, value in self.assistant._get_default_generation_params().items():
-                if name in ("num_assistant_tokens", "assistant_confidence_threshold"):
-                    setattr(self.assistant, name, getattr(self.assistant, name) or value)
         self.of_target = Forwards(target)
         self.of_draft = Forwards(draft) if draft is not None else None
 

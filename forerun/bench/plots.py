@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-PHASE_COLOURS = {"draft": "tab:green", "policy": "tab:purple", "verify": "tab:blue", "rest": "tab:gray"}
+from forerun.bench.profile import PHASES
 
 
 def save_plots(methods: dict[str, Any], folder: Path, profile: bool) -> list[str]:
@@ -28,7 +28,7 @@ def _speedup(methods: dict[str, Any], folder: Path) -> str:
     figure, axes = plt.subplots(figsize=(7, 0.4 * len(methods) + 1.2))
     for place, method in enumerate(methods.values()):
         middle, low, high = method["speedup"], method["speedup_p10"], method["speedup_p90"]
-        axes.barh(place, middle, color="tab:blue", xerr=[[middle - low], [high - middle]], capsize=3)
+        axes.barh(place, middle, color=PHASES["draft"], xerr=[[middle - low], [high - middle]], capsize=3)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("tokens/s over plain decoding: median, 10th to 90th percentile")
     return _save(figure, axes, list(methods), folder / "speedup.png")
@@ -52,7 +52,7 @@ def _stacked(methods: dict[str, Any], folder: Path, key: str, label: str, file: 
     figure, axes = plt.subplots(figsize=(7, 0.4 * len(timed) + 1.2))
     for place, phases in enumerate(timed.values()):
         left = 0.0
-        for phase, colour in PHASE_COLOURS.items():
+        for phase, colour in PHASES.items():
             axes.barh(place, phases[phase], left=left, color=colour, label=phase if place == 0 else None)
             left += phases[phase]
     axes.set_xlabel(label)

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from forerun import __version__
-from forerun.bench.plan import ASSISTED, Plan
+from forerun.bench.choose import ASSISTED
+from forerun.bench.plan import Plan
+from forerun.bench.profile import PHASES
 from forerun.bench.records import Group, Record
 from forerun.metrics import total, total_times
 
-PHASES = ("draft", "policy", "verify", "rest")
 Margins = dict[tuple[str, str, int], float]
 
 
@@ -55,7 +56,6 @@ def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins)
     drafting = steps is not None and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
     equal = [each for record in own for each in record.equal or []]
     prefill = [record.prefill_seconds for record in own if record.prefill_seconds is not None]
-    overhead = steps.overhead_share if steps else None
     return {
         "tokens_per_s": round(rates[1], 2),
         "tokens_per_s_p10": round(rates[0], 2),
@@ -75,7 +75,7 @@ def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins)
         "time": {phase: round(getattr(steps, phase) / steps.seconds, 4) for phase in PHASES} if steps else None,
         "step_ms": {p: round(1000 * getattr(steps, p) / steps.steps, 4) for p in PHASES} if steps else None,
         "prefill_share": round(sum(prefill) / stats.seconds, 4) if prefill else None,
-        "overhead_share": round(overhead, 4) if overhead is not None else None,
+        "overhead_share": round(steps.overhead_share, 4) if steps else None,
         "measurements": len(own),
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
         "mismatches": _mismatches(own, margins),

@@ -8,24 +8,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from forerun.api import Decoder
-from forerun.bench.datasets import STDLIB, Prompt, dataset_name, read_prompts, stdlib_prompts, tokenised
+from forerun.bench.choose import ASSISTED
+from forerun.bench.datasets import STDLIB, Prompt, dataset_name, stdlib_prompts, tokenised
 from forerun.bench.measure import margins, measure
 from forerun.bench.pages import markdown
 from forerun.bench.peers import Peers, takes_rows
-from forerun.bench.plan import ASSISTED, Plan, check_folder
+from forerun.bench.plan import Plan, check_folder
 from forerun.bench.records import Records
 from forerun.bench.report import results
 from forerun.bench.runners import Run, decoder_run
 from forerun.files import read_text, write_text
-from forerun.loading import load_model, load_tokenizer
+from forerun.loading import check_tokenizers, draft_tokenizer, load_model, load_tokenizer
+from forerun.model import CausalLM
+from forerun.runtime import prepare
 from forerun.zoo import resolve
 
 
 def bench(
     plan: Plan,
+    files: dict[str, list[Prompt]],
     out: Path | None = None,
     *,
     resume: bool = False,
@@ -34,18 +38,20 @@ def bench(
 ) -> dict[str, Any]:
     """Measures what the plan says and returns the results; with `out` they are also there as files.
 
+    `files` are the prompts of `read_files`.
+
     Raises:
         ValueError: prompts, models or a folder that cannot be used. Prompts and folder are checked before the models'
             weights are loaded.
     """
-    datasets = load_prompts(plan)
+    datasets, tokenizer = load_prompts(plan, files)
     facts = {name: _facts(prompts) for name, prompts in datasets.items()}
     records = Records(out / "records.jsonl" if out is not None else None)
     if out is not None:
         _claim(out, plan.arguments() | {"prompts": facts}, resume)
     if resume:
         records.resume(list(plan.methods))
-    runs, reference = _load(plan)
+    runs, reference = _load(plan, tokenizer)
     measure(
         runs,
         datasets,
@@ -72,13 +78,19 @@ def bench(
     return found
 
 
-def load_prompts(plan: Plan) -> dict[str, list[Prompt]]:
-    """Token ids of every dataset's prompts, cut in front where they and the output exceed the context."""
-    sets = {name: read_prompts(name, plan.data, plan.limit) for name in plan.datasets if name not in STDLIB}
-    texts = any(prompt.text is not None for prompts in sets.values() for prompt in prompts)
+def load_prompts(
+    plan: Plan, files: dict[str, list[Prompt]]
+) -> tuple[dict[str, list[Prompt]], PreTrainedTokenizerBase | None]:
+    """Token ids of every dataset's prompts, cut in front where they and the output exceed the context, and the
+    tokenizer where one was needed."""
+    sets = dict(files)
     tokenizer = None
-    if texts or len(sets) < len(plan.datasets):
+    if _texts(files) or len(files) < len(plan.datasets):
         tokenizer = load_tokenizer(plan.target, trust_remote_code=plan.trust_remote_code)
+        if plan.needs_draft and plan.draft is not None:
+            drafts = draft_tokenizer(plan.draft, trust_remote_code=plan.trust_remote_code)
+            if drafts is not None:
+                check_tokenizers(tokenizer, drafts, plan.draft)
     config = _config(plan.target, "target", plan.trust_remote_code)
     contexts = [getattr(config, "max_position_embeddings", None)]
     if any(name.startswith(ASSISTED) for name in plan.methods) and plan.draft is not None:
@@ -102,7 +114,11 @@ def load_prompts(plan: Plan) -> dict[str, list[Prompt]]:
             ]
         except ValueError as error:
             raise ValueError(f"dataset {dataset_name(name)!r}: {error}") from None
-    return datasets
+    return datasets, tokenizer
+
+
+def _texts(files: dict[str, list[Prompt]]) -> bool:
+    return any(prompt.text is not None for prompts in files.values() for prompt in prompts)
 
 
 def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
@@ -111,7 +127,10 @@ def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
     arguments = json.loads(json.dumps(arguments))
     path = out / "run.json"
     if not resume:
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot make the folder {out}: {error.strerror}") from None
         write_text(path, json.dumps(arguments, indent=1) + "\n")
         return
     try:
@@ -126,16 +145,19 @@ def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
             )
 
 
-def _load(plan: Plan) -> tuple[dict[str, Run], Any]:
-    """What runs each method, and the model that says the reference's output."""
+def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Run], CausalLM]:
+    """What runs each method, and the model that says the reference's output.
+
+    All methods of ours share one target and one draft; transformers' own get plain models of their own.
+    """
     how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
-    target = load_model(plan.target, "target", **how)
+    target = prepare(load_model(plan.target, "target", **how), in_place=True)
     ours = [method for method in plan.methods.values() if method is not None]
     theirs = [name for name, method in plan.methods.items() if method is None]
     draft = None
     if any(method.needs_draft for method in ours):
         assert plan.draft is not None
-        draft = load_model(plan.draft, "draft", **how)
+        draft = prepare(load_model(plan.draft, "draft", **how), in_place=True)
     peers = None
     if theirs:
         assistant = None
@@ -148,10 +170,11 @@ def _load(plan: Plan) -> tuple[dict[str, Run], Any]:
         if method is None:
             assert peers is not None
             runs[name] = peers.run(name)
-        else:  # without a tokenizer: text is nothing that a method is measured by
-            decoder = Decoder(target, None, draft if method.needs_draft else None, method)
+        else:
+            decoder = Decoder(target, tokenizer, draft if method.needs_draft else None, method)
+            decoder.tokenizer = None  # making text is no part of what is measured
             runs[name] = decoder_run(decoder, plan.params())
-    return runs, peers.target if peers is not None else target
+    return runs, CausalLM(peers.target) if peers is not None else target
 
 
 def _config(source: str, part: str, trust_remote_code: bool) -> Any:

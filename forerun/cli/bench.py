@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
-from forerun.bench.datasets import PUBLIC, STDLIB, read_prompts
-from forerun.bench.plan import NAMES, Plan, check_folder, parse_methods, stored_tuning
+from forerun.bench.choose import NAMES, parse_methods, stored_tuning
+from forerun.bench.datasets import PUBLIC, STDLIB, read_files
+from forerun.bench.plan import Plan, check_folder
 from forerun.cli.common import (
     DeviceOption,
+    DtypeOption,
     MaxNewTokensOption,
     TemperatureOption,
     ThreadsOption,
@@ -41,7 +43,7 @@ def bench(
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Save a picture of the phases of a step.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    dtype: DtypeOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
@@ -73,21 +75,19 @@ def bench(
     check_folder(out, resume)
     if profile and out is None:
         raise ValueError("--profile needs --out, the folder for its picture")
-    for each in plan.datasets:
-        if each not in STDLIB:
-            read_prompts(each, data, limit)
+    files = read_files(plan.datasets, data, limit)
     quiet(threads)
     from rich.console import Console
 
     from forerun.bench.pages import console_tables
     from forerun.bench.session import bench as run
 
-    results = run(plan, out, resume=resume, profile=profile, say=_progress)
+    results = run(plan, files, out, resume=resume, profile=profile, say=_progress)
     _progress("")
     if as_json:
         print(json.dumps(results))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     for table in console_tables(results):
         console.print(table)
     if "tuned" in results:

@@ -1,0 +1,94 @@
+"""The methods of a run from what the command line gives. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from forerun.files import read_text
+from forerun.methods import METHODS, Method, method
+from forerun.zoo import EMBEDDED, FOLDER
+
+ASSISTED = "hf-assisted"
+SCHEDULES = ("heuristic", "heuristic_transient", "constant")
+PEERS = ("hf-ar", "hf-lookup", *(f"{ASSISTED}/{schedule}" for schedule in SCHEDULES))
+NAMES = (*METHODS, "hf-ar", "hf-lookup", ASSISTED)
+LOOKUP_TOKENS = 10  # of hf-lookup: what transformers' documentation uses
+DEFAULT_METHODS = ("ar", "sd", "lookup")
+
+
+def parse_methods(
+    names: Sequence[str], settings: Sequence[str], tune: str | None, tuned: dict[str, dict[str, Any]]
+) -> dict[str, Method | None]:
+    """The methods of --methods, --method-arg and --tune, `ar` always among them.
+
+    `tuned` holds settings that take the place of a method's defaults, not of what is given.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        name, key, values = _setting("--method-arg", setting)
+        given.setdefault(name, {})[key] = parse_value(name, key, values)
+    if tune is not None:
+        if names:
+            raise ValueError("--tune chooses the methods itself; leave out --methods")
+        name, key, values = _setting("--tune", tune)
+        chosen: dict[str, Method | None] = {"ar": METHODS["ar"]()}
+        for value in values.split(","):
+            chosen[f"{name}.{key}={value}"] = method(name, **given.get(name, {}) | {key: parse_value(name, key, value)})
+        return chosen
+    wanted = [name for name in names or DEFAULT_METHODS if name]
+    chosen = {}
+    for name in wanted if "ar" in wanted else ["ar", *wanted]:
+        if name == ASSISTED:
+            chosen |= {peer: None for peer in PEERS if peer.startswith(ASSISTED)}
+        elif name in PEERS:
+            chosen[name] = None
+        elif name in METHODS:
+            chosen[name] = method(name, **tuned.get(name, {}) | given.get(name, {}))
+        else:
+            raise ValueError(f"unknown method {name!r}; there are {', '.join(NAMES)}")
+    for name in given:
+        if name not in chosen:
+            raise ValueError(f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods")
+    return chosen
+
+
+def parse_value(name: str, key: str, value: str) -> int | float | bool | str:
+    """A setting from the command line, by the type of its field."""
+    kinds = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
+    if not kinds:
+        method(name, **{key: value})  # says which settings there are
+    kind = kinds[0]
+    try:
+        if kind.startswith("bool"):
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        return int(value) if kind.startswith("int") else float(value) if kind.startswith("float") else value
+    except (ValueError, KeyError):
+        raise ValueError(f"{name}.{key} must be of type {kind}, not {value!r}") from None
+
+
+def stored_tuning(target: str, draft: str | None) -> dict[str, dict[str, Any]]:
+    """Settings that were chosen for the embedded pair on its validation split, {method: {setting: value}}."""
+    path = FOLDER / "tuned.json"
+    if target != EMBEDDED or draft not in (None, EMBEDDED) or not path.exists():
+        return {}
+    return json.loads(read_text(path))
+
+
+def peer_settings(name: str) -> dict[str, Any]:
+    """What a method of transformers' is called with, beside what all are."""
+    if name.startswith(ASSISTED):
+        return {"num_assistant_tokens_schedule": name.partition("/")[2]}
+    return {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-lookup" else {}
+
+
+def _setting(option: str, text: str) -> tuple[str, str, str]:
+    left, equals, value = text.partition("=")
+    name, dot, key = left.partition(".")
+    if not (equals and dot and name and key and value):
+        raise ValueError(f"{option} takes METHOD.NAME=VALUE, not {text!r}")
+    if name not in METHODS:
+        raise ValueError(f"{option} {left}: {name!r} is no method with settings; there are {', '.join(METHODS)}")
+    return name, key, value

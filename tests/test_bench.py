@@ -1,0 +1,387 @@
+"""`forerun bench`: real processes on tiny random models, and the parts whose answers are known by hand."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from forerun.api import Decoder
+from forerun.bench.choose import PEERS, parse_methods
+from forerun.bench.datasets import Prompt, check_datasets, read_prompts, tokenised
+from forerun.bench.measure import group_records, margins
+from forerun.bench.peers import Peers
+from forerun.bench.plan import Plan
+from forerun.bench.records import Record, Records, first_difference, parse
+from forerun.bench.report import results, spread, summary
+from forerun.bench.runners import Outcome
+from forerun.bench.session import load_prompts
+from forerun.decode import Step
+from forerun.methods import SD
+from forerun.metrics import Stats, summarise, times, total
+from forerun.model import CausalLM
+from forerun.params import SamplingParams
+from tests.toys import noisy_copy, tiny, tiny_tokenizer
+
+PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "forerun", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny("llama", 3, vocab=len(tiny_tokenizer()), context=96)
+    return target, noisy_copy(target, 0.02)
+
+
+@pytest.fixture
+def own_pair(pair: tuple[PreTrainedModel, PreTrainedModel]) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """For tests that change generation configs, as Peers does."""
+    return copy.deepcopy(pair)
+
+
+@pytest.fixture(scope="module")
+def folder(pair: tuple[PreTrainedModel, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Target, draft and a file of prompts, as a user has them."""
+    path = tmp_path_factory.mktemp("bench")
+    for name, model in zip(("target", "draft"), pair, strict=True):
+        model.save_pretrained(path / name)
+        tiny_tokenizer().save_pretrained(path / name)
+    lines = [{"prompt": text} for text in PROMPTS] + [{"tokens": [5, 6, 7, 5, 6]}]
+    (path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1", *more]
+
+
+def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(
+        *options(folder, "--methods", "sd,lookup,hf-ar", "--methods", "hf-assisted,hf-lookup", "--profile", "--json"),
+        *("--dataset", str(folder / "own.jsonl"), "--batch", "3", "--rounds", "2", "--max-new-tokens", "12"),
+        *("--method-arg", "sd.gamma=3", "--out", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert printed == json.loads((out / "results.json").read_text())
+    methods = printed["methods"]
+    assert set(methods) == {"ar", "sd", "lookup", *PEERS, "hf-assisted"}
+    assert all(method["exact_match"] == 1.0 and method["mismatches"] == [] for method in methods.values())
+    assert all(method["tokens"] == 2 * 4 * 12 for method in methods.values())
+    assert methods["ar"]["speedup"] == 1.0 and methods["ar"]["tau"] == methods["hf-ar"]["tau"] == 1.0
+    assert methods["sd"]["tau"] > 1 and methods["hf-assisted"]["tau"] > 1
+    assert methods["sd"]["draft_forwards"] > 0 and methods["hf-assisted/constant"]["draft_forwards"] > 0
+    assert 0 <= methods["sd"]["overhead_share"] <= 1
+    assert sum(methods["sd"]["time"].values()) == pytest.approx(1, abs=1e-3)
+    best = methods["hf-assisted"]["schedule"]
+    assert methods["hf-assisted"]["tokens_per_s"] == methods[f"hf-assisted/{best}"]["tokens_per_s"]
+    assert [methods[name]["rows_one_by_one"] for name in ("sd", "hf-ar", "hf-lookup")] == [False, False, True]
+    assert printed["reference"] == "hf-ar"
+    assert set(printed["datasets"]) == {"own.jsonl"} and printed["datasets"]["own.jsonl"]["prompts"] == 4
+    assert printed["arguments"]["methods"]["sd"] == {"gamma": 3}
+    assert printed["arguments"]["target"] == "target"
+
+    lines = (out / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 2 * 8  # rounds, batches, methods
+    assert set(json.loads(lines[0])) == set(Record.__dataclass_fields__)
+    first = [parse(line) for line in lines[:8]]
+    assert {record.group for record in first} == {(0, "own.jsonl", 0)}
+    assert {record.output for record in first} == {first[0].output}
+    assert first[0].prompts == ["1", "2", "3"] and parse(lines[8]).prompts == ["4"]
+    assert [parse(line).method for line in lines[8:16]] == [record.method for record in first[1:] + first[:1]]
+
+    pictures = {"speedup.png", "acceptance.png", "time.png", "profile.png"}
+    assert {path.name for path in out.iterdir()} == pictures | {
+        "records.jsonl", "results.json", "report.md", "run.json",
+    }  # fmt: skip
+    report = (out / "report.md").read_text()
+    assert "best of its schedules" in report and "--method-arg sd.gamma=3" in report
+    for file in ("results.json", "report.md", "run.json", "records.jsonl"):
+        assert str(folder) not in (out / file).read_text()
+
+
+def test_a_killed_run_goes_on(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = options(folder, "--dataset", str(folder / "own.jsonl"), "--out", str(out), "--batch", "3")
+    arguments += ["--max-new-tokens", "8", "--rounds", "40", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forerun", "bench", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    records = out / "records.jsonl"
+    while not records.exists() or records.read_bytes().count(b"\n") < 7:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    before = records.read_text()
+    records.write_text(before + before.splitlines()[0][:50])  # as if killed while it wrote
+    whole = len(before.splitlines()) // 3 * 3
+
+    refused = run(*arguments)
+    assert refused.returncode == 2 and "give --resume or another --out" in refused.stderr
+    refused = run(*arguments, "--resume", "--seed", "5")
+    assert refused.returncode == 2 and "other arguments: seed was 0, not 5" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+    done = run(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    lines = records.read_text().splitlines()
+    assert lines[:whole] == before.splitlines()[:whole]
+    assert len(lines) == 40 * 2 * 3 and len({(parse(line).group, parse(line).method) for line in lines}) == len(lines)
+    assert json.loads(done.stdout)["methods"]["ar"]["measurements"] == 80
+
+
+def test_tuning_names_the_best_value(folder: Path) -> None:
+    arguments = ["--tune", "sd.gamma=1,4", "--dataset", str(folder / "own.jsonl"), "--max-new-tokens", "8"]
+    done = run(*options(folder, *arguments, "--rounds", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "sd.gamma=4" in done.stdout and "best by median speedup" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "turbo"], "unknown method 'turbo'; there are ar, sd, lookup"),
+        (["--method-arg", "sd.gamma"], "--method-arg takes METHOD.NAME=VALUE, not 'sd.gamma'"),
+        (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int, not 'x'"),
+        (["--method-arg", "sd.gamma=0"], "gamma must be an integer of at least 1, not 0"),
+        (["--method-arg", "sd.width=3"], "method 'sd' has no setting 'width'; it has gamma"),
+        (["--method-arg", "hf-lookup.n=3"], "'hf-lookup' is no method with settings"),
+        (["--methods", "ar", "--method-arg", "sd.gamma=3"], "method 'sd' is not among --methods"),
+        (["--tune", "sd.gamma=2,three"], "sd.gamma must be of type int, not 'three'"),
+        (["--tune", "sd.gamma=2", "--methods", "sd"], "leave out --methods"),
+        (["--dataset", "mbpp"], "unknown dataset 'mbpp'; there are humaneval, gsm8k, specbench"),
+        (["--dataset", "humaneval"], "needs --data: a folder with HumanEval.jsonl or HumanEval.jsonl.gz, which"),
+        (["--dataset", "gsm8k", "--data", "."], "openai/grade-school-math has, in ."),
+        (["--dataset", "specbench", "--data", "nothing"], "no file or folder nothing: dataset 'specbench' is in"),
+        (["--dataset", "nothing.jsonl"], "cannot read nothing.jsonl"),
+        (["--dataset", "stdlib-test,stdlib-test"], "dataset 'stdlib-test' is given twice"),
+        (["--dataset", "{broken}"], "broken.jsonl, line 2: not JSON"),
+        (["--dataset", "{number}"], "number.jsonl, line 1: 'prompt' must be a string that is not empty, not 3"),
+        (["--dataset", "{floats}"], "floats.jsonl, line 1: 'tokens' must be a list of token ids"),
+        (["--dataset", "{empty}"], "empty.jsonl has no prompts"),
+        (["--dataset", "{vocabulary}"], "prompt '1' has token ids outside 0.."),
+        (["--max-new-tokens", "2000"], "leaves no room for a prompt in the context of"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
+        (["--target", "./nothing"], "no model folder './nothing' for the target"),
+        (["--target", "some/model"], "method 'sd' needs a draft model: give --draft"),
+        (["--resume"], "--resume needs --out"),
+        (["--resume", "--out", "nothing"], "nothing holds no run to resume"),
+        (["--profile"], "--profile needs --out"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    contents = {
+        "broken": '{"prompt": "x"}\n{"prompt": \n',
+        "number": '{"prompt": 3}\n',
+        "floats": '{"tokens": [1, 2.5]}\n',
+        "empty": "\n",
+        "vocabulary": '{"tokens": [99999999]}\n',
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    done = run(*(each.format(**{name: tmp_path / f"{name}.jsonl" for name in contents}) for each in arguments))
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.startswith("forerun: ") and done.stderr.count("\n") == 1
+
+
+def test_public_datasets(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write('{"task_id": "HumanEval/0", "prompt": "def f():"}\n')
+    (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "2?"}\n')
+    (tmp_path / "question.jsonl").write_text('{"question_id": 81, "category": "writing", "turns": ["a", "b"]}\n')
+    check_datasets(["humaneval", "gsm8k", "specbench"], tmp_path)
+    assert read_prompts("humaneval", tmp_path, None) == [Prompt("HumanEval/0", "def f():")]
+    assert read_prompts("humaneval", tmp_path / "HumanEval.jsonl.gz", 3) == [Prompt("HumanEval/0", "def f():")]
+    assert read_prompts("gsm8k", tmp_path, 1) == [Prompt("1", "Question: 1 + 1?\nAnswer:")]
+    assert read_prompts("specbench", tmp_path, None) == [Prompt("writing/81", "a")]
+    with pytest.raises(ValueError, match="--data must be a folder for 2 datasets"):
+        check_datasets(["humaneval", "gsm8k"], tmp_path / "gsm8k_test.jsonl")
+
+
+def test_long_prompts_lose_their_beginning() -> None:
+    prompt = Prompt("a", tokens=(1, 2, 3, 4))
+    assert tokenised(prompt, None, 3, 10) == Prompt("a", tokens=(2, 3, 4), cut=True)
+    assert tokenised(prompt, None, 4, 10) == prompt
+
+
+def test_prompts_leave_room_for_the_output(folder: Path) -> None:
+    plan = Plan(parse_methods(["ar"], [], None, {}), ("own.jsonl",), target=str(folder / "target"), max_new_tokens=90)
+    sets, _ = load_prompts(plan, {"own.jsonl": read_prompts(str(folder / "own.jsonl"), None, None)})
+    assert max(len(prompt.tokens or ()) for prompt in sets["own.jsonl"]) == 96 - 90
+    assert [prompt.cut for prompt in sets["own.jsonl"]] == [True, False, True, False]
+
+
+def test_stored_settings_give_way_to_given_ones() -> None:
+    tuned = {"sd": {"gamma": 7}}
+    assert parse_methods(["sd"], [], None, tuned)["sd"] == SD(7)
+    assert parse_methods(["sd"], ["sd.gamma=2"], None, tuned)["sd"] == SD(2)
+    assert list(parse_methods([], [], None, {})) == ["ar", "sd", "lookup"]
+    assert list(parse_methods(["hf-ar", "ar"], [], None, {})) == ["hf-ar", "ar"]
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("ignore", [True, False])
+def test_peers_say_what_the_target_says(
+    name: str, ignore: bool, own_pair: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    prompts = [list(range(3, 3 + length)) for length in (5, 9, 7)]
+    plain = Decoder(own_pair[0]).generate(prompts, max_new_tokens=20)
+    for model in own_pair:  # both end at a token that does come, and not at once
+        model.generation_config.eos_token_id = next(t for t in plain[0].tokens[2:] if t not in plain[0].tokens[:2])
+    params = SamplingParams(max_new_tokens=20, ignore_eos=ignore)
+    wanted = [each.tokens for each in Decoder(own_pair[0]).generate(prompts, params)]
+    outcome = Peers(*own_pair, params).run(name)(prompts, [0, 1, 2], None)
+    assert outcome.tokens == wanted
+    assert ignore == all(len(row) == 20 for row in outcome.tokens)
+    assert (outcome.draft_forwards > 0) == name.startswith("hf-assisted")
+    if name == "hf-ar":
+        assert outcome.target_forwards == 3 * max(map(len, wanted))
+    else:
+        assert 3 <= outcome.target_forwards <= sum(map(len, wanted))
+
+
+def test_a_schedule_carries_its_own_state_only(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    own, seen = own_pair[1].generation_config, {}
+    peers = Peers(*own_pair, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    original = peers._generate
+
+    def spy(prompts: Sequence[Sequence[int]], config: Any, schedule: Any) -> list[list[int]]:
+        before = schedule.num_assistant_tokens
+        output = original(prompts, config, schedule)
+        seen.setdefault(schedule.num_assistant_tokens_schedule, []).append((before, schedule.num_assistant_tokens))
+        return output
+
+    peers._generate = spy  # type: ignore[method-assign]
+    for schedule in ("heuristic", "heuristic_transient", "constant"):
+        run = peers.run(f"hf-assisted/{schedule}")
+        for warm_up in (8, None, None):
+            run([[3, 4, 5]], [0], warm_up)
+    assert own_pair[1].generation_config is own and own.num_assistant_tokens is None
+    warmed, first, second = seen["heuristic"]
+    assert warmed[1] is not None and first[0] is None and second[0] == first[1] is not None
+    assert seen["heuristic_transient"] == seen["constant"] == [(None, None)] * 3
+
+
+def test_sampling_is_repeatable_and_not_compared(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    peers = Peers(*own_pair, SamplingParams(max_new_tokens=8, temperature=0.9, ignore_eos=True))
+    for name in PEERS:
+        outputs = [peers.run(name)([[3, 4, 5]], [seed], None).tokens for seed in (1, 1, 2)]
+        assert outputs[0] == outputs[1] != outputs[2]
+    prompts = [Prompt("a", tokens=(3, 4, 5))]
+    records = group_records((0, "d", 0), prompts, {"ar": Outcome(outputs[0], 1.0, 8, 0)}, None)
+    assert records[0].equal is None and summary(records, {}, lambda name: False)["ar"]["exact_match"] is None
+
+
+def test_margins_are_the_target_s_at_the_first_difference(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    prompt = Prompt("a", tokens=(3, 4, 5))
+    right = Decoder(pair[0]).generate([3, 4, 5], max_new_tokens=4).tokens
+    wrong = [*right[:2], (right[2] + 1) % 10, right[3]]
+    outcomes = {"ar": Outcome([right], 1.0, 4, 0), "sd": Outcome([wrong], 1.0, 4, 0)}
+    records = group_records((0, "d", 0), [prompt], outcomes, "ar")
+    found = margins(CausalLM(pair[0]), {"d": [prompt]}, records)
+    ids = pair[0].dummy_inputs["input_ids"].new_tensor([[3, 4, 5, *right[:2]]])
+    best = pair[0](input_ids=ids).logits[0, -1].topk(2).values
+    assert found == {("d", "a", 2): pytest.approx((best[0] - best[1]).item(), abs=1e-4)}
+    (mismatch,) = summary(records, found, lambda name: False)["sd"]["mismatches"]
+    assert (mismatch["position"], mismatch["token"], mismatch["reference"]) == (2, wrong[2], right[2])
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 3], [1, 2]) == {"at": 1, "token": 3, "reference": 2, "before": [1]}
+    assert first_difference([1], [1, 2]) == {"at": 1, "token": None, "reference": 2, "before": [1]}
+
+
+def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: str = "d") -> Record:
+    stats = Stats(10, 5, 0, 8, 6, 5, 10 / rate, (3, 3), (3, 2))
+    return Record(round, dataset, batch, ["a"], method, rate, 10 / rate, stats, None, None, "", [method != "sd"], [])
+
+
+def test_speedups_are_paired() -> None:
+    # Each round has a speed of its own: the ratio of the medians would be 1.
+    rates = {"ar": [10.0, 100.0, 1000.0], "sd": [20.0, 100.0, 3000.0]}
+    records = [record(name, rate, number) for name, each in rates.items() for number, rate in enumerate(each)]
+    found = summary(records, {}, lambda name: False)
+    assert found["sd"]["speedup"] == 2.0 and found["sd"]["tokens_per_s"] == 100.0
+    assert found["sd"]["exact_match"] == 0.0 and found["ar"]["exact_match"] == 1.0
+    assert found["sd"]["tokens"] == 30 and found["sd"]["tau"] == 2.0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((1.4, 3.0, 4.6))
+
+
+def test_results_are_per_dataset_and_overall() -> None:
+    records = [record("ar", 10, dataset="d"), record("ar", 10, dataset="e")]
+    records += [record("lookup", 20, dataset="d"), record("lookup", 40, dataset="e")]
+    facts = {name: {"prompts": 1, "cut": 0, "sha256": ""} for name in "de"}
+    plan = Plan(parse_methods(["lookup"], [], None, {}))
+    found = results(plan, facts, records, {}, lambda name: False)
+    assert [found["datasets"][name]["methods"]["lookup"]["speedup"] for name in "de"] == [2.0, 4.0]
+    assert found["methods"]["lookup"]["speedup"] == 3.0
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_records_survive_a_torn_line_and_half_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records = Records(path)
+    records.add([record("ar", 10), record("sd", 20)])
+    whole = path.read_text()
+    with path.open("a") as file:
+        file.write(record("ar", 10, 1).line() + record("sd", 10, 1).line()[:30])
+    again = Records(path)
+    again.resume(["ar", "sd"])
+    assert again.all == records.all and again.groups == {(0, "d", 0)}
+    assert path.read_text() == whole
+    path.write_text("{}\n" + whole)
+    with pytest.raises(ValueError, match="line 1: not a record"):
+        Records(path).resume(["ar", "sd"])
+
+
+def step(tokens: int, tested: int, accepted: int, seconds: float, index: int = 0) -> Step:
+    return Step(
+        index=index,
+        tokens=(1,) * tokens,
+        origins=("draft",) * tokens,
+        drafted=3,
+        tested=tested,
+        accepted=accepted,
+        draft_forwards=3,
+        draft_seconds=0.2 * seconds,
+        policy_seconds=0.1 * seconds,
+        verify_seconds=0.5 * seconds,
+        forward_seconds=0.6 * seconds,
+        seconds=seconds,
+    )
+
+
+def test_statistics_add_up() -> None:
+    steps = [step(3, 3, 2, 1.0), step(1, 1, 0, 1.0), step(4, 3, 3, 2.0)]
+    apart = total([summarise(steps[:1], 1.0), summarise(steps[1:], 3.0)])
+    assert apart == summarise(steps, 4.0)
+    assert apart.acceptance_by_position == (2 / 3, 1.0, 0.5)
+    assert apart.tau_without_bonus == pytest.approx(5 / 3)
+
+
+def test_a_step_of_a_batch_counts_once() -> None:
+    long = [step(1, 1, 0, 1.0), step(1, 1, 0, 3.0)]
+    spent = times([long[:1], [replace(each, index=1) for each in long]])
+    assert spent.steps == 2 and spent.seconds == pytest.approx(4.0)
+    assert (spent.draft, spent.policy, spent.verify, spent.rest) == pytest.approx((0.8, 0.4, 2.0, 0.8))
+    assert spent.overhead_share == pytest.approx(0.4)
