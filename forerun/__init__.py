@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api import Chunk, Completion, Decoder, load
+    from forerun.hf import custom_generate
     from forerun.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Chunk", "Completion", "Decoder", "SamplingParams", "load"]
+__all__ = ["Chunk", "Completion", "Decoder", "SamplingParams", "custom_generate", "load"]
+_HOMES = {"SamplingParams": "forerun.params", "custom_generate": "forerun.hf"}
 
 
 def __getattr__(name: str) -> Any:
@@ -17,5 +19,5 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in __all__:
-        return getattr(importlib.import_module("forerun.params" if name == "SamplingParams" else "forerun.api"), name)
+        return getattr(importlib.import_module(_HOMES.get(name, "forerun.api")), name)
     raise AttributeError(f"module 'forerun' has no attribute {name!r}")

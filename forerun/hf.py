@@ -1,0 +1,231 @@
+"""`model.generate(..., custom_generate=forerun.custom_generate)`: transformers' own generate on forerun's loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+    QuantizedCache,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from forerun import methods
+from forerun.api import Decoder, _default_method, check_supported
+from forerun.decode import Generation, Step
+from forerun.loading import encode
+from forerun.methods import Method
+from forerun.metrics import Stats, summarise
+from forerun.sampling import Sampler
+
+_KEPT = "_forerun_kept"  # the attribute of a target that its decoder is kept in
+_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+
+
+# transformers hands a function what its signature names, so attention_mask must not be: it would come twice.
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    draft: PreTrainedModel | None = None,
+    method: str | Method | None = None,
+    token_streamer: BaseStreamer | None = None,
+    stats: list[Stats] | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """`model.generate(..., custom_generate=forerun.custom_generate)` calls this and passes on what is described below.
+    `streamer`, `tokenizer` and `assistant_model` never arrive: use `token_streamer`, StopStringCriteria and `draft`.
+
+    Rows are given to processors and criteria one by one, and end at the model's context. What was prepared of the
+    models is kept on `model`, with the draft, until either has other weights (writes into `.data` go unseen).
+
+    Args:
+        draft: a smaller model with the same vocabulary.
+        method: a name from `forerun.methods.METHODS` or its dataclass. Default: "sd" with a draft, else "lookup".
+        token_streamer: is given the prompt, then each token; for a single sequence.
+        stats: a list that the Stats of each row are appended to.
+
+    Returns:
+        ids [B * num_return_sequences, longest], padded on the right, or GenerateDecoderOnlyOutput with them alone.
+
+    Raises:
+        ValueError: what the loop cannot do, or would not do as transformers does.
+    """
+    check_supported(generation_config, copies=True)
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name, None):
+            raise ValueError(f"{name} is not supported; only sequences are returned")
+    padding = _padding(input_ids, model_kwargs)
+    if token_streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
+    decoder = _decoder(model, draft, method)
+    prompts = [row[count:] for row, count in zip(input_ids.tolist(), padding, strict=True)]
+    context = decoder.target.context
+    encode(prompts, None, context, decoder.target.vocab_size)
+
+    # How transformers tells end tokens and length; the user's own take the place of the configuration's.
+    eos = [c.eos_token_id for c in stopping_criteria if type(c) is EosTokenCriteria]
+    lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
+    longest = min(lengths, default=generation_config.max_length)
+    criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    pad = generation_config._pad_token_tensor
+    seqs = []
+    for i, (prompt, count) in enumerate(zip(prompts, padding, strict=True)):
+        front, generator = input_ids[i : i + 1, :count], None
+        if generation_config.do_sample:
+            generator = torch.Generator(input_ids.device).manual_seed(int(torch.randint(2**62, (1,))))
+        limit = max(longest - count, len(prompt) + 1)
+        seqs.append(
+            Generation(
+                tokens=list(prompt),
+                limit=min(limit, context or limit),
+                sampler=_RowSampler(
+                    greedy=not generation_config.do_sample,
+                    processors=LogitsProcessorList([_of_row(processor, i) for processor in logits_processor]),
+                    front=front,
+                ),
+                eos=frozenset(int(token) for tokens in eos for token in tokens),
+                criteria=StoppingCriteriaList([_RowCriteria(criteria, front)]) if criteria else None,
+                generator=generator,
+                index=i,
+            )
+        )
+    if pad is None and len(seqs) > 1 and (criteria or len({seq.room for seq in seqs}) > 1):
+        raise ValueError("rows may end at different lengths; set pad_token_id")
+
+    steps: list[list[Step]] = [[] for _ in seqs]
+    begun = perf_counter()
+    if token_streamer is not None:
+        token_streamer.put(input_ids.cpu())
+    for batch in decoder._decode(seqs):
+        for step in batch:
+            steps[step.index].append(step)
+            if token_streamer is not None:
+                for token in step.tokens:
+                    token_streamer.put(torch.tensor([token]))
+    if token_streamer is not None:
+        token_streamer.end()
+    if stats is not None:
+        seconds = perf_counter() - begun
+        stats += [summarise(taken, seconds) for taken in steps]
+
+    width = max(len(seq.output) for seq in seqs)
+    filler = 0 if pad is None else int(pad)
+    outputs = [seq.output + [filler] * (width - len(seq.output)) for seq in seqs]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(outputs)], dim=1)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    return sequences
+
+
+def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+    """How many tokens of padding stand before each row of ids [B, n]; raises ValueError for inputs of other kinds."""
+    for name, value in model_kwargs.items():
+        if name not in _INPUTS and value is not None:
+            raise ValueError(f"{name} is not supported; only token ids and an attention mask are")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and (isinstance(cache, QuantizedCache) or cache.get_seq_length()):
+        raise ValueError("past_key_values must be empty and not quantized: forerun fills a cache of its own")
+    mask = model_kwargs.get("attention_mask")
+    seen = torch.ones_like(input_ids) if mask is None else mask.bool().long()
+    if seen.shape != input_ids.shape or bool((seen[:, :-1] > seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
+        raise ValueError("attention_mask may have zeros on the left of a row alone: pad with padding_side='left'")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None:
+        implied = (seen.cumsum(-1) - 1).clamp(min=0)
+        if positions.shape[1:] != implied.shape[1:] or bool(((positions - implied) * seen).any()):
+            raise ValueError("position_ids must count the tokens that attention_mask shows, from 0")
+    return (seen == 0).sum(-1).tolist()
+
+
+class _Kept:
+    """A decoder and what it was made of. Copies and pickles of its target go without: it belongs to the original."""
+
+    def __init__(self, decoder: Decoder, model: PreTrainedModel, draft: PreTrainedModel | None) -> None:
+        self.decoder, self.model, self.draft = decoder, model, draft
+        self.weights = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        both = [*self.model.parameters(), *(self.draft.parameters() if self.draft is not None else ())]
+        return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in both]
+
+    def fits(self, model: PreTrainedModel, draft: PreTrainedModel | None) -> bool:
+        """Whether it was made of these models (None: of whatever draft) and of the weights that they have now."""
+        return self.model is model and draft in (None, self.draft) and self.weights == self._versions()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _decoder(model: PreTrainedModel, draft: PreTrainedModel | None, method: str | Method | None) -> Decoder:
+    """The decoder kept on the model, where it still fits, or a new one.
+
+    On the model, so that it goes with it: a weak dictionary would hold a target by its own decoder.
+    """
+    if draft is not None and not isinstance(draft, PreTrainedModel):
+        raise ValueError(f"draft must be a loaded transformers model, not {draft!r}")
+    for part in (model, draft):
+        if part is not None and part.training:
+            raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
+    chosen = methods.method(method or _default_method(draft is not None))
+    needed = draft if chosen.needs_draft else None
+    kept: _Kept | None = vars(model).get(_KEPT)
+    if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):
+        kept = vars(model)[_KEPT] = None  # two copies of the weights are enough
+        kept = vars(model)[_KEPT] = _Kept(Decoder(model, None, needed, chosen), model, needed)
+    decoder = copy.copy(kept.decoder)
+    decoder.method = chosen
+    return decoder
+
+
+@dataclass(frozen=True)
+class _RowSampler(Sampler):
+    """Its processors see a row as in transformers' batch, with the padding [1, n] before it, on the prompt's device."""
+
+    front: Tensor = field(kw_only=True)
+
+    def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
+        padding = self.front[0].tolist()
+        return super().scores(logits.to(self.front.device), lambda node: padding + prefix(node))
+
+
+class _RowCriteria(StoppingCriteria):
+    """Its criteria see a row in the same way."""
+
+    def __init__(self, criteria: list[StoppingCriteria], front: Tensor) -> None:
+        self.criteria, self.front = StoppingCriteriaList(criteria), front
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """[1] bool for token ids [1, n]."""
+        ids = torch.cat([self.front, input_ids.to(self.front.device)], dim=1)
+        return self.criteria(ids, scores, **kwargs).to(input_ids.device)  # type: ignore[arg-type]
+
+
+def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """A processor of the whole batch, for any number of continuations of one of its rows."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(ignored[row])
+    elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+    return processor

@@ -1,0 +1,337 @@
+"""`model.generate(custom_generate=forerun.custom_generate)` beside transformers' own loop, on tiny models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from toys import CONTEXT, VOCAB, noisy_copy, tiny, tiny_tokenizer
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+import forerun
+from forerun.hf import _KEPT
+from forerun.methods import SD
+
+NEW = 28
+_generator = torch.Generator().manual_seed(2)
+PROMPTS = [torch.randint(2, VOCAB, (length,), generator=_generator).tolist() for length in (7, 1, 23, 33, 12)]
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+@cache
+def target(architecture: str = "llama") -> PreTrainedModel:
+    return tiny(architecture)
+
+
+@cache
+def draft(architecture: str = "llama") -> PreTrainedModel:
+    return noisy_copy(tiny(architecture), 0.04)
+
+
+def padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
+    """Prompts padded on the left, with their mask."""
+    width = max(map(len, prompts))
+    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def fast(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **options: Any) -> Any:
+    return model.generate(**(inputs or padded(PROMPTS[:1])), **options, custom_generate=forerun.custom_generate)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "suppress_tokens": [5]},
+    "lengths": {"eos_token_id": [4, 9, 17, 30], "min_new_tokens": 6, "exponential_decay_length_penalty": (8, 1.2)},
+    "one row's tokens": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(2 + row, VOCAB, 2))},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma2"])
+def test_greedy_output_equals_transformers(architecture: str, settings: str) -> None:
+    model, options = target(architecture), GREEDY | SETTINGS[settings]
+    for prompts in (PROMPTS[:1], PROMPTS):
+        wanted = model.generate(**padded(prompts), **options).tolist()
+        stats: list[Any] = []
+        assert fast(model, padded(prompts), **options, draft=draft(architecture), stats=stats).tolist() == wanted
+        assert fast(model, padded(prompts), **options).tolist() == wanted
+        assert fast(model, padded(prompts), **options, method="ar").tolist() == wanted
+        assert fast(model, padded(prompts), **options, method=SD(2), draft=model).tolist() == wanted
+        assert len(stats) == len(prompts)
+        assert 0 < sum(row.accepted for row in stats) <= sum(row.tested for row in stats)
+    assert len({tuple(row[-NEW:]) for row in wanted}) == len(wanted)
+
+
+def test_no_mask_is_all_ones_and_max_length_counts_the_prompt() -> None:
+    ids = {"input_ids": torch.tensor([PROMPTS[0]])}
+    for options in ({"max_length": 20, "do_sample": False}, {"do_sample": False}, GREEDY | {"use_cache": False}):
+        wanted = target().generate(**ids, **options)
+        assert torch.equal(fast(target(), ids, **options, past_key_values=DynamicCache()), wanted)
+        assert torch.equal(fast(target(), ids, **options, position_ids=torch.arange(7)[None]), wanted)
+
+
+def test_rows_end_at_the_context() -> None:
+    model, small = tiny("gpt2", context=48), tiny("gpt2", context=24, seed=4)
+    output = fast(model, padded([PROMPTS[2], PROMPTS[0]]), **GREEDY, draft=small)
+    alone = [
+        model.generate(**padded([PROMPTS[row]]), **GREEDY | {"max_new_tokens": new})[0].tolist()
+        for row, new in ((2, 25), (0, NEW))
+    ]
+    assert output[0].tolist() == [*alone[0], 0, 0, 0]
+    assert output[1, 16:].tolist() == alone[1]
+
+
+def test_return_dict() -> None:
+    output = fast(target(), **GREEDY, return_dict_in_generate=True)
+    assert isinstance(output, GenerateDecoderOnlyOutput)
+    assert torch.equal(output.sequences, fast(target(), **GREEDY))
+    assert output.scores is None
+
+
+SAMPLED = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "pad_token_id": 0}
+
+
+def test_several_draws_are_independent_and_repeatable() -> None:
+    def drawn(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return fast(target(), padded(PROMPTS[:2]), **SAMPLED, draft=draft(), num_return_sequences=3).tolist()
+
+    first = drawn(1)
+    assert [row[:7] for row in first] == [row for row in padded(PROMPTS[:2])["input_ids"].tolist() for _ in range(3)]
+    assert len({tuple(row) for row in first}) == 6
+    assert drawn(1) == first
+    assert drawn(2) != first
+    torch.manual_seed(1)
+    twice = [fast(target(), **SAMPLED).tolist() for _ in range(2)]
+    assert twice[0] != twice[1]
+
+
+@pytest.mark.parametrize("kind", ["draft", "lookup"])
+def test_sampled_tokens_follow_transformers_law(kind: str) -> None:
+    # Two tokens are asked for, so that the first may be a draft's.
+    prompt, count = [11, 12, 13, 11, 12], 600
+    inputs = padded([prompt])
+    with torch.no_grad():
+        best, tokens = target()(inputs["input_ids"]).logits[0, -1].div(1.5).topk(5)
+    torch.manual_seed(3)
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 5, "max_new_tokens": 2, "num_return_sequences": count}
+    stats: list[Any] = []
+    output = fast(target(), inputs, **options, draft=draft() if kind == "draft" else None, stats=stats)
+    observed = [int((output[:, len(prompt)] == token).sum()) for token in tokens]
+    assert sum(observed) == count
+    assert sum(row.tested for row in stats) >= count
+    assert chisquare(observed, (best.softmax(-1).double() * count).numpy(), sum_check=False).pvalue > 1e-3
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.puts: list[Tensor] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        assert not self.ended
+        self.puts.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_is_given_what_transformers_gives_it() -> None:
+    ours, theirs = Recorder(), Recorder()
+    output = fast(target(), **GREEDY, draft=draft(), token_streamer=ours)
+    target().generate(**padded(PROMPTS[:1]), **GREEDY, streamer=theirs)
+    assert [put.tolist() for put in ours.puts] == [put.tolist() for put in theirs.puts]
+    assert torch.cat([put.flatten() for put in ours.puts]).tolist() == output[0].tolist()
+    assert ours.ended == 1
+
+
+def test_transformers_own_streamers_work() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny("llama", vocab=len(tokenizer))
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    output = fast(model, **GREEDY, token_streamer=streamer)
+    assert "".join(streamer) == tokenizer.decode(output[0, 7:])
+
+
+def test_a_stop_string_inside_an_accepted_chunk_ends_the_row() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny("llama", vocab=len(tokenizer))
+    for row, prompt in enumerate(PROMPTS[:3]):
+        words = [tokenizer.decode([token]) for token in fast(model, padded([prompt]), **GREEDY)[0, len(prompt) :]]
+        fresh = [word for i, word in enumerate(words) if i % 6 in (2, 3) and word not in words[:i]]
+        stop = next(word for word in fresh if word.isascii() and word.strip())
+        criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [stop])])
+        theirs = model.generate(**padded([prompt]), **GREEDY, stop_strings=[stop], tokenizer=tokenizer)
+        stats: list[Any] = []
+        ours = fast(model, padded([prompt]), **GREEDY, draft=model, stopping_criteria=criteria, stats=stats)
+        assert torch.equal(ours, theirs)
+        assert stats[0].tokens % 6 and stats[0].tokens < NEW  # six would be a whole chunk
+        together = fast(model, padded(PROMPTS[:3]), **GREEDY, draft=model, stopping_criteria=criteria)
+        assert together[row, 23:].tolist()[: stats[0].tokens + 1] == [*ours[0, len(prompt) :].tolist(), 0]
+
+
+def test_an_end_token_inside_an_accepted_chunk_ends_the_row() -> None:
+    said = fast(target(), **GREEDY)[0, 7:].tolist()
+    end = next(token for i, token in enumerate(said) if i > 6 and i % 6 in (2, 3) and token not in said[:i])
+    options = GREEDY | {"eos_token_id": [end, 1]}
+    for prompts in (PROMPTS[:1], PROMPTS):
+        ours = fast(target(), padded(prompts), **options, draft=target())
+        assert torch.equal(ours, target().generate(**padded(prompts), **options))
+    assert ours.shape[1] > 33 + said.index(end) + 1
+
+
+def test_time_is_a_criterion_too() -> None:
+    stats: list[Any] = []
+    output = fast(target(), **GREEDY, draft=target(), max_time=0.0, stats=stats)
+    assert output.shape == (1, 8)
+    assert stats[0].drafted == 5
+
+
+def test_criteria_are_asked_token_by_token_with_the_padding_in_front() -> None:
+    seen: list[list[int]] = []
+
+    class Asked(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            seen.append(input_ids[0].tolist())
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 9)
+
+    inputs = padded([PROMPTS[1], PROMPTS[0][:5]])
+    output = fast(target(), inputs, **GREEDY, draft=target(), stopping_criteria=StoppingCriteriaList([Asked()]))
+    assert output.shape == (2, 9)
+    assert seen == [row[:n] for row in output.tolist() for n in range(6, 10)]
+
+
+def test_changed_weights_are_noticed_and_others_are_not_prepared_again() -> None:
+    model, other = tiny("llama", seed=5), tiny("llama", seed=6)
+    fast(model, **GREEDY, draft=other)
+    kept = vars(model)[_KEPT]
+    for options in ({"draft": other}, {"method": "ar"}, {}, {"draft": other, "method": SD(3)}):
+        fast(model, **GREEDY, **options)
+        assert vars(model)[_KEPT] is kept
+    before = fast(model, **GREEDY).tolist()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    after = fast(model, **GREEDY, draft=other).tolist()
+    assert after == model.generate(**padded(PROMPTS[:1]), **GREEDY).tolist() != before
+    with torch.no_grad():
+        other.lm_head.weight.copy_(model.lm_head.weight)
+    kept = vars(model)[_KEPT]
+    fast(model, **GREEDY, draft=other)
+    assert vars(model)[_KEPT] is not kept
+    fast(model, **GREEDY, draft=model)
+    assert vars(model)[_KEPT].draft is model
+
+
+def test_copies_start_without_what_was_prepared() -> None:
+    model = tiny("llama", seed=5)
+    fast(model, **GREEDY)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert vars(other)[_KEPT] is None
+        assert torch.equal(fast(other, **GREEDY), fast(model, **GREEDY))
+        assert vars(other)[_KEPT].model is other
+    assert set(model.state_dict()) == set(tiny("llama").state_dict())
+
+
+def test_models_are_collected_after_use() -> None:
+    model, other = tiny("llama", seed=5), tiny("llama", seed=6)
+    fast(model, **GREEDY, draft=other)
+    gone = [weakref.ref(model), weakref.ref(other)]
+    del model, other
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def _filled_cache() -> DynamicCache:
+    return target()(torch.tensor([PROMPTS[0][:3]]), use_cache=True).past_key_values
+
+
+def _masked(*row: int) -> dict[str, Any]:
+    return {"attention_mask": torch.tensor([row]), "input_ids": torch.tensor([[5] * len(row)])}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2}, "generation mode 'beam_search' is not supported; greedy search and sampling are"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "generation mode 'contrastive_search' is not supported"),
+    ({"prompt_lookup_num_tokens": 3}, "generation mode 'assisted_generation' is not supported"),
+    ({"dola_layers": "high"}, "generation mode 'dola_generation' is not supported"),
+    ({"guidance_scale": 2.0}, r"guidance_scale=2.0 is not supported"),
+    ({"forced_eos_token_id": 3}, "forced_eos_token_id=3 is not supported"),
+    ({"encoder_repetition_penalty": 1.5}, r"encoder_repetition_penalty=1.5 is not supported"),
+    ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size=2 is not supported"),
+    *(
+        ({name: True, "return_dict_in_generate": True}, f"{name} is not supported; only sequences are returned")
+        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    ),
+    (_masked(1, 1, 0), "attention_mask may have zeros on the left of a row alone: pad with padding_side='left'"),
+    (_masked(0, 1, 0, 1), "attention_mask may have zeros on the left"),
+    (_masked(0, 0), "attention_mask may have zeros on the left"),
+    ({"position_ids": torch.arange(1, 8)[None]}, "position_ids must count the tokens that attention_mask shows"),
+    ({"token_type_ids": torch.zeros(1, 7).long(), "architecture": "gpt2"}, "token_type_ids is not supported; only tok"),
+    ({"draft": "my-draft"}, "draft must be a loaded transformers model, not 'my-draft'"),
+    ({"method": "sd"}, "method 'sd' needs a draft model: give a draft"),
+    ({"method": "magic"}, "unknown method 'magic'; there are ar, sd, lookup"),
+    ({"token_streamer": Recorder(), "num_return_sequences": 2, "do_sample": True}, "takes a single sequence, not 2"),
+    ({"input_ids": torch.full((1, CONTEXT), 5)}, "prompt 0 has 256 tokens; the target's context of 256 leaves room"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
+    fast(target(), **GREEDY, draft=draft())  # what is kept of a call makes no later one pass
+    options = {"input_ids": torch.tensor([PROMPTS[0]])} | GREEDY | options
+    with pytest.raises(ValueError, match=message):
+        fast(target(options.pop("architecture", "llama")), {"input_ids": options.pop("input_ids")}, **options)
+
+
+def test_models_and_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="the draft's vocabulary has 32 entries, the target's 64"):
+        fast(target(), **GREEDY, draft=tiny("llama", vocab=32))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is in training mode"):
+        fast(tiny("llama").train(), **GREEDY)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is in training mode"):
+        fast(target(), **GREEDY, draft=tiny("gpt2").train())
+    with pytest.raises(ValueError, match="inputs_embeds is not supported"):
+        fast(target(), {"inputs_embeds": torch.zeros(1, 3, 32)}, **GREEDY)
+    with pytest.raises(ValueError, match="past_key_values must be empty and not quantized"):
+        fast(target(), {"input_ids": torch.tensor([PROMPTS[0]])}, **GREEDY, past_key_values=_filled_cache())
+    with pytest.raises(ValueError, match="rows may end at different lengths; set pad_token_id"):
+        criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), ["a"])])
+        fast(target("gpt2"), padded(PROMPTS[:2]), max_new_tokens=3, stopping_criteria=criteria)
+
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_run(path: Path) -> None:
+    command = [sys.executable, str(path), "--max-new-tokens", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "target forward" in done.stdout
+    assert len(path.read_text().splitlines()) < 40
+    if path.name == "greedy.py":
+        assert "same tokens as plain generate: True" in done.stdout
