@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,7 +137,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if path.suffix == ".gz":
         try:
             text = gzip.decompress(path.read_bytes()).decode()
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read {path}: {error}") from None
     else:
         text = read_text(path)

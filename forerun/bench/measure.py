@@ -33,7 +33,7 @@ def measure(
     """Measures what `records` does not have yet.
 
     The order of the methods turns by one from batch to batch and from round to round, so that none of them always
-    runs behind the same other one. `reference` names the method that greedy outputs are compared with.
+    comes first. `reference` names the method that greedy outputs are compared with.
     """
     first = next(iter(datasets.values()))[0]
     for run in runs.values():
