@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.zoo import resolve
@@ -17,9 +15,6 @@ from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Prompt = str | Sequence[int]
 DeviceMap = str | dict[str, Any] | int | torch.device
-
-# What transformers raises for folders and hub ids that are not what they should be, broken files included.
-_BROKEN = (OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -107,7 +102,7 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
         )
-    except _BROKEN as error:
+    except Exception as error:  # broken files and remote code may raise anything
         raise ValueError(f"cannot load {part} {name!r}: {_first_line(error)}") from error
     model, found = loaded
     if found["missing_keys"]:  # transformers fills these with random numbers
@@ -126,7 +121,7 @@ def load_tokenizer(
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: the folder has no tokenizer files")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except _BROKEN as error:
+    except Exception as error:  # broken files and remote code may raise anything
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {_first_line(error)}") from error
 
 
@@ -188,14 +183,16 @@ def check_prompts(
 ) -> PreTrainedTokenizerBase:
     """The target's tokenizer; raises ValueError where decoding would for the prompts' sake, without loading weights."""
     source = resolve(target, "target")
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
-    except _BROKEN as error:
+    except Exception as error:  # broken files and remote code may raise anything
         raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
     encode(prompts, tokenizer, getattr(config, "max_position_embeddings", None), config.vocab_size)
     return tokenizer
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What went wrong, with the kind of error where its text was not written to be read alone."""
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + (str(error).strip() or "no reason given").splitlines()[0]

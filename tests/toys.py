@@ -5,29 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
+import transformers
 from scipy.stats import chisquare
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LogitsProcessorList,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from forerun.draft import Draft
 from forerun.zoo.tokenizer import train_tokenizer
@@ -46,19 +30,76 @@ _SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_GPT_SIZES = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_ONE_HEAD_SIZE = _SIZES | {"head_dim": 8}
 _BOTH_KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_ARCHITECTURES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, _SIZES),
-    "gpt2": (
-        GPT2LMHeadModel,
-        GPT2Config,
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None},
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_UNTIED = {"tie_word_embeddings": False, "initializer_range": 0.4}  # else these repeat one token
+_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _SIZES),
+    "gpt2": ("GPT2LMHeadModel", _GPT_SIZES),
+    "qwen3": ("Qwen3ForCausalLM", _ONE_HEAD_SIZE),
+    "gemma": ("GemmaForCausalLM", _ONE_HEAD_SIZE),
+    "gemma2": ("Gemma2ForCausalLM", _ONE_HEAD_SIZE | _BOTH_KINDS),
+    "gemma3": ("Gemma3ForCausalLM", _ONE_HEAD_SIZE | _BOTH_KINDS),
+    "mistral": ("MistralForCausalLM", _SIZES | {"sliding_window": WINDOW}),
+}
+CORE = list(_ARCHITECTURES)  # every method and setting is tested with these, the others with fewer
+_ARCHITECTURES |= {
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        _SIZES | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, _SIZES | {"head_dim": 8}),
-    "gemma": (GemmaForCausalLM, GemmaConfig, _SIZES | {"head_dim": 8}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, _SIZES | {"head_dim": 8} | _BOTH_KINDS),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _SIZES | {"head_dim": 8} | _BOTH_KINDS),
-    "mistral": (MistralForCausalLM, MistralConfig, _SIZES | {"sliding_window": WINDOW}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _ONE_HEAD_SIZE | _EXPERTS | _UNTIED | {"num_experts": 4}),
+    "mixtral": ("MixtralForCausalLM", _SIZES | {"num_local_experts": 4}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        _SIZES
+        | _EXPERTS
+        | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 1}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "gpt_oss": ("GptOssForCausalLM", _ONE_HEAD_SIZE | _BOTH_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma4": (
+        "Gemma4ForCausalLM",  # the second half of the layers uses the entries of the first
+        _ONE_HEAD_SIZE
+        | {"sliding_window": WINDOW, "layer_types": _BOTH_KINDS["layer_types"] * 2, "num_hidden_layers": 4}
+        | {"num_kv_shared_layers": 2, "global_head_dim": 16}
+        | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    ),
+    "phi": ("PhiForCausalLM", _SIZES),
+    "phi3": ("Phi3ForCausalLM", _SIZES | {"sliding_window": WINDOW}),
+    "olmo2": ("Olmo2ForCausalLM", _SIZES),
+    "olmo3": ("Olmo3ForCausalLM", _SIZES | _BOTH_KINDS),
+    "granite": ("GraniteForCausalLM", _SIZES),
+    "smollm3": ("SmolLM3ForCausalLM", _SIZES | {"no_rope_layers": [1, 0]}),
+    "starcoder2": ("Starcoder2ForCausalLM", _SIZES | _UNTIED | {"sliding_window": WINDOW}),
+    "stablelm": ("StableLmForCausalLM", _SIZES),
+    "cohere": ("CohereForCausalLM", _SIZES | _UNTIED | {"logit_scale": 1.0}),
+    "falcon": (
+        "FalconForCausalLM",
+        {name: size for name, size in _SIZES.items() if name != "num_key_value_heads"}
+        | _UNTIED
+        | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        {name: size for name, size in _SIZES.items() if name != "num_key_value_heads"} | _UNTIED,
+    ),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT_SIZES | _UNTIED),
+    "gptj": ("GPTJForCausalLM", _GPT_SIZES | _UNTIED | {"rotary_dim": 4}),
+    "opt": (
+        "OPTForCausalLM",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 16}
+        | {"init_std": 0.4, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False},
+    ),
 }
 ARCHITECTURES = list(_ARCHITECTURES)
 
@@ -67,10 +108,11 @@ def tiny(
     architecture: str, seed: int = 0, *, vocab: int = VOCAB, context: int = CONTEXT, attention: str | None = None
 ) -> PreTrainedModel:
     """A random model of that architecture in float32; attention is the architecture's default where none is named."""
-    model, config, sizes = _ARCHITECTURES[architecture]
+    name, sizes = _ARCHITECTURES[architecture]
+    kind = getattr(transformers, name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = model(config(vocab_size=vocab, max_position_embeddings=context, **sizes))
+        made = kind(kind.config_class(vocab_size=vocab, max_position_embeddings=context, **sizes))
     if attention is not None:
         made.set_attn_implementation(attention)
     return made.eval()

@@ -67,6 +67,9 @@ def generate(
     seed: SeedOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    device_map: Annotated[
+        str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
+    ] = None,
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
@@ -108,6 +111,7 @@ def generate(
         tokenizer=tokenizer,
         dtype=dtype,
         device=device,
+        device_map=device_map,
         trust_remote_code=trust_remote_code,
     )
     if as_json:

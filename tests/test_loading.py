@@ -1,0 +1,326 @@
+"""What `load` makes of folders: pairs of tokenizers, padded vocabularies, broken checkpoints, device maps."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, normalizers
+from toys import noisy_copy, tiny, tiny_tokenizer
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    SuppressTokensLogitsProcessor,
+)
+
+import forerun
+from forerun import Decoder, loading
+from forerun.cli import main
+from forerun.decode import Generation
+from forerun.drafters.chain import ChainDrafter
+from forerun.lengths import FixedLength
+from forerun.loading import check_tokenizers
+from forerun.methods import AR, SD
+from forerun.model import CausalLM
+from forerun.sampling import Sampler
+
+PROMPTS = ["the cat sat", "def add(a", "for"]
+
+
+def changed(old: str, new: str) -> PreTrainedTokenizerBase:
+    """The toys' tokenizer with something in its file replaced everywhere."""
+    text = tiny_tokenizer().backend_tokenizer.to_str()
+    assert old in text
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text.replace(old, new)))
+
+
+def with_more(*tokens: str) -> PreTrainedTokenizerBase:
+    tokenizer = changed("{", "{")
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
+
+
+def lowercasing() -> PreTrainedTokenizerBase:
+    """Equal vocabulary, other texts."""
+    tokenizer = changed("{", "{")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with its tokenizer, and a draft."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny("llama", vocab=len(tiny_tokenizer()))
+    target.save_pretrained(root / "target")
+    tiny_tokenizer().save_pretrained(root / "target")
+    noisy_copy(target, 0.02).save_pretrained(root / "draft")
+    return root
+
+
+@pytest.fixture
+def copies(folders: Path, tmp_path: Path) -> Path:
+    """The same to break."""
+    shutil.copytree(folders, tmp_path / "copies")
+    return tmp_path / "copies"
+
+
+OTHERS = [
+    (lambda: changed('"~"', '"<tilde>"'), r"token \d+ is '<tilde>' there and '~' in the target's; a draft must share"),
+    (lambda: with_more("<new>"), "token 300 is '<new>' there and missing in the target's"),
+    (lowercasing, r"of the text .*SHE'LL.*, token number 0 is \d+ there and \d+ in the target's"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), OTHERS)
+def test_the_first_difference_of_tokenizers_is_shown_before_weights_are_loaded(
+    make, message: str, copies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make().save_pretrained(copies / "draft")
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights loaded"))
+    with pytest.raises(ValueError, match=f"draft '.*draft': its tokenizer differs from the target's: {message}"):
+        forerun.load(copies / "target", draft=copies / "draft")
+    with pytest.raises(ValueError, match=message):
+        forerun.load(tiny("llama", vocab=300), draft=copies / "draft", tokenizer=tiny_tokenizer())
+
+
+def test_a_token_that_only_the_target_has_is_a_difference() -> None:
+    with pytest.raises(ValueError, match="token 300 is missing there and '<new>' in the target's"):
+        check_tokenizers(with_more("<new>"), tiny_tokenizer(), "d")
+
+
+def test_equal_tokenizers_with_other_special_roles_pass() -> None:
+    other = changed("{", "{")
+    assert other.eos_token is None and tiny_tokenizer().eos_token is not None
+    check_tokenizers(tiny_tokenizer(), other, "d")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_draft_folder_with_the_same_tokenizer_or_none_is_taken(own: bool, copies: Path) -> None:
+    if own:
+        tiny_tokenizer().save_pretrained(copies / "draft")
+    decoder = forerun.load(copies / "target", draft=copies / "draft")
+    assert decoder.draft is not None
+    plain = forerun.load(copies / "target", method="ar")
+    done = decoder.generate(PROMPTS, max_new_tokens=12)
+    assert [row.tokens for row in done] == [row.tokens for row in plain.generate(PROMPTS, max_new_tokens=12)]
+    assert sum(row.stats.accepted for row in done)
+
+
+def resized(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """A copy with rows cut from, or random ones put behind, its embeddings."""
+    copy = noisy_copy(model, 0.02)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        copy.resize_token_embeddings(size, mean_resizing=False)
+    return copy
+
+
+SIZES = [(300, 320), (320, 300), (310, 320)]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), SIZES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_vocabularies_of_other_sizes_draft(ours: int, theirs: int, temperature: float) -> None:
+    base = tiny("llama", vocab=300)
+    target, draft = resized(base, ours), resized(base, theirs)
+    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 5, "top_k": 9 if temperature else 0}
+    decoder = Decoder(target, tiny_tokenizer(), draft, SD(3))
+    done = decoder.generate(PROMPTS, **options)
+    assert sum(row.stats.accepted for row in done)
+    assert max(token for row in done for token in row.tokens) < ours
+    if not temperature:
+        plain = Decoder(target, tiny_tokenizer(), None, AR()).generate(PROMPTS, **options)
+        assert [row.tokens for row in done] == [row.tokens for row in plain]
+
+
+def test_laws_of_a_draft_have_the_targets_length_and_no_mass_where_it_has_no_token() -> None:
+    base = tiny("llama", vocab=300)
+    for size, theirs in ((320, 300), (300, 320)):
+        drafter = ChainDrafter(CausalLM(resized(base, theirs)), FixedLength(3), size)
+        seq = Generation([5, 6, 7], 20, sampler=Sampler(greedy=False), generator=torch.Generator().manual_seed(0))
+        drafter.start([seq])
+        law = drafter.propose([seq]).drafts[0].q
+        assert law is not None and law.shape == (3, size)
+        torch.testing.assert_close(law.sum(-1), torch.ones(3))
+        assert not law[:, 300:].any()
+        assert law[:, :300].all()
+
+
+class Forces(LogitsProcessor):
+    """Makes one token certain at a length."""
+
+    def __init__(self, length: int, token: int) -> None:
+        self.length, self.token = length, token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] != self.length:
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.token] = 0.0
+        return forced
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_behind_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sampled: bool) -> None:
+    base = tiny("llama", vocab=300)
+    target, draft = resized(base, 320), resized(base, 300)
+    # Row 0 begins with such a token, row 1 says one, row 2 is too long for that.
+    prompts = [[4, 310, 6], [7, 8, 9, 10], list(range(20, 31))]
+    processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(300, 320))), Forces(9, 315)])
+    config = GenerationConfig(max_new_tokens=20, do_sample=sampled, eos_token_id=None)
+    torch.manual_seed(0)
+    decoder = Decoder(target, tiny_tokenizer(), draft, SD(3))
+    done = decoder.generate(prompts, config, logits_processor=processors)
+    assert [row.finish_reason for row in done] == ["length"] * 3
+    assert done[1].tokens[5] == 315
+    assert done[0].stats.drafted == 0
+    said = 0
+    for step in done[1].steps:
+        assert not (step.drafted and said > 5)
+        said += len(step.tokens)
+    assert any(step.drafted for step in done[1].steps)
+    assert all(step.drafted for step in done[2].steps[:-1])
+    if not sampled:
+        plain = Decoder(target, tiny_tokenizer(), None, AR())
+        wanted = plain.generate(prompts, config, logits_processor=processors)
+        assert [row.tokens for row in done] == [row.tokens for row in wanted]
+
+
+def test_sizes_differ_by_padding_alone() -> None:
+    base = tiny("llama", vocab=300)
+    with pytest.raises(ValueError, match="has 320 entries, the target's 300, and no tokenizer says"):
+        forerun.load(base, draft=resized(base, 320))
+    with pytest.raises(ValueError, match="has 290 entries, the target's 300, and the tokenizer 300"):
+        forerun.load(base, draft=resized(base, 290), tokenizer=tiny_tokenizer())
+    with pytest.raises(ValueError, match="has 300 entries, the target's 290, and the tokenizer 300"):
+        forerun.load(resized(base, 290), draft=base, tokenizer=tiny_tokenizer())
+
+
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    # For this one transformers would make up an empty tokenizer.
+    GPT2Config(n_embd=32, n_layer=1, n_head=4).save_pretrained(folder)
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def pickled_rubbish(folder: Path) -> None:
+    without_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"rubbish")
+
+
+def lacking_one(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def of_another_size(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 64', '"intermediate_size": 96'))
+
+
+BROKEN = [
+    (emptied, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
+    (without_tokenizer, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
+    (without_config, "cannot load target '.*target': .*config.json"),
+    (without_weights, "cannot load target '.*target': .*no file named model.safetensors"),
+    (truncated, "cannot load target '.*target': .*header"),
+    (pickled_rubbish, "cannot load target '.*target': "),
+    (lacking_one, "cannot load target '.*target': no weights for model.layers.1.mlp.up_proj.weight$"),
+    (of_another_size, "cannot load target '.*target': "),
+]
+
+
+@pytest.mark.parametrize(("breaks", "message"), BROKEN)
+def test_broken_folders_are_named_in_one_line(breaks, message: str, copies: Path) -> None:
+    breaks(copies / "target")
+    with pytest.raises(ValueError, match=message) as caught:
+        forerun.load(copies / "target")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("breaks", [emptied, without_weights, truncated])
+def test_broken_drafts_are_named(breaks, copies: Path) -> None:
+    breaks(copies / "draft")
+    with pytest.raises(ValueError, match=r"cannot load draft '.*draft': "):
+        forerun.load(copies / "target", draft=copies / "draft")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "options", "message"),
+    [
+        (emptied, [], "cannot load the tokenizer of './draft'"),
+        (without_config, [], "cannot load target './draft'"),
+        (without_weights, [], "cannot load target './draft'"),
+        (truncated, [], "cannot load target './draft'"),
+        (lambda folder: None, ["--target", "./target", "--draft", "./draft"], "draft './draft': its tokenizer differs"),
+        (lambda folder: None, ["--device-map", "auto", "--device", "cpu"], "give device or device_map, not both"),
+    ],
+)
+def test_on_the_command_line_they_are_one_line_and_exit_2(
+    breaks, options: list[str], message: str, copies: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    OTHERS[0][0]().save_pretrained(copies / "draft")
+    breaks(copies / "draft")
+    monkeypatch.chdir(copies)
+    monkeypatch.setattr("sys.argv", ["forerun", "generate", "x", "--target", "./draft", *options])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    said = capsys.readouterr()
+    assert caught.value.code == 2
+    assert said.out == ""
+    assert said.err.startswith(f"forerun: {message}")
+    assert said.err.count("\n") == 1
+
+
+def test_a_device_map_goes_to_transformers(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = []
+    own = loading.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args, device_map=None, **options):
+        maps.append(device_map)
+        return own(*args, **options)
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    decoder = forerun.load(folders / "target", draft=folders / "draft", device_map={"": "cpu"})
+    assert maps == [{"": "cpu"}, {"": "cpu"}]
+    assert len(decoder.generate("the", max_new_tokens=5, ignore_eos=True).tokens) == 5
+    with pytest.raises(ValueError, match="give device or device_map, not both"):
+        forerun.load(folders / "target", device="cpu", device_map="auto")
+    with pytest.raises(ValueError, match="give device, not device_map"):
+        forerun.load(device_map="auto")
+
+
+@pytest.mark.skipif(find_spec("accelerate") is not None, reason="accelerate is installed")
+def test_a_device_map_without_accelerate_is_one_clear_line(folders: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot load target '.*target': .*requires `accelerate`") as caught:
+        forerun.load(folders / "target", device_map="auto")
+    assert "\n" not in str(caught.value)
