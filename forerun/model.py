@@ -181,17 +181,16 @@ class CausalLM:
         """
         rows, longest, device = len(positions), max(self.cache.lengths), positions.device
         lengths = torch.tensor(self.cache.lengths, device=device)
-        inner = torch.eye(new, dtype=torch.bool).repeat(rows, 1, 1)
-        for row in range(rows):
-            if masks is None:
-                inner[row] = torch.ones(new, new, dtype=torch.bool).tril_()
-            else:
-                size = len(masks[row])
-                inner[row, :size, :size] = masks[row]
-        seen = torch.zeros(rows, new, longest + new, dtype=torch.bool, device=device)
-        seen |= (torch.arange(longest + new, device=device) < lengths[:, None])[:, None]
-        columns = (lengths[:, None] + torch.arange(new, device=device))[:, None].expand(rows, new, new)
-        seen.scatter_(2, columns, inner.to(device))
+        slots, added = torch.arange(longest + new, device=device), torch.arange(new, device=device)
+        columns = (lengths[:, None] + added)[:, None].expand(rows, new, new)
+        if masks is None:
+            seen = slots <= columns[:, 0, :, None]
+        else:
+            inner = torch.eye(new, dtype=torch.bool).repeat(rows, 1, 1)
+            for row, mask in enumerate(masks):
+                inner[row, : len(mask), : len(mask)] = mask
+            seen = (slots < lengths[:, None])[:, None].repeat(1, new, 1)
+            seen.scatter_(2, columns, inner.to(device))
 
         def additive(visible: Tensor) -> Tensor:
             lowest = torch.finfo(self.model.dtype).min

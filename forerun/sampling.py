@@ -67,8 +67,15 @@ class Sampler:
 
 
 def draw(law: Tensor, generator: torch.Generator | None) -> int:
-    """One token from a law [V], which need not be normalised."""
-    return int(torch.multinomial(law, 1, generator=generator))
+    """One token from a law [V], which need not be normalised.
+
+    By the inverse of the distribution function: torch.multinomial draws a random number for every entry, which took
+    ten times as long.
+    """
+    below = law.cumsum(-1, dtype=torch.float64)
+    at = torch.rand((), dtype=torch.float64, generator=generator, device=law.device) * below[-1]
+    # `right` passes over entries of probability 0; rounding may put `at` at the very end.
+    return min(int(torch.searchsorted(below, at, right=True)), len(law) - 1)
 
 
 @dataclass(frozen=True)
