@@ -30,6 +30,7 @@ from forerun.loading import (
     check_vocabularies,
     draft_tokenizer,
     encode,
+    is_spread,
     load_model,
     load_tokenizer,
 )
@@ -228,7 +229,11 @@ class Decoder:
             seed = int(torch.randint(2**31, (1,)))
         split = [text for text in stop if not text.isascii()]
         seqs, texts = [], []
+        sampler = None
         for i, row in enumerate(rows):
+            # One for all rows where prompts do not matter, so that rows can be sampled together.
+            if sampler is None or not sampler.prefix_free:
+                sampler = Sampler(not config.do_sample, self.target.processors(config, len(row), processors))
             limit = len(row) + config.max_new_tokens if config.max_new_tokens is not None else config.max_length
             if limit <= len(row):
                 raise ValueError(f"max_length {limit} leaves no room behind the {len(row)} tokens of prompt {i}")
@@ -243,10 +248,7 @@ class Decoder:
                 Generation(
                     tokens=list(row),
                     limit=min(limit, self.target.context or limit),
-                    sampler=Sampler(
-                        greedy=not config.do_sample,
-                        processors=self.target.processors(config, len(row), processors),
-                    ),
+                    sampler=sampler,
                     eos=eos,
                     criteria=own,
                     generator=generator,
@@ -373,8 +375,10 @@ def load(
     how["trust_remote_code"] = trust_remote_code
 
     def ready(source: str | Path | PreTrainedModel, part: str) -> CausalLM:
-        # A model that nobody else holds need not survive the packing of its weights.
-        return prepare(load_model(source, part, **how), fast, in_place=isinstance(source, str | Path))
+        model = load_model(source, part, **how)
+        # A model that nobody else holds need not survive the packing of its weights. Weights that are elsewhere come
+        # only where transformers' own modules ask for them.
+        return prepare(model, fast and not is_spread(model), in_place=isinstance(source, str | Path))
 
     return Decoder(
         ready(target, "target"),

@@ -111,6 +111,12 @@ def load_model(
     return model if placed else model.to(device)
 
 
+def is_spread(model: PreTrainedModel) -> bool:
+    """Whether a device map put the model's parts on several devices (disk is one), between which hooks move things."""
+    places = getattr(model, "hf_device_map", None) or {}
+    return len(set(places.values())) > 1 or model.device.type == "meta"
+
+
 def load_tokenizer(
     source: str | Path, part: str = "target", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:

@@ -319,6 +319,13 @@ def test_a_device_map_goes_to_transformers(folders: Path, monkeypatch: pytest.Mo
         forerun.load(device_map="auto")
 
 
+def test_a_model_that_is_spread_over_devices_runs_as_it_is() -> None:
+    model = tiny("qwen3")
+    assert forerun.load(model, method="ar").target.model is not model  # else packed
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    assert forerun.load(model, method="ar").target.model is model
+
+
 @pytest.mark.skipif(find_spec("accelerate") is not None, reason="accelerate is installed")
 def test_a_device_map_without_accelerate_is_one_clear_line(folders: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot load target '.*target': .*requires `accelerate`") as caught:

@@ -12,6 +12,8 @@ from transformers import (
     FalconForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MambaConfig,
@@ -19,6 +21,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -132,6 +136,23 @@ def chunked() -> PreTrainedModel:
     return Llama4ForCausalLM(Llama4TextConfig(pad_token_id=0, **sizes, **more))
 
 
+_SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+_SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def lfm2() -> PreTrainedModel:
+    return Lfm2ForCausalLM(Lfm2Config(**_SMALL, layer_types=["conv", "full_attention"]))
+
+
+def qwen3_next() -> PreTrainedModel:
+    kinds = ["linear_attention", "full_attention"]
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    experts = {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(**_SMALL, layer_types=kinds, head_dim=8, linear_value_head_dim=8, **linear, **experts)
+    )
+
+
 def flex() -> PreTrainedModel:
     return tiny("llama", attention="flex_attention")
 
@@ -165,6 +186,8 @@ def longrope() -> PreTrainedModel:
         (longrope, "Phi3ForCausalLM .*longrope"),
         (mamba, "MambaForCausalLM.*roll back"),
         (chunked, "Llama4ForCausalLM.*roll back.*chunked_attention"),
+        (lfm2, "Lfm2ForCausalLM.*roll back.*conv"),
+        (qwen3_next, "Qwen3NextForCausalLM.*roll back.*linear_attention"),
         (t5, "T5ForConditionalGeneration.*encoder-decoder"),
         (bloom, "BloomForCausalLM.*position_ids"),
         (flex, "flex_attention.*attn_implementation"),
