@@ -30,7 +30,6 @@ from forerun.loading import (
     check_vocabularies,
     draft_tokenizer,
     encode,
-    is_spread,
     load_model,
     load_tokenizer,
 )
@@ -378,7 +377,7 @@ def load(
         model = load_model(source, part, **how)
         # A model that nobody else holds need not survive the packing of its weights. Weights that are elsewhere come
         # only where transformers' own modules ask for them.
-        return prepare(model, fast and not is_spread(model), in_place=isinstance(source, str | Path))
+        return prepare(model, fast, in_place=isinstance(source, str | Path))
 
     return Decoder(
         ready(target, "target"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.model import context_of
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
@@ -111,12 +112,6 @@ def load_model(
     return model if placed else model.to(device)
 
 
-def is_spread(model: PreTrainedModel) -> bool:
-    """Whether a device map put the model's parts on several devices (disk is one), between which hooks move things."""
-    places = getattr(model, "hf_device_map", None) or {}
-    return len(set(places.values())) > 1 or model.device.type == "meta"
-
-
 def load_tokenizer(
     source: str | Path, part: str = "target", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -194,7 +189,7 @@ def check_prompts(
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
     except Exception as error:  # broken files and remote code may raise anything
         raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
-    encode(prompts, tokenizer, getattr(config, "max_position_embeddings", None), config.vocab_size)
+    encode(prompts, tokenizer, context_of(config), config.vocab_size)
     return tokenizer
 
 

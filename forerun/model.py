@@ -19,12 +19,26 @@ LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None, bool], Tensor]
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
-def _reads_slots_as_positions(config: PreTrainedConfig) -> bool:
-    """Models whose attention does not follow from `position_ids` and the mask alone."""
+# Their attention does not follow from `position_ids` and the mask alone, or they are encoders that count positions in
+# their own way or see what comes behind a token.
+_OWN_POSITIONS = {"gpt_neo", "moshi"} | {
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model's positions allow, None where its configuration names none.
+
+    longrope ends where its short factors do: longer ones would change every position of a sequence, and drafts and
+    other rows would decide when.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {rope.get("rope_type"), *(value.get("rope_type") for value in rope.values() if isinstance(value, dict))}
-    # longrope and dynamic choose their factors by the largest position of a forward, other rows' and drafts' too.
-    return bool(getattr(config, "alibi", False) or config.model_type == "gpt_neo" or kinds & {"longrope", "dynamic"})
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            limits.append(part.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit), default=None)
 
 
 class CausalLM:
@@ -47,10 +61,10 @@ class CausalLM:
             raise ValueError(f"{name} is an encoder-decoder; a decoder-only model is needed")
         if getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION:
             raise ValueError(f"{name} has layers that cannot roll back: {sorted(kinds - _ATTENTION) or 'recurrent'}")
-        if _reads_slots_as_positions(config):
+        if getattr(config, "alibi", False) or config.model_type in _OWN_POSITIONS:
             raise ValueError(
-                f"{name} takes positions from its cache (ALiBi, local attention) or rotary factors from the "
-                "longest row (longrope, dynamic): drafts and batches would change what it says"
+                f"{name} takes positions from its cache or counts them in its own way (ALiBi, local attention, "
+                "encoders as decoders): drafts and batches would change what it says"
             )
         if "position_ids" not in accepted or "past_key_values" not in accepted:
             raise ValueError(f"{name}.forward takes no position_ids and past_key_values; it cannot run drafts")
@@ -73,8 +87,8 @@ class CausalLM:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that the positions allow, None where the configuration names none."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """The longest sequence that the positions allow (`context_of`)."""
+        return context_of(self.config)
 
     @property
     def vocab_size(self) -> int:

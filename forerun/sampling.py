@@ -7,7 +7,7 @@ it is applied child by child on what is left of the target's law (recursive reje
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,7 @@ class Sampler:
         if not self.processors:
             return scores
         scores = scores.clone()  # some processors write in place
-        if all(type(processor) in _PREFIX_FREE for processor in self.processors):
+        if self.prefix_free:
             nothing = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
             return self.processors(nothing, scores)  # type: ignore[arg-type]
         prefixes = [prefix(i) for i in range(len(scores))]
@@ -58,12 +58,36 @@ class Sampler:
             scores[rows] = self.processors(ids, scores[rows])  # type: ignore[arg-type]
         return scores
 
-    def choose(self, scores: Tensor, generator: torch.Generator | None) -> tuple[int, Tensor | None]:
-        """The next token from scores [V], and the law [V] it was drawn from (None for greedy)."""
-        if self.greedy:
-            return int(scores.argmax()), None
-        law = scores.softmax(-1)
-        return draw(law, generator), law
+    @property
+    def prefix_free(self) -> bool:
+        """Whether its processors look at the scores alone."""
+        return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
+
+
+def choose(
+    samplers: Sequence[Sampler],
+    logits: Tensor,
+    prefix: Callable[[int], list[int]],
+    generators: Sequence[torch.Generator | None],
+) -> tuple[list[int], Tensor, Tensor | None]:
+    """The next token of each row from logits [R, V], the processed scores [R, V], and the laws [R, V] that tokens were
+    drawn from (None where all rows are greedy). `prefix(r)` gives the tokens before row r's choice."""
+    first = samplers[0]
+    if all(sampler is first for sampler in samplers) and first.prefix_free:
+        scores = first.scores(logits, prefix)
+    elif any(sampler.processors for sampler in samplers):
+        each = [sampler.scores(logits[r : r + 1], lambda _, r=r: prefix(r)) for r, sampler in enumerate(samplers)]  # type: ignore[misc]
+        scores = torch.cat([row.to(logits.device) for row in each])
+    else:
+        scores = logits.float()
+    if all(sampler.greedy for sampler in samplers):
+        return scores.argmax(-1).tolist(), scores, None
+    laws = scores.softmax(-1)
+    tokens = [
+        int(scores[r].argmax()) if sampler.greedy else draw(laws[r], generator)
+        for r, (sampler, generator) in enumerate(zip(samplers, generators, strict=True))
+    ]
+    return tokens, scores, laws
 
 
 def draw(law: Tensor, generator: torch.Generator | None) -> int:

@@ -23,11 +23,15 @@ from transformers import (
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+from forerun import Decoder
 from forerun.draft import Draft
+from forerun.methods import Lookup
 from forerun.model import CausalLM
 
 
@@ -170,6 +174,11 @@ def alibi() -> PreTrainedModel:
     )
 
 
+def roberta() -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return RobertaForCausalLM(RobertaConfig(vocab_size=32, is_decoder=True, **sizes))
+
+
 def longrope() -> PreTrainedModel:
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -183,7 +192,7 @@ def longrope() -> PreTrainedModel:
     [
         (gpt_neo, "GPTNeoForCausalLM takes positions from its cache"),
         (alibi, "FalconForCausalLM takes positions"),
-        (longrope, "Phi3ForCausalLM .*longrope"),
+        (roberta, "RobertaForCausalLM takes positions"),
         (mamba, "MambaForCausalLM.*roll back"),
         (chunked, "Llama4ForCausalLM.*roll back.*chunked_attention"),
         (lfm2, "Lfm2ForCausalLM.*roll back.*conv"),
@@ -196,3 +205,14 @@ def longrope() -> PreTrainedModel:
 def test_what_cannot_run_trees_is_refused(make, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         CausalLM(make())
+
+
+def test_longrope_ends_where_its_factors_would_change() -> None:
+    model = longrope()
+    assert model.config.max_position_embeddings > 32
+    assert CausalLM(model).context == 32
+    decoder = Decoder(model, None, None, Lookup(4, 1))
+    for prompt in ([3, 4, 5, 3, 4], [7] * 20):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, max_length=32, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
+        assert decoder.generate(prompt, max_new_tokens=40, ignore_eos=True).tokens == wanted

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from torch import Tensor
 from toys import p_value, random_tree
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -16,7 +17,7 @@ from transformers.generation import logits_process as hf
 
 from forerun import sampling
 from forerun.draft import Draft
-from forerun.sampling import Sampler, accept
+from forerun.sampling import Sampler, accept, choose, draw
 
 V, LENGTH, TRIALS = 4, 3, 6000
 FITS, BROKEN = 1e-4, 1e-6
@@ -252,7 +253,37 @@ def test_scores_leave_the_logits_alone() -> None:
 
 
 def test_choose() -> None:
-    scores = torch.tensor([0.0, 2.0, 1.0])
-    assert Sampler(True).choose(scores, None) == (1, None)
-    token, chosen_from = Sampler(False).choose(torch.tensor([-torch.inf, 0.0, -torch.inf]), None)
-    assert token == 1 and chosen_from is not None and chosen_from.tolist() == [0.0, 1.0, 0.0]
+    logits = torch.tensor([[0.0, 2.0, 1.0], [-torch.inf, 0.0, -torch.inf]])
+    tokens, scores, laws = choose([Sampler(True)] * 2, logits, lambda _: [0], [None, None])
+    assert tokens == [1, 1] and scores.equal(logits) and laws is None
+    tokens, _, laws = choose([Sampler(True), Sampler(False)], logits, lambda _: [0], [None, None])
+    assert tokens == [1, 1] and laws is not None and laws[1].tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("names", [[], ["warm"], ["warm", "ngram"], ["repetition"]])
+def test_rows_chosen_together_are_chosen_as_alone(names: list[str]) -> None:
+    known = {"warm": hf.TemperatureLogitsWarper(0.7), **PREFIX_READERS}
+    processors = LogitsProcessorList([known[name] for name in names])
+    logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(4))
+    prefixes = [[1, 2, 1], [3], [0, 0, 0, 0], [5, 4], [2, 1, 2]]
+    shared = Sampler(False, processors)
+    for samplers in ([shared] * 5, [Sampler(row % 2 == 0, processors) for row in range(5)]):
+        generators = [torch.Generator().manual_seed(row) for row in range(5)]
+        tokens, scores, laws = choose(samplers, logits, lambda row: prefixes[row], generators)
+        for row, sampler in enumerate(samplers):
+            alone = choose(
+                [sampler],
+                logits[row : row + 1],
+                lambda _, row=row: prefixes[row],  # type: ignore[misc]
+                [torch.Generator().manual_seed(row)],
+            )
+            assert alone[0] == [tokens[row]] and alone[1].equal(scores[row : row + 1])
+            assert laws is not None and (alone[2] is None or alone[2].equal(laws[row : row + 1]))
+
+
+def test_draws_follow_the_law_and_never_give_what_has_no_probability() -> None:
+    law = torch.tensor([0.0, 0.5, 0.0, 1.5, 2.0, 0.0])  # not normalised
+    generator = torch.Generator().manual_seed(5)
+    counts = torch.bincount(torch.tensor([draw(law, generator) for _ in range(4000)]), minlength=6)
+    assert not counts[law == 0].any()
+    assert chisquare(counts[law > 0].numpy(), (law[law > 0] / law.sum() * 4000).numpy()).pvalue > 1e-3

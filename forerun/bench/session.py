@@ -22,7 +22,7 @@ from forerun.bench.report import results
 from forerun.bench.runners import Run, decoder_run
 from forerun.files import read_text, write_text
 from forerun.loading import check_tokenizers, draft_tokenizer, load_model, load_tokenizer
-from forerun.model import CausalLM
+from forerun.model import CausalLM, context_of
 from forerun.runtime import prepare
 from forerun.zoo import resolve
 
@@ -92,11 +92,11 @@ def load_prompts(
             if drafts is not None:
                 check_tokenizers(tokenizer, drafts, plan.draft)
     config = _config(plan.target, "target", plan.trust_remote_code)
-    contexts = [getattr(config, "max_position_embeddings", None)]
+    contexts = [context_of(config)]
     if any(name.startswith(ASSISTED) for name in plan.methods) and plan.draft is not None:
         # Our drafter stops where its model's context ends; transformers' assistant does not.
         draft = _config(plan.draft, "draft", plan.trust_remote_code)
-        contexts.append(getattr(draft, "max_position_embeddings", None))
+        contexts.append(context_of(draft))
     context = min((each for each in contexts if each is not None), default=None)
     longest = None if context is None else context - plan.max_new_tokens
     if longest is not None and longest < 1:

@@ -13,7 +13,7 @@ from forerun.decode import Generation, Proposal
 from forerun.draft import Draft
 from forerun.lengths import LengthPolicy
 from forerun.model import CausalLM
-from forerun.sampling import Verdict
+from forerun.sampling import Verdict, choose
 
 
 class ChainDrafter:
@@ -57,20 +57,23 @@ class ChainDrafter:
             logits = self.model.extend(pending)
             forward_seconds += perf_counter() - begun
             forwards += 1
-            for row, seq in enumerate(seqs):
-                if not going[row]:
-                    continue
-                drafted = tokens[row]
-                scores = self._scores(seq, drafted, logits[row][-1:])
-                token, law = seq.sampler.choose(scores, seq.generator)
-                drafted.append(token)
-                if law is not None:
-                    laws[row].append(law)
-                asked = perf_counter()
+            rows = [row for row, on in enumerate(going) if on]
+            chosen, scores, law = choose(
+                [seqs[row].sampler for row in rows],
+                self._fitted(torch.stack([logits[row][-1] for row in rows])),
+                lambda i, rows=rows: seqs[rows[i]].tokens + tokens[rows[i]],  # type: ignore[misc]
+                [seqs[row].generator for row in rows],
+            )
+            for i, (row, token) in enumerate(zip(rows, chosen, strict=True)):
+                tokens[row].append(token)
+                if law is not None and not seqs[row].sampler.greedy:
+                    laws[row].append(law[i])
                 # Behind an end token nothing can be committed; a processor may have forced a token that is unknown.
-                last = len(drafted) == depth[row] or token in seq.eos or not self._knows([token])
-                going[row] = not last and self.policy.more(drafted, scores)
-                policy_seconds += perf_counter() - asked
+                going[row] = len(tokens[row]) < depth[row] and token not in seqs[row].eos and self._knows([token])
+            asked = perf_counter()
+            for i, row in enumerate(rows):
+                going[row] = going[row] and self.policy.more(tokens[row], scores[i])
+            policy_seconds += perf_counter() - asked
         drafts = [
             Draft.chain(seq.tokens[-1], drafted, torch.stack(law) if law else None)
             for seq, drafted, law in zip(seqs, tokens, laws, strict=True)
@@ -86,9 +89,8 @@ class ChainDrafter:
     def keep(self, rows: list[int]) -> None:
         self.model.keep(rows)
 
-    def _scores(self, seq: Generation, drafted: list[int], logits: Tensor) -> Tensor:
-        """Processed scores [V] of the target's vocabulary behind the drafted tokens, from logits [1, the draft's V]."""
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Logits [R, V] of the target's vocabulary from those of the draft's."""
         missing = self.vocab_size - logits.shape[-1]
-        if missing:  # a negative number cuts
-            logits = functional.pad(logits, (0, missing), value=-torch.inf)
-        return seq.sampler.scores(logits, lambda _: seq.tokens + drafted)[0]
+        # A negative number cuts.
+        return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
