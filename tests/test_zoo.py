@@ -15,7 +15,7 @@ from forerun.api import Decoder
 from forerun.methods import METHODS
 from forerun.zoo import FOLDER
 from forerun.zoo.corpus import held_out_prompts, source_files, split_of
-from forerun.zoo.quantise import load_quantised, quantise, save_quantised
+from forerun.zoo.quantise import WEIGHTS, load_quantised, pack6, quantise, save_quantised, unpack6
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +53,32 @@ def test_held_out_prompts_come_from_test_files_only(pair: Decoder) -> None:
     assert prompts[:5] == held_out_prompts(pair.tokenizer, "test", count=5)
 
 
-def test_quantised_weights_come_back_within_half_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [8, 6])
+def test_quantised_weights_come_back_within_half_a_step(bits: int, tmp_path: Path) -> None:
     weight = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
-    whole, scale = quantise(weight)
-    assert whole.dtype == torch.int8
+    whole, scale = quantise(weight, bits)
+    assert whole.dtype == torch.int8 and whole.abs().max() == 2 ** (bits - 1) - 1
     assert ((whole * scale - weight).abs() <= scale / 2 + 1e-6).all()
 
     config = LlamaConfig(
         vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
     )
     model = LlamaForCausalLM(config).eval()
-    save_quantised(model, tmp_path, {"recipe": "test"})
+    save_quantised(model, tmp_path, {"recipe": "test"}, bits)
     first = load_quantised(tmp_path)
-    save_quantised(first, tmp_path / "again", {"recipe": "test"})
+    save_quantised(first, tmp_path / "again", {"recipe": "test"}, bits)
     second = load_quantised(tmp_path / "again")
     assert first.lm_head.weight is first.model.embed_tokens.weight
     ids = torch.arange(12)[None]
-    assert torch.allclose(first(ids).logits, model(ids).logits, atol=0.05)
+    assert torch.allclose(first(ids).logits, model(ids).logits, atol=0.05 * 4 ** (bits == 6))
     assert torch.equal(first(ids).logits, second(ids).logits)
+
+
+def test_six_bits_hold_every_value() -> None:
+    values = torch.arange(-31, 33).clamp(max=31).to(torch.int8).view(4, 16)
+    packed = pack6(values)
+    assert packed.dtype == torch.uint8 and packed.shape == (4, 12)
+    assert torch.equal(unpack6(packed), values)
 
 
 @pytest.mark.slow
@@ -102,8 +110,5 @@ def test_the_gate_is_kept_with_the_weights() -> None:
     # Greedy output of a target this small loops, and docs say so; drawn output must not.
     assert results["distinct_4gram_share"]["0.8"] >= 0.5
     assert sum(path.stat().st_size for path in FOLDER.rglob("*.safetensors")) < 32e6
-    digests = {
-        part: hashlib.sha256((FOLDER / part / "model.int8.safetensors").read_bytes()).hexdigest()
-        for part in ("target", "draft")
-    }
+    digests = {part: hashlib.sha256((FOLDER / part / WEIGHTS).read_bytes()).hexdigest() for part in ("target", "draft")}
     assert results["sha256"] == digests

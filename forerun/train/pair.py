@@ -161,7 +161,7 @@ def train_pair(
     pair = work / "pair"
     if not (pair / "target" / WEIGHTS).exists():
         tokenizer.save_pretrained(pair / "target")
-        save_quantised(train_target(work, recipe, corpus, compiled, say), pair / "target", note)
+        save_quantised(train_target(work, recipe, corpus, compiled, say), pair / "target", note, bits=6)
     target = load_quantised(pair / "target")
     draft = train_draft_on_corpus(work, recipe, corpus, compiled, say)
     test = held_batches(corpus.stream("test"), recipe.window)

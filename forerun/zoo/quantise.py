@@ -1,4 +1,4 @@
-"""Weights as int8 with one scale a row, so that the embedded pair stays small in git.
+"""Weights in 8 or 6 bits with one scale a row, so that the embedded pair stays small in git.
 
 What is loaded *is* the model: the draft is distilled on, and every number measured with, the weights as restored.
 """
@@ -13,24 +13,41 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-WEIGHTS = "model.int8.safetensors"
+WEIGHTS = "model.quantised.safetensors"
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 of a matrix [rows, columns] and its scales [rows, 1]."""
-    scale = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
+def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Symmetric integers (int8) of a matrix [rows, columns] and its scales [rows, 1]."""
+    largest = 2 ** (bits - 1) - 1
+    scale = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / largest
     return (weight / scale).round_().to(torch.int8), scale
 
 
-def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str]) -> None:
-    """Writes config.json and one safetensors file: matrices as int8 with scales, vectors in float32."""
+def pack6(values: Tensor) -> Tensor:
+    """Integers from -31 to 31 [rows, columns], four columns in three bytes: uint8 [rows, columns * 3 / 4]."""
+    a, b, c, d = (values + 32).to(torch.uint8).unflatten(1, (-1, 4)).unbind(-1)
+    return torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], -1).flatten(1)
+
+
+def unpack6(packed: Tensor) -> Tensor:
+    """The inverse of `pack6`, as int8."""
+    x, y, z = packed.unflatten(1, (-1, 3)).unbind(-1)
+    values = torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], -1)
+    return (values.flatten(1).to(torch.int16) - 32).to(torch.int8)
+
+
+def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str], bits: int = 8) -> None:
+    """Writes config.json and one safetensors file: matrices in 8 or 6 bits with scales, vectors in float32. In 6 bits
+    the columns must come in fours."""
+    assert bits in (6, 8)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     tensors = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach().float()
         if value.ndim == 2:
-            tensors[name], tensors[f"{name}.scale"] = quantise(value)
+            values, tensors[f"{name}.scale"] = quantise(value, bits)
+            tensors[name] = values if bits == 8 else pack6(values)
         else:
             tensors[name] = value.clone()
     temporary = folder / f"{WEIGHTS}.tmp"
@@ -39,11 +56,13 @@ def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str
 
 
 def load_quantised(folder: Path) -> LlamaForCausalLM:
-    """The float32 model that the int8 weights stand for; tied weights are tied again."""
+    """The float32 model that the stored weights stand for; tied weights are tied again."""
     tensors = load_file(folder / WEIGHTS)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = tensors[name]
+            if value.dtype == torch.uint8:
+                value = unpack6(value)
             parameter.copy_(value.float() * tensors[f"{name}.scale"] if value.dtype == torch.int8 else value)
     return model.eval()
