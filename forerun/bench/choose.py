@@ -69,12 +69,13 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str:
         raise ValueError(f"{name}.{key} must be of type {kind}, not {value!r}") from None
 
 
-def stored_tuning(target: str, draft: str | None) -> dict[str, dict[str, Any]]:
-    """Settings that were chosen for the embedded pair on its validation split, {method: {setting: value}}."""
+def stored_tuning(target: str, draft: str | None, temperature: float) -> dict[str, dict[str, Any]]:
+    """Settings that were chosen for the embedded pair on its validation split, {method: {setting: value}}: one choice
+    for greedy output and one, made at temperature 1, for drawn output."""
     path = FOLDER / "tuned.json"
     if target != EMBEDDED or draft not in (None, EMBEDDED) or not path.exists():
         return {}
-    return json.loads(read_text(path))
+    return json.loads(read_text(path))["sampling" if temperature else "greedy"]
 
 
 def peer_settings(name: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def bench(
     if draft is None and target == EMBEDDED:
         draft = EMBEDDED
     plan = Plan(
-        methods=parse_methods(_split(methods), method_arg or [], tune, stored_tuning(target, draft)),
+        methods=parse_methods(_split(methods), method_arg or [], tune, stored_tuning(target, draft, temperature)),
         datasets=tuple(_split(dataset)) or ("stdlib-test",),
         data=data,
         target=target,
