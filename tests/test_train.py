@@ -21,7 +21,7 @@ from forerun.train.distill import agreement, distill
 from forerun.train.lm import deepen, next_token_loss
 from forerun.train.loop import TrainConfig, train
 from forerun.train.own_output import own_output
-from forerun.train.pair import distinct_share
+from forerun.train.pair import best_between, distinct_share
 from forerun.zoo.corpus import split_of
 from forerun.zoo.tokenizer import train_tokenizer
 
@@ -226,6 +226,21 @@ def test_a_deeper_model_begins_as_the_shallow_one_and_can_learn_everywhere() -> 
     assert deep.lm_head.weight is deep.model.embed_tokens.weight
     deep(tokens).logits.square().sum().backward()
     assert all(layer.self_attn.o_proj.weight.grad.abs().sum() > 0 for layer in deep.model.layers)
+
+
+def test_the_best_place_between_two_models_is_found_and_taken() -> None:
+    model = small_llama(vocab=300)
+    end = {name: value.clone() for name, value in model.state_dict().items()}
+    start = {name: value + 1.0 for name, value in end.items()}
+    wanted = {name: value + 0.4 for name, value in end.items()}  # three fifths of the way
+
+    def loss() -> float:
+        return float(sum((value - wanted[name]).square().mean() for name, value in model.state_dict().items()))
+
+    losses = best_between(start, model, loss)
+    assert list(losses) == [0.2, 0.4, 0.6, 0.8, 1.0]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, wanted[name])
 
 
 @pytest.mark.slow
