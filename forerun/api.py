@@ -103,8 +103,12 @@ class Decoder:
         """
         self.target = target if isinstance(target, CausalLM) else prepare(target)
         self.draft = prepare(draft) if isinstance(draft, PreTrainedModel) else draft
+        if self.draft is not None and self.draft.device != self.target.device:
+            raise ValueError(
+                f"the draft is on {self.draft.device} and the target on {self.target.device}; put them on one"
+            )
         self.tokenizer = tokenizer
-        self.method = method if method is not None else methods.method(_default_method(draft is not None))
+        self.method = method if method is not None else methods.method(default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:
             raise ValueError(_NO_DRAFT.format(self.method.name))
         if self.draft is not None:
@@ -321,7 +325,7 @@ def _params(
     return replace(params, **options)
 
 
-def _default_method(has_draft: bool) -> str:
+def default_method(has_draft: bool) -> str:
     return "sd" if has_draft else "lookup"
 
 
@@ -359,7 +363,7 @@ def load(
     """
     if draft is None and isinstance(target, str) and target == EMBEDDED:
         draft = EMBEDDED
-    chosen = methods.method(method or _default_method(draft is not None), **options)
+    chosen = methods.method(method or default_method(draft is not None), **options)
     if chosen.needs_draft and draft is None:
         raise ValueError(_NO_DRAFT.format(chosen.name))
     if tokenizer is None and isinstance(target, str | Path):

@@ -27,11 +27,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import methods
-from forerun.api import Decoder, _default_method, check_supported
+from forerun.api import Decoder, check_supported, default_method
 from forerun.decode import Generation, Step
 from forerun.loading import encode
 from forerun.methods import Method
 from forerun.metrics import Stats, summarise
+from forerun.runtime import is_untouched
 from forerun.sampling import Sampler
 
 _KEPT = "_forerun_kept"  # the attribute of a target that its decoder is kept in
@@ -163,9 +164,16 @@ class _Kept:
         self.decoder, self.model, self.draft = decoder, model, draft
         self.weights = self._versions()
 
-    def _versions(self) -> list[tuple[int, int]]:
-        both = [*self.model.parameters(), *(self.draft.parameters() if self.draft is not None else ())]
-        return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in both]
+    def _versions(self) -> list[Any]:
+        """What changes with weights, modules, hooks and attention implementations."""
+        found: list[Any] = []
+        for model in (self.model, self.draft):
+            if model is not None:
+                found.append(model.config._attn_implementation)
+                found += [(id(module), is_untouched(module)) for module in model.modules()]
+                weights = model.parameters()
+                found += [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+        return found
 
     def fits(self, model: PreTrainedModel, draft: PreTrainedModel | None) -> bool:
         """Whether it was made of these models (None: of whatever draft) and of the weights that they have now."""
@@ -185,7 +193,7 @@ def _decoder(model: PreTrainedModel, draft: PreTrainedModel | None, method: str 
     for part in (model, draft):
         if part is not None and part.training:
             raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
-    chosen = methods.method(method or _default_method(draft is not None))
+    chosen = methods.method(method or default_method(draft is not None))
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):

@@ -94,12 +94,17 @@ def draw(law: Tensor, generator: torch.Generator | None) -> int:
     """One token from a law [V], which need not be normalised.
 
     By the inverse of the distribution function: torch.multinomial draws a random number for every entry, which took
-    ten times as long.
+    ten times as long. Raises ValueError for a law of NaN or of nothing.
     """
-    below = law.cumsum(-1, dtype=torch.float64)
-    at = torch.rand((), dtype=torch.float64, generator=generator, device=law.device) * below[-1]
-    # `right` passes over entries of probability 0; rounding may put `at` at the very end.
-    return min(int(torch.searchsorted(below, at, right=True)), len(law) - 1)
+    kind = torch.float32 if law.device.type == "mps" else torch.float64  # that has no float64
+    below = law.cumsum(-1, dtype=kind)
+    at = torch.rand((), dtype=kind, generator=generator, device=law.device) * below[-1]
+    index = int(torch.searchsorted(below, at, right=True))  # `right` passes over entries of probability 0
+    if index < len(law):
+        return index
+    if not float(below[-1]) > 0:
+        raise ValueError("no token can be drawn: the model's scores are not numbers, or all of them are -inf")
+    return int(law.nonzero()[-1])  # float32 can round up to the very end
 
 
 @dataclass(frozen=True)

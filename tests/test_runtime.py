@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from toys import CONTEXT, VOCAB, random_tree, tiny
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from forerun.draft import Draft
 from forerun.model import CausalLM
@@ -53,9 +55,9 @@ def test_what_is_no_plain_llama_is_left_to_transformers(
     adapted.model.layers[0].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[0].mlp.up_proj)
     assert lean_forward(adapted) is None
     assert lean_forward(tiny("qwen3")) is None
+    assert lean_forward(tiny("gpt2")) is None
     monkeypatch.setattr(lean, "LARGEST", 100)
     assert lean_forward(LlamaForCausalLM(LlamaConfig(**sizes))) is None
-    assert lean_forward(tiny("gpt2")) is None
 
 
 LAYOUTS = [(24, 16, torch.float32), (2048, 1100, torch.float32), (24, 16, torch.bfloat16)]
@@ -117,3 +119,41 @@ def test_costs_have_a_figure_for_each_count_that_fits() -> None:
     assert all(value > 0 for value in costs.values())
     with pytest.raises(ValueError, match="has no room behind"):
         forward_costs(model, context=CONTEXT)
+
+
+def _hook(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, given, output: output * 0.5)
+
+
+def _patch(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(x) * 0.5
+
+
+class Halved(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 0.5
+
+
+def _wrap(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp = Halved(model.model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("change", [_hook, _patch, _wrap])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_what_was_changed_in_a_model_is_heeded(architecture: str, change: Callable[[PreTrainedModel], None]) -> None:
+    model = tiny(architecture)
+    ids = [3, 4, 5, 6]
+    with torch.no_grad():
+        before = model(torch.tensor([ids])).logits[0]
+        change(model)
+        wanted = model(torch.tensor([ids])).logits[0]
+    assert not torch.allclose(before, wanted, atol=1e-3)
+    quick = prepare(model)
+    quick.start([[]])
+    torch.testing.assert_close(quick.extend([ids])[0], wanted, atol=1e-4, rtol=1e-4)

@@ -281,6 +281,12 @@ def test_rows_chosen_together_are_chosen_as_alone(names: list[str]) -> None:
             assert laws is not None and (alone[2] is None or alone[2].equal(laws[row : row + 1]))
 
 
+def test_a_law_of_nothing_is_refused() -> None:
+    for law in (torch.full((4,), torch.nan), torch.zeros(4)):
+        with pytest.raises(ValueError, match="no token can be drawn"):
+            draw(law, None)
+
+
 def test_draws_follow_the_law_and_never_give_what_has_no_probability() -> None:
     law = torch.tensor([0.0, 0.5, 0.0, 1.5, 2.0, 0.0])  # not normalised
     generator = torch.Generator().manual_seed(5)

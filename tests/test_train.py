@@ -238,7 +238,7 @@ def test_the_best_place_between_two_models_is_found_and_taken() -> None:
         return float(sum((value - wanted[name]).square().mean() for name, value in model.state_dict().items()))
 
     losses = best_between(start, model, loss)
-    assert list(losses) == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert list(losses) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, wanted[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.model import CausalLM
@@ -15,18 +16,29 @@ def is_spread(model: PreTrainedModel) -> bool:
     return len(set(places.values())) > 1 or model.device.type == "meta"
 
 
+def is_untouched(module: nn.Module) -> bool:
+    """Whether a module is torch's or transformers' own (or its checkpoint's), neither hooked nor patched."""
+    own = type(module).__module__.split(".")[0] in ("torch", "transformers", "transformers_modules")
+    return own and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def is_as_made(model: PreTrainedModel) -> bool:
+    """Whether copies of the weights will say what the model says: nothing is adapted, quantised, hooked or patched."""
+    plain = all(type(parameter.data) is Tensor for parameter in model.parameters())
+    return plain and all(map(is_untouched, model.modules()))
+
+
 def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -> CausalLM:
     """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
 
-    Its own without `fast`, and where it is spread over devices. `in_place` packs the model itself, which is good for
-    nothing else then, and so needs no second copy of its weights. Raises ValueError for models that cannot run drafts
-    (see CausalLM).
+    Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
+    the model itself, which is good for nothing else then, and so needs no second copy of its weights. Raises ValueError
+    for models that cannot run drafts (see CausalLM).
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
-    if not fast or is_spread(model):  # packed copies would lose the hooks that move things
+    if not fast or is_spread(model) or not is_as_made(model):
         return plain
     forward = lean_forward(model)
     if forward is not None:
         return CausalLM(model, forward)
-    packed = pack(model, in_place)
-    return CausalLM(packed) if packed is not model else plain
+    return CausalLM(pack(model, in_place))

@@ -17,25 +17,25 @@ from forerun.runtime.packed import Product, product
 
 # Bigger models spend their time in the products, and copies of their weights would cost more than they bring.
 LARGEST = 200_000_000
+_KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
+_HOMES = {LlamaForCausalLM.__module__, "transformers.activations"}
 
 
 def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal, whether
     the last position's logits are enough) -> logits [B, N or 1, V].
 
-    None for a model that is no plain Llama, has other layers in the place of nn.Linear (quantised, adapted), is spread
-    over devices, or has over LARGEST parameters. Keeps copies of the weights, fused, laid out for few rows and with the
-    norms' gains in them: do not train or move the model afterwards.
+    None for a model that is no plain Llama, has layers of others, or has over LARGEST parameters. Keeps copies of the
+    weights, fused, laid out for few rows and with the norms' gains in them: do not train or move the model afterwards.
     """
     config = model.config
-    if model.num_parameters() > LARGEST or len({parameter.device for parameter in model.parameters()}) > 1:
+    if model.num_parameters() > LARGEST:
         return None
     if type(model) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         return None
     if (config.rope_parameters or {}).get("rope_type", "default") != "default":
         return None
-    products = [module for name, module in model.named_modules() if name.endswith(("_proj", "lm_head"))]
-    if any(type(module) is not nn.Linear for module in products):
+    if not all(type(module) in _KNOWN or type(module).__module__ in _HOMES for module in model.modules()):
         return None
     heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     base, width, dtype = model.model, config.hidden_size, model.dtype

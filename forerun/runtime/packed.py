@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: PreTrainedModel, in_place: bool = False) -> PreTrainedModel:
-    """The same model with every plain `nn.Linear` packed; the model itself where there is nothing to pack.
+    """The same model with every plain `nn.Linear` packed; the model itself where it is not on a CPU.
 
     The given model stays as it is and shares everything else with the copy, unless `in_place`, which frees each weight
     as soon as its packed form is made. Packed weights do not follow later changes of the originals, and such a model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 STAGES = {
     "target": "target, cross-entropy",
+    "target-grown": "target at twice the depth",
     "draft-corpus": "draft on the corpus, cross-entropy",
     "draft": "draft distilled, KL to the target",
 }
@@ -30,8 +31,9 @@ def plot_curves(work: Path, out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(STAGES), figsize=(13, 3.6))
-    for axis, (stage, title) in zip(axes, STAGES.items(), strict=True):
+    stages = {stage: title for stage, title in STAGES.items() if (work / stage / "log.jsonl").exists()}
+    figure, axes = pyplot.subplots(1, len(stages), figsize=(4.4 * len(stages), 3.6))
+    for axis, (stage, title) in zip(axes, stages.items(), strict=True):
         seen, tokens, losses, held = 0.0, [], [], []
         for record in read_log(work / stage / "log.jsonl"):
             seen += record["tokens"] / 1e6

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.loading import load_model, load_tokenizer
+from forerun.model import context_of
 from forerun.train.data import read_texts, tokenize
 from forerun.train.distill import distill
 from forerun.train.lm import new_llama
@@ -42,7 +43,7 @@ def train_draft(
     if len(stream) < 4 * config.length:
         raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * config.length}")
     big = load_model(target, "target", device=device, trust_remote_code=trust_remote_code)
-    context = getattr(big.config.get_text_config(decoder=True), "max_position_embeddings", None) or 4096
+    context = context_of(big.config.get_text_config(decoder=True)) or 4096
     if config.length >= context:
         raise ValueError(f"--length {config.length} does not fit the target's context of {context}; give less")
     if init is None:

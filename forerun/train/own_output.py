@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedModel
 
 from forerun.api import Decoder
 from forerun.methods import AR
 from forerun.params import SamplingParams
+from forerun.train.loop import claim
 
 # They take turns: drafts are used greedily and not, right behind a prompt and far from it.
 TEMPERATURES = (0.0, 0.8)
 PROMPT_SHARES = (1 / 8, 1 / 4, 1 / 2)  # of a window
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of all weights."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def own_output(
@@ -33,9 +45,10 @@ def own_output(
 ) -> np.ndarray:
     """Windows [sequences, length + 1] that begin with tokens of `stream` [n] and go on as the target does.
 
-    Every `rows` windows are one file in `work`, and those that are there are not made again.
+    Every `rows` windows are one file in `work`, and those that are there are not made again. Raises ValueError where
+    they are another target's.
     """
-    work.mkdir(parents=True, exist_ok=True)
+    claim(work, json.dumps({"target": fingerprint(target), "length": length, "rows": rows, "seed": seed}))
     rows = min(rows, sequences)
     decoder = Decoder(target, method=AR())
     parts, begun, made = [], perf_counter(), 0

@@ -115,7 +115,7 @@ def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool,
 
 @torch.no_grad()
 def best_between(start: dict[str, Tensor], model: PreTrainedModel, loss: Callable[[], float]) -> dict[float, float]:
-    """Puts the model where its loss is least on the line from weights `start` to its own, in fifths; returns the loss
+    """Puts the model where its loss is least on the line from weights `start` to its own, by fifths; returns the loss
     at each. On a small corpus both ends have overfitted, each to its own order of it (arXiv 2109.01903)."""
     end = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -123,7 +123,7 @@ def best_between(start: dict[str, Tensor], model: PreTrainedModel, loss: Callabl
         model.load_state_dict({name: start[name].lerp(end[name], share) for name in end})
 
     losses = {}
-    for fifths in range(1, 6):
+    for fifths in range(6):
         go(fifths / 5)
         losses[fifths / 5] = loss()
     go(min(losses, key=losses.__getitem__))
