@@ -152,15 +152,3 @@ def times(rows: Sequence[Sequence[Step]]) -> Times:
         rest=sum(step.seconds for step in steps) - draft - policy - verify,
         forward=sum(step.forward_seconds for step in steps),
     )
-
-
-def total_times(parts: Sequence[Times]) -> Times:
-    """The times of several batches together."""
-    return Times(
-        steps=sum(part.steps for part in parts),
-        draft=sum(part.draft for part in parts),
-        policy=sum(part.policy for part in parts),
-        verify=sum(part.verify for part in parts),
-        rest=sum(part.rest for part in parts),
-        forward=sum(part.forward for part in parts),
-    )

@@ -28,7 +28,7 @@ from forerun.bench.runners import Outcome
 from forerun.bench.session import load_prompts
 from forerun.decode import Step
 from forerun.methods import SD
-from forerun.metrics import Stats, summarise, times, total
+from forerun.metrics import Stats, Times, summarise, times, total
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from tests.toys import noisy_copy, tiny, tiny_tokenizer
@@ -90,7 +90,9 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
     assert 0 <= methods["sd"]["overhead_share"] <= 1
     assert sum(methods["sd"]["time"].values()) == pytest.approx(1, abs=1e-3)
     best = methods["hf-assisted"]["schedule"]
-    assert methods["hf-assisted"]["tokens_per_s"] == methods[f"hf-assisted/{best}"]["tokens_per_s"]
+    schedules = {name: each["tokens_per_s"] for name, each in methods.items() if name.startswith("hf-assisted/")}
+    assert len(schedules) == 3 and schedules[f"hf-assisted/{best}"] == max(schedules.values())
+    assert methods["hf-assisted"]["tokens_per_s"] == max(schedules.values())
     assert [methods[name]["rows_one_by_one"] for name in ("sd", "hf-ar", "hf-lookup")] == [False, False, True]
     assert printed["reference"] == "hf-ar"
     assert set(printed["datasets"]) == {"own.jsonl"} and printed["datasets"]["own.jsonl"]["prompts"] == 4
@@ -100,11 +102,13 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
     lines = (out / "records.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 2 * 8  # rounds, batches, methods
     assert set(json.loads(lines[0])) == set(Record.__dataclass_fields__)
-    first = [parse(line) for line in lines[:8]]
+    parsed = [parse(line) for line in lines]
+    first = parsed[:8]
     assert {record.group for record in first} == {(0, "own.jsonl", 0)}
-    assert {record.output for record in first} == {first[0].output}
-    assert first[0].prompts == ["1", "2", "3"] and parse(lines[8]).prompts == ["4"]
-    assert [parse(line).method for line in lines[8:16]] == [record.method for record in first[1:] + first[:1]]
+    assert first[0].prompts == ["1", "2", "3"] and parsed[8].prompts == ["4"]
+    order = [record.method for record in first]
+    assert [record.method for record in parsed[8:16]] == order[1:] + order[:1]
+    assert [record.method for record in parsed[16:24]] == order[::-1]  # whoever was behind another is before it now
 
     pictures = {"speedup.png", "acceptance.png", "time.png", "profile.png"}
     assert {path.name for path in out.iterdir()} == pictures | {
@@ -288,21 +292,31 @@ def test_sampling_is_repeatable_and_not_compared(own_pair: tuple[PreTrainedModel
         assert outputs[0] == outputs[1] != outputs[2]
     prompts = [Prompt("a", tokens=(3, 4, 5))]
     records = group_records((0, "d", 0), prompts, {"ar": Outcome(outputs[0], 1.0, 8, 0)}, None)
-    assert records[0].equal is None and summary(records, {}, lambda name: False)["ar"]["exact_match"] is None
+    assert records[0].equal is None and summary(records, {})["ar"]["exact_match"] is None
 
 
 def test_margins_are_the_target_s_at_the_first_difference(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     prompt = Prompt("a", tokens=(3, 4, 5))
     right = Decoder(pair[0]).generate([3, 4, 5], max_new_tokens=4).tokens
-    wrong = [*right[:2], (right[2] + 1) % 10, right[3]]
-    outcomes = {"ar": Outcome([right], 1.0, 4, 0), "sd": Outcome([wrong], 1.0, 4, 0)}
+    wrong, other = ([*right[:2], (right[2] + more) % 10, right[3]] for more in (1, 2))
+    outcomes = {
+        name: Outcome([row], 1.0, 4, 0)
+        for name, row in {"ar": right, "sd": wrong, "lookup": other, "hf-ar": right[:2]}.items()
+    }
     records = group_records((0, "d", 0), [prompt], outcomes, "ar")
     found = margins(CausalLM(pair[0]), {"d": [prompt]}, records)
     ids = pair[0].dummy_inputs["input_ids"].new_tensor([[3, 4, 5, *right[:2]]])
-    best = pair[0](input_ids=ids).logits[0, -1].topk(2).values
-    assert found == {("d", "a", 2): pytest.approx((best[0] - best[1]).item(), abs=1e-4)}
-    (mismatch,) = summary(records, found, lambda name: False)["sd"]["mismatches"]
-    assert (mismatch["position"], mismatch["token"], mismatch["reference"]) == (2, wrong[2], right[2])
+    logits = pair[0](input_ids=ids).logits[0, -1]
+    best = logits.topk(2).values
+    behind = {token: (logits[right[2]] - logits[token]).item() for token in (wrong[2], other[2])}
+    behind |= {None: (best[0] - best[1]).item()}  # of an output that has ended
+    assert len(set(behind.values())) == 3
+    assert found == {("d", "a", 2, token): pytest.approx(margin, abs=1e-4) for token, margin in behind.items()}
+    methods = summary(records, found)
+    for name, token in (("sd", wrong[2]), ("lookup", other[2]), ("hf-ar", None)):
+        (mismatch,) = methods[name]["mismatches"]
+        assert (mismatch["position"], mismatch["token"], mismatch["reference"]) == (2, token, right[2])
+        assert mismatch["margin"] == pytest.approx(behind[token], abs=1e-4)
 
 
 def test_first_difference() -> None:
@@ -313,18 +327,33 @@ def test_first_difference() -> None:
 
 def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: str = "d") -> Record:
     stats = Stats(10, 5, 0, 8, 6, 5, 10 / rate, (3, 3), (3, 2))
-    return Record(round, dataset, batch, ["a"], method, rate, 10 / rate, stats, None, None, "", [method != "sd"], [])
+    return Record(round, dataset, batch, ["a"], method, stats, None, None, [method != "sd"], [])
 
 
 def test_speedups_are_paired() -> None:
     # Each round has a speed of its own: the ratio of the medians would be 1.
     rates = {"ar": [10.0, 100.0, 1000.0], "sd": [20.0, 100.0, 3000.0]}
     records = [record(name, rate, number) for name, each in rates.items() for number, rate in enumerate(each)]
-    found = summary(records, {}, lambda name: False)
+    found = summary(records, {})
     assert found["sd"]["speedup"] == 2.0 and found["sd"]["tokens_per_s"] == 100.0
     assert found["sd"]["exact_match"] == 0.0 and found["ar"]["exact_match"] == 1.0
     assert found["sd"]["tokens"] == 30 and found["sd"]["tau"] == 2.0
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((1.4, 3.0, 4.6))
+
+
+def test_one_preemption_does_not_set_where_the_time_goes() -> None:
+    plain = [
+        Times(10, 0.2, 0.1, 0.6, 0.1, 0.7),
+        Times(10, 0.4, 0.2, 1.2, 0.2, 1.4),
+        Times(5, 0.1, 0.05, 0.3, 50.0, 0.4),
+    ]
+    records = [replace(record("ar", 10, number), times=spent) for number, spent in enumerate(plain)]
+    found = summary(records, {})["ar"]
+    assert found["time"] == {"draft": 0.2, "policy": 0.1, "verify": 0.6, "rest": 0.1}
+    assert found["step_ms"] == {"draft": 20.0, "policy": 10.0, "verify": 60.0, "rest": 20.0}
+    assert found["overhead_share"] == 0.3
+    records[1] = replace(records[1], times=Times(10, 0.6, 0.1, 0.1, 0.2, 0.4))
+    assert sum(summary(records, {})["ar"]["time"].values()) == pytest.approx(1, abs=2e-4)
 
 
 def test_results_are_per_dataset_and_overall() -> None:
@@ -332,7 +361,7 @@ def test_results_are_per_dataset_and_overall() -> None:
     records += [record("lookup", 20, dataset="d"), record("lookup", 40, dataset="e")]
     facts = {name: {"prompts": 1, "cut": 0, "sha256": ""} for name in "de"}
     plan = Plan(parse_methods(["lookup"], [], None, {}))
-    found = results(plan, facts, records, {}, lambda name: False)
+    found = results(plan, facts, records, {})
     assert [found["datasets"][name]["methods"]["lookup"]["speedup"] for name in "de"] == [2.0, 4.0]
     assert found["methods"]["lookup"]["speedup"] == 3.0
     assert json.loads(json.dumps(found)) == found

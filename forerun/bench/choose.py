@@ -85,6 +85,11 @@ def peer_settings(name: str) -> dict[str, Any]:
     return {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-lookup" else {}
 
 
+def takes_rows(name: str) -> bool:
+    """Whether a method decodes a batch at once: transformers refuses batches for some of its own."""
+    return not name.startswith(("hf-lookup", ASSISTED))
+
+
 def _setting(option: str, text: str) -> tuple[str, str, str]:
     left, equals, value = text.partition("=")
     name, dot, key = left.partition(".")

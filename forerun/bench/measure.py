@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from forerun.bench.datasets import Prompt
-from forerun.bench.records import Group, Record, Records, first_difference
+from forerun.bench.records import Group, Margins, Record, Records, first_difference
 from forerun.bench.runners import Outcome, Run
 from forerun.metrics import times
 from forerun.model import CausalLM
@@ -32,12 +30,13 @@ def measure(
 ) -> None:
     """Measures what `records` does not have yet.
 
-    The order of the methods turns by one from batch to batch and from round to round, so that none of them always
-    comes first. `reference` names the method that greedy outputs are compared with.
+    The order of the methods turns by one from batch to batch and is reversed in every other round, so that none of
+    them always comes first or always behind the same other. `reference` names the method that greedy outputs are
+    compared with.
     """
-    first = next(iter(datasets.values()))[0]
+    first = next(iter(datasets.values()))[:batch]
     for run in runs.values():
-        run([_ids(first)], [seed], min(WARM_UP, max_new_tokens))
+        run([_ids(row) for row in first], [seed + i for i in range(len(first))], min(WARM_UP, max_new_tokens))
     names, done = list(runs), records.groups
     for number in range(rounds):
         for dataset, prompts in datasets.items():
@@ -46,10 +45,11 @@ def measure(
                     continue
                 rows = prompts[start : start + batch]
                 seeds = [seed + 1000 * number + start + i for i in range(len(rows))]
-                turn = (number + index) % len(names)
-                outcomes = {
-                    name: runs[name]([_ids(row) for row in rows], seeds, None) for name in names[turn:] + names[:turn]
-                }
+                turn = (number // 2 + index) % len(names)
+                order = names[turn:] + names[:turn]
+                if number % 2:
+                    order.reverse()
+                outcomes = {name: runs[name]([_ids(row) for row in rows], seeds, None) for name in order}
                 records.add(group_records((number, dataset, index), rows, outcomes, reference))
                 say(f"round {number + 1} of {rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts")
 
@@ -76,12 +76,9 @@ def group_records(
                 batch=group[2],
                 prompts=[prompt.id for prompt in prompts],
                 method=name,
-                tokens_per_s=round(stats.tokens_per_s, 3),
-                seconds=round(outcome.seconds, 6),
                 stats=stats,
                 times=spent,
                 prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
-                output=hashlib.sha256(json.dumps(outcome.tokens).encode()).hexdigest()[:16],
                 equal=equal,
                 differences=differences,
             )
@@ -90,23 +87,24 @@ def group_records(
 
 
 @torch.inference_mode()
-def margins(
-    target: CausalLM, datasets: dict[str, list[Prompt]], records: Sequence[Record]
-) -> dict[tuple[str, str, int], float]:
-    """How far apart the target's two best logits are where an output parts from the reference's, by (dataset,
-    prompt, position): about 1e-5 is a tie that rounding decides, more is a fault."""
+def margins(target: CausalLM, datasets: dict[str, list[Prompt]], records: Sequence[Record]) -> Margins:
+    """By how much the target prefers the reference's token to the one that was said where an output parts from the
+    reference's: about 1e-5 is a tie that rounding decides, more is a fault. Of the target's two best tokens where one
+    of the outputs has ended."""
     prompts = {(dataset, prompt.id): prompt for dataset, rows in datasets.items() for prompt in rows}
-    found: dict[tuple[str, str, int], float] = {}
+    found: Margins = {}
     for record in records:
         for difference in record.differences:
             name = record.prompts[difference["row"]]
-            key = record.dataset, name, difference["at"]
+            said, wanted = difference["token"], difference["reference"]
+            key = record.dataset, name, difference["at"], said
             if key not in found:
                 ids = _ids(prompts[record.dataset, name]) + difference["before"]
                 model = target.fresh()
                 model.start([ids[:-1]])
-                best, second = model.extend([ids[-1:]])[0][-1].float().topk(2).values.tolist()
-                found[key] = best - second
+                logits = model.extend([ids[-1:]])[0][-1].float()
+                pair = logits.topk(2).values if None in (said, wanted) else logits[[wanted, said]]
+                found[key] = (pair[0] - pair[1]).item()
     return found
 
 

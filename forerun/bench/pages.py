@@ -75,7 +75,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
         "- tokens/s is the median over prompts and rounds, prefill included. speedup is the median of tokens/s over "
         "`ar`'s on the same prompts in the same round, with its 10th and 90th percentile.",
         "- tau: tokens a target forward, of a row. alpha: accepted / tested draft tokens. utilisation: accepted / "
-        "drafted. overhead: share of step time outside the models' forwards.",
+        "drafted. overhead: share of step time outside the models' forwards, its median over the measurements.",
     ]
     methods = results["methods"]
     if results["reference"]:
@@ -83,10 +83,10 @@ def _notes(results: dict[str, Any]) -> list[str]:
         parted = [each for method in methods.values() for each in method["mismatches"]]
         if parted:
             places = {(each["dataset"], each["prompt"], each["position"]) for each in parted}
-            widest = max(each["margin"] for each in parted)
+            widest = max(abs(each["margin"]) for each in parted)
             notes.append(
-                f"- Outputs part at {len(places)} places; the target's two best logits there are at most {widest:.2g} "
-                "apart (where rounding decides, about 1e-5 in float32)."
+                f"- Outputs part at {len(places)} places; the target's logits of the two tokens there are at most "
+                f"{widest:.2g} apart (where rounding decides, about 1e-5 in float32)."
             )
     else:
         notes.append("- Sampled: outputs are draws from one law and differ from method to method.")

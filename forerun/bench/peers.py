@@ -10,15 +10,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from forerun.bench.choose import ASSISTED, LOOKUP_TOKENS
+from forerun.bench.choose import ASSISTED, peer_settings, takes_rows
 from forerun.bench.runners import Outcome, Run
 from forerun.params import SamplingParams
-
-ROW_BY_ROW = ("hf-lookup", ASSISTED)  # transformers refuses batches for these
-
-
-def takes_rows(name: str) -> bool:
-    return not name.startswith(ROW_BY_ROW)
 
 
 class Forwards:
@@ -59,16 +53,16 @@ class Peers:
         options: dict[str, Any] = {"do_sample": False}
         if self.params.temperature:
             options = {"do_sample": True, "temperature": self.params.temperature, "top_k": 0, "top_p": 1.0}
-        if name == "hf-lookup":
-            options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         special = {key: getattr(self.target.generation_config, key) for key in ("eos_token_id", "pad_token_id")}
-        return GenerationConfig(max_new_tokens=self.params.max_new_tokens, **special, **options)
+        return GenerationConfig(max_new_tokens=self.params.max_new_tokens, **special, **options, **peer_settings(name))
 
     def run(self, name: str) -> Run:
         """The method of that name; batches go through row by row where transformers refuses them."""
         config = self.config(name)
-        schedule = copy.deepcopy(self.assistant)
-        schedule.num_assistant_tokens_schedule = name.partition("/")[2]
+        schedule = None
+        if name.startswith(ASSISTED):
+            schedule = copy.deepcopy(self.assistant)
+            schedule.update(**peer_settings(name))  # transformers asks the assistant's
 
         def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
             asked, own = config, schedule
@@ -82,7 +76,7 @@ class Peers:
             for rows in groups:
                 before = self.of_target.count, self.of_draft.count if self.of_draft else 0
                 torch.manual_seed(seeds[rows[0]])
-                tokens += self._generate([prompts[row] for row in rows], asked, own if "/" in name else None)
+                tokens += self._generate([prompts[row] for row in rows], asked, own)
                 target_forwards += (self.of_target.count - before[0]) * len(rows)
                 draft_forwards += (self.of_draft.count if self.of_draft else 0) - before[1]
             return Outcome(tokens, perf_counter() - begun, target_forwards, draft_forwards)

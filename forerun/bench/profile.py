@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forerun.decode import Step
+from forerun.metrics import times
 
 PHASES = {"draft": "#2a9d8f", "policy": "#e9c46a", "verify": "#264653", "rest": "#adb5bd"}
 
@@ -17,20 +18,15 @@ def phases(step: Step) -> dict[str, float]:
     return {name: 1000 * seconds for name, seconds in known.items()}
 
 
-def mean_phases(steps: Sequence[Step]) -> dict[str, float]:
-    """Mean milliseconds of each phase; raises ValueError for no steps."""
-    if not steps:
-        raise ValueError("there are no steps to profile")
-    each = [phases(step) for step in steps]
-    return {name: sum(step[name] for step in each) / len(each) for name in PHASES}
-
-
 def profile_line(steps: Sequence[Step]) -> str:
     """One line: mean ms of a step, its phases, and the share that is not inside forwards of the models."""
-    split = ", ".join(f"{name} {ms:.2f}" for name, ms in mean_phases(steps).items())
-    total = sum(step.seconds for step in steps)
-    outside = 1 - sum(step.forward_seconds for step in steps) / total
-    return f"{len(steps)} steps of {1000 * total / len(steps):.2f} ms: {split}; outside model forwards {outside:.1%}"
+    spent = times([steps])
+    each = 1000 / max(1, spent.steps)
+    split = ", ".join(f"{name} {each * getattr(spent, name):.2f}" for name in PHASES)
+    return (
+        f"{spent.steps} steps of {each * spent.seconds:.2f} ms: {split}; "
+        f"outside model forwards {spent.overhead_share:.1%}"
+    )
 
 
 def plot_steps(steps: Sequence[Step], path: Path) -> None:

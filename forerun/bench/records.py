@@ -12,6 +12,7 @@ from forerun.files import read_text, write_text
 from forerun.metrics import Stats, Times
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
+Margins = dict[tuple[str, str, int, int | None], float]  # by dataset, prompt, position and the token said there
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,6 @@ class Record:
         prompts: ids of the batch's prompts.
         stats, times: counts and step times (seconds) of all rows; times is None where the method keeps no steps.
         prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
-        output: hash of the tokens of all rows.
         equal: for each row whether it is the reference's greedy output; None when sampling.
         differences: where rows differ: row, position, both tokens (None behind the end) and the tokens before.
     """
@@ -32,12 +32,9 @@ class Record:
     batch: int
     prompts: list[str]
     method: str
-    tokens_per_s: float
-    seconds: float
     stats: Stats
     times: Times | None
     prefill_seconds: float | None
-    output: str
     equal: list[bool] | None
     differences: list[dict[str, Any]]
 
@@ -91,7 +88,7 @@ class Records:
         for number, line in enumerate(whole, 1):
             try:
                 records.append(parse(line))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{self.path}, line {number}: not a record of this program") from None
         found: dict[Group, set[str]] = {}
         for record in records:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from forerun import __version__
-from forerun.bench.choose import ASSISTED
+from forerun.bench.choose import ASSISTED, takes_rows
 from forerun.bench.plan import Plan
 from forerun.bench.profile import PHASES
-from forerun.bench.records import Group, Record
-from forerun.metrics import total, total_times
-
-Margins = dict[tuple[str, str, int], float]
+from forerun.bench.records import Group, Margins, Record
+from forerun.metrics import Times, total
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -29,17 +28,17 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def summary(records: Sequence[Record], margins: Margins, row_by_row: Callable[[str], bool]) -> dict[str, Any]:
+def summary(records: Sequence[Record], margins: Margins, batch: int = 1) -> dict[str, Any]:
     """Statistics of each method, from records of one dataset or of several.
 
     A speedup is a ratio to `ar` on the same prompts in the same round. `hf-assisted` is whichever of its schedules
-    has the best median tokens/s in these very records.
+    has the best median tokens/s in these very records. `batch` is how many prompts were given at once.
     """
     plain = {record.group: record for record in records if record.method == "ar"}
     methods: dict[str, Any] = {}
     for name in dict.fromkeys(record.method for record in sorted(records, key=lambda each: each.group)):
         own = [record for record in records if record.method == name]
-        methods[name] = _method(own, plain, margins) | {"rows_one_by_one": row_by_row(name)}
+        methods[name] = _method(own, plain, margins) | {"rows_one_by_one": batch > 1 and not takes_rows(name)}
     schedules = [name for name in methods if name.startswith(f"{ASSISTED}/")]
     if schedules:
         best = max(schedules, key=lambda name: methods[name]["tokens_per_s"])
@@ -48,14 +47,13 @@ def summary(records: Sequence[Record], margins: Margins, row_by_row: Callable[[s
 
 
 def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins) -> dict[str, Any]:
-    rates = spread([record.tokens_per_s for record in own])
-    ratios = spread([record.tokens_per_s / plain[record.group].tokens_per_s for record in own])
+    rates = spread([record.stats.tokens_per_s for record in own])
+    ratios = spread([record.stats.tokens_per_s / plain[record.group].stats.tokens_per_s for record in own])
     stats = total([record.stats for record in own])
     spent = [record.times for record in own if record.times is not None]
-    steps = total_times(spent) if spent else None
-    drafting = steps is not None and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
+    drafting = spent and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
     equal = [each for record in own for each in record.equal or []]
-    prefill = [record.prefill_seconds for record in own if record.prefill_seconds is not None]
+    prefill = [record.prefill_seconds / record.stats.seconds for record in own if record.prefill_seconds is not None]
     return {
         "tokens_per_s": round(rates[1], 2),
         "tokens_per_s_p10": round(rates[0], 2),
@@ -64,7 +62,7 @@ def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins)
         "speedup_p10": round(ratios[0], 4),
         "speedup_p90": round(ratios[2], 4),
         "tau": round(stats.tau, 4),
-        "tau_without_bonus": round(stats.tau_without_bonus, 4) if steps else None,
+        "tau_without_bonus": round(stats.tau_without_bonus, 4) if spent else None,
         "alpha": round(stats.alpha, 4) if drafting else None,
         "utilisation": round(stats.utilisation, 4) if drafting else None,
         "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position] if drafting else None,
@@ -72,42 +70,46 @@ def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins)
         "seconds": round(stats.seconds, 4),
         "target_forwards": stats.target_forwards,
         "draft_forwards": stats.draft_forwards,
-        "time": {phase: round(getattr(steps, phase) / steps.seconds, 4) for phase in PHASES} if steps else None,
-        "step_ms": {p: round(1000 * getattr(steps, p) / steps.steps, 4) for p in PHASES} if steps else None,
-        "prefill_share": round(sum(prefill) / stats.seconds, 4) if prefill else None,
-        "overhead_share": round(steps.overhead_share, 4) if steps else None,
+        "time": _shares(spent) if spent else None,
+        "step_ms": {p: round(median(1000 * getattr(each, p) / each.steps for each in spent), 4) for p in PHASES}
+        if spent
+        else None,
+        "prefill_share": round(median(prefill), 4) if prefill else None,
+        "overhead_share": round(median(each.overhead_share for each in spent), 4) if spent else None,
         "measurements": len(own),
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
         "mismatches": _mismatches(own, margins),
     }
 
 
+def _shares(spent: Sequence[Times]) -> dict[str, float]:
+    """Each phase's median share of step time: one preemption does not set it. Together 1, as the medians are not."""
+    middle = {phase: median(getattr(each, phase) / each.seconds for each in spent) for phase in PHASES}
+    return {phase: round(share / sum(middle.values()), 4) for phase, share in middle.items()}
+
+
 def _mismatches(own: Sequence[Record], margins: Margins) -> list[dict[str, Any]]:
-    """Where outputs part from the reference's, each place once with the number of times it was seen."""
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    """Where outputs part from the reference's, each place and token once with the number of times it was seen."""
+    found: dict[tuple[str, str, int, int | None], dict[str, Any]] = {}
     for record in own:
         for each in record.differences:
-            key = record.dataset, record.prompts[each["row"]], each["at"]
+            key = record.dataset, record.prompts[each["row"]], each["at"], each["token"]
             entry = {"dataset": key[0], "prompt": key[1], "position": key[2], "times": 0}
-            entry |= {"token": each["token"], "reference": each["reference"], "margin": margins.get(key)}
+            entry |= {"token": key[3], "reference": each["reference"], "margin": margins.get(key)}
             found.setdefault(key, entry)["times"] += 1
     return list(found.values())
 
 
 def results(
-    plan: Plan,
-    prompts: dict[str, dict[str, Any]],
-    records: Sequence[Record],
-    margins: Margins,
-    row_by_row: Callable[[str], bool],
+    plan: Plan, prompts: dict[str, dict[str, Any]], records: Sequence[Record], margins: Margins
 ) -> dict[str, Any]:
     """What results.json holds."""
     datasets = {
         name: prompts[name]
-        | {"methods": summary([each for each in records if each.dataset == name], margins, row_by_row)}
+        | {"methods": summary([each for each in records if each.dataset == name], margins, plan.batch)}
         for name in prompts
     }
-    methods = summary(records, margins, row_by_row)
+    methods = summary(records, margins, plan.batch)
     return {
         "methods": methods,
         "datasets": datasets,
@@ -152,11 +154,19 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with a + where it has been changed since; None where it is none."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    """The commit of this source tree, with -dirty where the package has been changed since; None where there is none.
+
+    A repository that merely encloses an installed package does not track this file.
+    """
+
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        git("ls-files", "--error-unmatch", str(here))
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -15,7 +15,7 @@ from forerun.bench.choose import ASSISTED
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, stdlib_prompts, tokenised
 from forerun.bench.measure import margins, measure
 from forerun.bench.pages import markdown
-from forerun.bench.peers import Peers, takes_rows
+from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan, check_folder
 from forerun.bench.records import Records
 from forerun.bench.report import results
@@ -63,13 +63,7 @@ def bench(
         max_new_tokens=plan.max_new_tokens,
         say=say,
     )
-    found = results(
-        plan,
-        facts,
-        records.all,
-        margins(reference, datasets, records.all),
-        lambda name: plan.batch > 1 and not takes_rows(name),
-    )
+    found = results(plan, facts, records.all, margins(reference, datasets, records.all))
     if out is not None:
         from forerun.bench.plots import save_plots
 

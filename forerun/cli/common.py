@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from forerun.bench.choose import parse_value
 from forerun.methods import METHODS, Method, method
 
 # Colour of a token by where it came from; what the target chose itself stays plain.
@@ -29,15 +30,13 @@ ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to c
 
 def parse_method(name: str, gamma: int | None = None, settings: list[str] | None = None) -> Method:
     """The method of these options; raises ValueError."""
-    options = {} if gamma is None else {"gamma": gamma}
+    method(name)  # whether there is one of that name
+    options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ValueError(f"--method-arg takes NAME=VALUE, not {setting!r}")
-        try:
-            options[key] = int(value)
-        except ValueError:
-            raise ValueError(f"--method-arg {key} must be an integer, not {value!r}") from None
+        options[key] = parse_value(name, key, value)
     return method(name, **options)
 
 
