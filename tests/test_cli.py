@@ -25,6 +25,8 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
+        (["generate", "x", "--method-arg", "gamma=x"], "sd.gamma must be of type int, not 'x'"),
+        (["generate", "x", "--method", "turbo", "--method-arg", "gamma=2"], "unknown method 'turbo'"),
         (["generate", "x", "--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.001, not -1.0"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
         (["generate", "x", "--tempreature", "1"], "No such option: --tempreature"),

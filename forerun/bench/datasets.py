@@ -90,15 +90,18 @@ def find(dataset: str, data: Path | None) -> Path:
 def read_prompts(dataset: str, data: Path | None, limit: int | None) -> list[Prompt]:
     """The first `limit` prompts of a dataset that is a file, in its order; raises ValueError naming file and line."""
     path = find(dataset, data) if dataset in PUBLIC else Path(dataset)
-    prompts = []
+    prompts: dict[str, Prompt] = {}
     for number, entry in _lines(path):
         try:
-            prompts.append(_prompt(dataset, number, entry))
+            prompt = _prompt(dataset, number, entry)
+            if prompt.id in prompts:
+                raise ValueError(f"prompt {prompt.id!r} is there twice")
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
+        prompts[prompt.id] = prompt
     if not prompts:
         raise ValueError(f"{path} has no prompts")
-    return prompts[:limit]
+    return list(prompts.values())[:limit]
 
 
 def read_files(datasets: Sequence[str], data: Path | None, limit: int | None) -> dict[str, list[Prompt]]:
@@ -106,21 +109,37 @@ def read_files(datasets: Sequence[str], data: Path | None, limit: int | None) ->
     return {dataset: read_prompts(dataset, data, limit) for dataset in datasets if dataset not in STDLIB}
 
 
+def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The special tokens that a tokenizer puts in front of a text: of those around one, what comes before it."""
+    text = tokenizer("x", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("x")["input_ids"]
+    start = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
+    return tuple(whole[:start])
+
+
 def stdlib_prompts(dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None) -> list[Prompt]:
-    """The first `limit` prompts of `tokens` token ids from held-out files of this Python's standard library."""
+    """The first `limit` prompts of `tokens` token ids from held-out files of this Python's standard library, what the
+    tokenizer puts in front of a text among them."""
     from forerun.zoo.corpus import held_out_prompts
 
     split: Any = STDLIB[dataset]
-    rows = held_out_prompts(tokenizer, split, 2**62 if limit is None else limit, tokens)
+    front = front_of(tokenizer)
+    if tokens <= len(front):
+        raise ValueError(f"prompt_tokens must be more than the {len(front)} that the tokenizer begins with")
+    rows = held_out_prompts(tokenizer, split, 2**62 if limit is None else limit, tokens - len(front))
     if not rows:
         raise ValueError(f"dataset {dataset!r} has no prompts: this Python comes without the library's sources")
-    return [Prompt(str(number), tokens=tuple(row)) for number, row in enumerate(rows, 1)]
+    return [Prompt(str(number), tokens=(*front, *row)) for number, row in enumerate(rows, 1)]
 
 
 def tokenised(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, longest: int | None, vocab_size: int
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    longest: int | None,
+    vocab_size: int,
+    front: tuple[int, ...] = (),
 ) -> Prompt:
-    """The prompt as token ids, the last `longest` of them."""
+    """The prompt as token ids, the last `longest` of them; where it begins with `front`, that stays its beginning."""
     tokens = prompt.tokens
     if tokens is None:
         assert tokenizer is not None
@@ -129,8 +148,11 @@ def tokenised(
         raise ValueError(f"prompt {prompt.id!r} has no tokens")
     if max(tokens) >= vocab_size:
         raise ValueError(f"prompt {prompt.id!r} has token ids outside 0..{vocab_size - 1}")
-    kept = tokens if longest is None else tokens[-longest:]
-    return replace(prompt, tokens=kept, cut=len(kept) < len(tokens))
+    if longest is None or len(tokens) <= longest:
+        return replace(prompt, tokens=tokens)
+    if tokens[: len(front)] != front or len(front) >= longest:
+        front = ()
+    return replace(prompt, tokens=front + tokens[len(front) - longest :], cut=True)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -147,8 +169,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # bad syntax, huge numbers; deep nesting
+            raise ValueError(f"{path}, line {number}: not JSON: {getattr(error, 'msg', error)}") from None
         if not isinstance(entry, dict):
             raise ValueError(f"{path}, line {number}: not a JSON object")
         yield number, entry
@@ -179,4 +201,8 @@ def _text(entry: dict[str, Any], field: str) -> str:
         raise ValueError(f"no field {field!r}")
     if not isinstance(entry[field], str) or not entry[field]:
         raise ValueError(f"{field!r} must be a string that is not empty, not {json.dumps(entry[field])[:40]}")
+    try:
+        entry[field].encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{field!r} holds half of a surrogate pair, which is no character") from None
     return entry[field]

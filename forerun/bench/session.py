@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,21 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from forerun.api import Decoder
 from forerun.bench.choose import ASSISTED
-from forerun.bench.datasets import STDLIB, Prompt, dataset_name, stdlib_prompts, tokenised
+from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.measure import margins, measure
 from forerun.bench.pages import markdown
 from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan, check_folder
 from forerun.bench.records import Records
-from forerun.bench.report import results
+from forerun.bench.report import results, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.files import read_text, write_text
 from forerun.loading import check_tokenizers, draft_tokenizer, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.runtime import prepare
 from forerun.zoo import resolve
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def bench(
@@ -48,7 +50,7 @@ def bench(
     facts = {name: _facts(prompts) for name, prompts in datasets.items()}
     records = Records(out / "records.jsonl" if out is not None else None)
     if out is not None:
-        _claim(out, plan.arguments() | {"prompts": facts}, resume)
+        _claim(out, plan.arguments() | {"prompts": facts} | _surroundings(plan), resume)
     if resume:
         records.resume(list(plan.methods))
     runs, reference = _load(plan, tokenizer)
@@ -76,21 +78,21 @@ def load_prompts(
     plan: Plan, files: dict[str, list[Prompt]]
 ) -> tuple[dict[str, list[Prompt]], PreTrainedTokenizerBase | None]:
     """Token ids of every dataset's prompts, cut in front where they and the output exceed the context, and the
-    tokenizer where one was needed."""
+    tokenizer where prompts or a draft needed one."""
     sets = dict(files)
-    tokenizer = None
-    if _texts(files) or len(files) < len(plan.datasets):
-        tokenizer = load_tokenizer(plan.target, trust_remote_code=plan.trust_remote_code)
-        if plan.needs_draft and plan.draft is not None:
-            drafts = draft_tokenizer(plan.draft, trust_remote_code=plan.trust_remote_code)
-            if drafts is not None:
-                check_tokenizers(tokenizer, drafts, plan.draft)
+    tokenizer = _tokenizer(plan, needed=_texts(files) or len(files) < len(plan.datasets))
+    front = front_of(tokenizer) if tokenizer is not None else ()
     config = _config(plan.target, "target", plan.trust_remote_code)
     contexts = [context_of(config)]
     if any(name.startswith(ASSISTED) for name in plan.methods) and plan.draft is not None:
         # Our drafter stops where its model's context ends; transformers' assistant does not.
         draft = _config(plan.draft, "draft", plan.trust_remote_code)
         contexts.append(context_of(draft))
+        if draft.vocab_size != config.vocab_size:  # transformers refuses them after loading, ours allow padding
+            raise ValueError(
+                f"{ASSISTED} needs vocabularies of one size; the draft's has {draft.vocab_size} entries, the target's "
+                f"{config.vocab_size}"
+            )
     context = min((each for each in contexts if each is not None), default=None)
     longest = None if context is None else context - plan.max_new_tokens
     if longest is not None and longest < 1:
@@ -104,11 +106,28 @@ def load_prompts(
             sets[name] = stdlib_prompts(name, tokenizer, plan.prompt_tokens, plan.limit)
         try:
             datasets[dataset_name(name)] = [
-                tokenised(prompt, tokenizer, longest, config.vocab_size) for prompt in sets[name]
+                tokenised(prompt, tokenizer, longest, config.vocab_size, front) for prompt in sets[name]
             ]
         except ValueError as error:
             raise ValueError(f"dataset {dataset_name(name)!r}: {error}") from None
     return datasets, tokenizer
+
+
+def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
+    """The target's tokenizer, compared with the draft's; None where there is none and only the draft wanted one."""
+    if not needed and not plan.needs_draft:
+        return None
+    try:
+        tokenizer = load_tokenizer(plan.target, trust_remote_code=plan.trust_remote_code)
+    except ValueError:
+        if needed:
+            raise
+        return None  # it would say what of a vocabulary is padding; token ids can be decoded without
+    if plan.needs_draft and plan.draft is not None:
+        drafts = draft_tokenizer(plan.draft, trust_remote_code=plan.trust_remote_code)
+        if drafts is not None:
+            check_tokenizers(tokenizer, drafts, plan.draft)
+    return tokenizer
 
 
 def _texts(files: dict[str, list[Prompt]]) -> bool:
@@ -129,14 +148,46 @@ def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
         return
     try:
         before = json.loads(read_text(path))
-    except json.JSONDecodeError:
-        raise ValueError(f"{path} is damaged; give another --out") from None
-    for name in sorted(before.keys() | arguments.keys()):
-        if before.get(name) != arguments.get(name):
+    except (json.JSONDecodeError, RecursionError):
+        before = None
+    if not isinstance(before, dict):
+        raise ValueError(f"{path} is damaged; give another --out")
+    was, now = dict(_leaves(before)), dict(_leaves(arguments))
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) != now.get(name):
             raise ValueError(
-                f"{out} holds a run with other arguments: {name} was {json.dumps(before.get(name))}, "
-                f"not {json.dumps(arguments.get(name))}"
+                f"{out} holds a run with other arguments: {name} was {json.dumps(was.get(name))}, "
+                f"not {json.dumps(now.get(name))}"
             )
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no dict with entries, by its keys with dots between them."""
+    if not (isinstance(value, dict) and value):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{name}.{key}" if name else key)
+
+
+def _surroundings(plan: Plan) -> dict[str, Any]:
+    """What a run has to go on with beside its arguments. Not the commit: a run may be mended and gone on with."""
+    models = {"target": _identity(plan.target, "target")}
+    if plan.needs_draft and plan.draft is not None:
+        models["draft"] = _identity(plan.draft, "draft")
+    return {"models": models, "versions": {key: value for key, value in versions().items() if key != "commit"}}
+
+
+def _identity(source: str, part: str) -> Any:
+    """Tells models of one name apart: a hub id, or a folder's configuration and its weight files with their sizes."""
+    folder = resolve(source, part)
+    if not isinstance(folder, Path):
+        return folder
+    weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES)
+    return {
+        "config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16],
+        **{path.name: path.stat().st_size for path in weights},
+    }
 
 
 def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Run], CausalLM]:
@@ -174,9 +225,10 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
 def _config(source: str, part: str, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(resolve(source, part), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load {part} {source!r}: {str(error).strip().splitlines()[0]}") from error
-    return config.get_text_config(decoder=True)
+        return config.get_text_config(decoder=True)
+    except Exception as error:  # broken files and remote code may raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot load {part} {source!r}: {reason}") from error
 
 
 def _facts(prompts: list[Prompt]) -> dict[str, Any]:
