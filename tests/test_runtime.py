@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Confi
 from forerun.draft import Draft
 from forerun.model import CausalLM
 from forerun.runtime import lean, prepare
+from forerun.runtime import packed as packed_weights
 from forerun.runtime.costs import forward_costs
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.packed import PackedLinear, pack, product
@@ -60,16 +61,19 @@ def test_what_is_no_plain_llama_is_left_to_transformers(
     assert lean_forward(LlamaForCausalLM(LlamaConfig(**sizes))) is None
 
 
-LAYOUTS = [(24, 16, torch.float32), (2048, 1100, torch.float32), (24, 16, torch.bfloat16)]
+LAYOUTS = [(64, 16, torch.float32), (50, 16, torch.float32), (24, 16, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("out", "width", "dtype"), LAYOUTS)  # the second is big enough for oneDNN's packing
-def test_products_equal_linear_for_any_number_of_rows(out: int, width: int, dtype: torch.dtype, bias: bool) -> None:
+@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize(("out", "width", "dtype"), LAYOUTS)  # 50 outputs do not fill two panels
+def test_products_equal_linear_for_any_number_of_rows(
+    out: int, width: int, dtype: torch.dtype, bias: bool, one_row: bool
+) -> None:
     linear = torch.nn.Linear(width, out, bias=bias, dtype=dtype)
-    multiply = product(linear.weight.detach(), linear.bias.detach() if bias else None)
-    for shape in [(1, 1), (1, 2), (3, 1), (2, 8), (1, 200)]:
-        x = torch.randn(*shape, width, dtype=dtype)
+    multiply = product(linear.weight.detach(), linear.bias.detach() if bias else None, one_row)
+    for rows in (1, 2, 3, 16, 200):
+        x = torch.randn(rows, width, dtype=dtype)
         tolerance = 1e-4 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(multiply(x), linear(x), atol=tolerance, rtol=tolerance)
 
@@ -89,7 +93,8 @@ def test_a_packed_model_says_what_the_model_says(architecture: str) -> None:
     assert packed.get_input_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_packing_in_place_keeps_no_second_copy() -> None:
+def test_packing_in_place_keeps_no_second_copy_of_big_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "TWICE", 100)
     model = tiny("qwen3")
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():

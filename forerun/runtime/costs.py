@@ -12,6 +12,7 @@ from forerun.draft import Draft
 from forerun.model import CausalLM
 
 COUNTS = (1, 2, 4, 8, 16, 32)
+RUN = 10
 
 
 @torch.inference_mode()
@@ -20,8 +21,9 @@ def forward_costs(
 ) -> dict[int, float]:
     """Median milliseconds of one forward of each number of new tokens behind `context` others, batch 1.
 
-    The counts take turns, so that a busy moment of the machine does not fall on one of them. Counts that the model's
-    context has no room for are left out. Raises ValueError where that leaves none.
+    Each count is measured in runs of ten, as decoding does one kind of forward after the other, and the runs take
+    turns, so that a busy moment of the machine does not fall on one of them. Counts that the model's context has no
+    room for are left out. Raises ValueError where that leaves none.
     """
     room = None if model.context is None else model.context - context
     counts = [count for count in counts if room is None or count <= room]
@@ -31,12 +33,13 @@ def forward_costs(
     model.start([[number % model.vocab_size for number in range(context)]])
     drafts = {count: [Draft.chain(0, [0] * (count - 1))] for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
-    for repeat in range(repeats + 3):
+    for _ in range(-(-repeats // RUN)):
         for count, draft in drafts.items():
-            begun = perf_counter()
-            model.forward(draft)
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
-            if repeat >= 3:  # the first ones warm up
-                seconds[count].append(perf_counter() - begun)
+            for repeat in range(RUN + 2):
+                begun = perf_counter()
+                model.forward(draft)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+                if repeat >= 2:  # the first ones warm up
+                    seconds[count].append(perf_counter() - begun)
     return {count: round(1000 * median(taken), 4) for count, taken in seconds.items()}

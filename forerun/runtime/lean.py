@@ -38,7 +38,8 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     if not all(type(module) in _KNOWN or type(module).__module__ in _HOMES for module in model.modules()):
         return None
     heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    base, width, dtype = model.model, config.hidden_size, model.dtype
+    base, vocabulary = model.model, config.vocab_size
+    width, dtype = config.hidden_size, model.dtype
     # RMSNorm is x / sqrt(|x|^2 + width * eps) but for factors that the next weight can carry: three small operations.
     floor = torch.tensor((width * config.rms_norm_eps) ** 0.5, device=model.device)
 
@@ -48,7 +49,7 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
 
     def behind(norm: nn.Module, *linears: nn.Linear) -> Product:
         weight = torch.cat([linear.weight for linear in linears]).float()
-        return product((weight * norm.get_parameter("weight").float() * width**0.5).to(dtype))
+        return product((weight * norm.get_parameter("weight").float() * width**0.5).to(dtype), one_row=True)
 
     with torch.no_grad():
         angles = torch.outer(
@@ -60,9 +61,9 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
         layers = [
             (
                 behind(layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj),
-                product(attention.o_proj.weight),
+                product(attention.o_proj.weight, one_row=True),
                 behind(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj),
-                product(layer.mlp.down_proj.weight),
+                product(layer.mlp.down_proj.weight, one_row=True),
             )
             for layer in base.layers
             for attention in [layer.self_attn]
@@ -88,9 +89,8 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
             x = x + out(attended.transpose(1, 2).reshape(rows * new, heads * size))
             gate, up = gate_up(normed(x)).chunk(2, -1)
             x = x + down(functional.silu(gate) * up)
-        x = x.view(rows, new, width)
         if last_only:  # a prompt needs no logits, and they would be the largest tensor of all
-            x = x[:, -1:]
-        return head(normed(x))
+            x = x.view(rows, new, width)[:, -1]
+        return head(normed(x)).view(rows, -1, vocabulary)
 
     return forward

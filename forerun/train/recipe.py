@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """Sizes and lengths of the embedded pair. The defaults made the bundled weights."""
+    """Sizes and lengths of the embedded pair. The defaults made the bundled weights (`zoo/weights/results.json`)."""
 
     vocabulary: int = 4096
     context: int = 1024
