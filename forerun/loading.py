@@ -88,11 +88,14 @@ def load_model(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"cannot use device {device!r}: {_first_line(error)}") from None
+    if device.partition(":")[0] == "meta":
+        raise ValueError("cannot use device 'meta': it computes nothing")
     dtype = dtype or (torch.float32 if "cpu" in (device, str(device_map)) else "auto")
     if isinstance(dtype, str) and dtype != "auto":
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             raise ValueError(f"unknown dtype {dtype!r}; there are float32, bfloat16, float16 and auto")
-        dtype = getattr(torch, dtype)
+        dtype = kind
     if (Path(source) / WEIGHTS).exists():
         if device_map is not None:
             raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")

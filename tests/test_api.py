@@ -226,6 +226,10 @@ def test_load_names_what_is_wrong(target: LlamaForCausalLM, tmp_path) -> None:
         forerun.load(device="toaster")
     with pytest.raises(ValueError, match="unknown dtype 'float12'"):
         forerun.load(dtype="float12")
+    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
+        forerun.load(dtype="int8")
+    with pytest.raises(ValueError, match="cannot use device 'meta'"):
+        forerun.load(device="meta")
     other = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
     with pytest.raises(ValueError, match=r"has 64 entries, the target's \d+"):
         forerun.load(target, draft=other)

@@ -52,8 +52,6 @@ class Plan:
         for name in ("batch", "rounds", "limit", "prompt_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.device is not None and self.device.partition(":")[0] == "meta":
-            raise ValueError(f"cannot use device {self.device!r}: it holds no numbers")
         self.params()
         check_datasets(self.datasets, self.data)
         resolve(self.target, "target")
