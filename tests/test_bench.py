@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
+from toys import noisy_copy, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from forerun.api import Decoder
@@ -35,7 +36,6 @@ from forerun.metrics import Stats, Times, summarise, times, total
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.zoo.tokenizer import END_OF_TEXT
-from tests.toys import noisy_copy, tiny, tiny_tokenizer
 
 PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]
 
