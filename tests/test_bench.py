@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -124,7 +125,8 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
         assert str(folder) not in (out / file).read_text()
 
 
-def test_a_killed_run_goes_on(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_goes_on(sign: signal.Signals, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = options(folder, "--dataset", str(folder / "own.jsonl"), "--out", str(out), "--batch", "3")
     arguments += ["--max-new-tokens", "8", "--rounds", "15", "--json"]
@@ -135,8 +137,10 @@ def test_a_killed_run_goes_on(folder: Path, tmp_path: Path) -> None:
     while not records.exists() or records.read_bytes().count(b"\n") < 7:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    process.kill()
-    process.communicate()
+    process.send_signal(sign)
+    said = process.communicate()[1].decode()
+    if sign == signal.SIGINT:
+        assert process.returncode == 130 and "interrupted" in said and "--resume" in said
     before = records.read_text()
     records.write_text(before + before.splitlines()[0][:50])  # as if killed while it wrote
     whole = len(before.splitlines()) // 3 * 3

@@ -82,7 +82,12 @@ def bench(
     from forerun.bench.pages import console_tables
     from forerun.bench.session import bench as run
 
-    results = run(plan, files, out, resume=resume, profile=profile, say=_progress)
+    try:
+        results = run(plan, files, out, resume=resume, profile=profile, say=_progress)
+    except KeyboardInterrupt:
+        if out is not None:
+            print(f"forerun: interrupted; what is measured stays in {out}: go on with --resume", file=sys.stderr)
+        raise
     _progress("")
     if as_json:
         print(json.dumps(results))
