@@ -26,9 +26,8 @@ from forerun.decode import Generation, Step, decode
 from forerun.loading import (
     DeviceMap,
     Prompt,
-    check_tokenizers,
+    check_draft_tokenizer,
     check_vocabularies,
-    draft_tokenizer,
     encode,
     load_model,
     load_tokenizer,
@@ -108,7 +107,7 @@ class Decoder:
                 f"the draft is on {self.draft.device} and the target on {self.target.device}; put them on one"
             )
         self.tokenizer = tokenizer
-        self.method = method if method is not None else methods.method(default_method(draft is not None))
+        self.method = method if method is not None else methods.method(methods.default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:
             raise ValueError(_NO_DRAFT.format(self.method.name))
         if self.draft is not None:
@@ -325,10 +324,6 @@ def _params(
     return replace(params, **options)
 
 
-def default_method(has_draft: bool) -> str:
-    return "sd" if has_draft else "lookup"
-
-
 def load(
     target: str | Path | PreTrainedModel = EMBEDDED,
     *,
@@ -363,7 +358,7 @@ def load(
     """
     if draft is None and isinstance(target, str) and target == EMBEDDED:
         draft = EMBEDDED
-    chosen = methods.method(method or default_method(draft is not None), **options)
+    chosen = methods.method(method or methods.default_method(draft is not None), **options)
     if chosen.needs_draft and draft is None:
         raise ValueError(_NO_DRAFT.format(chosen.name))
     if tokenizer is None and isinstance(target, str | Path):
@@ -371,16 +366,13 @@ def load(
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     if tokenizer is not None and chosen.needs_draft and isinstance(draft, str | Path):
-        drafts = draft_tokenizer(draft, trust_remote_code=trust_remote_code)
-        if drafts is not None:
-            check_tokenizers(tokenizer, drafts, str(draft))
+        check_draft_tokenizer(tokenizer, draft, trust_remote_code=trust_remote_code)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
     how["trust_remote_code"] = trust_remote_code
 
     def ready(source: str | Path | PreTrainedModel, part: str) -> CausalLM:
         model = load_model(source, part, **how)
-        # A model that nobody else holds need not survive the packing of its weights. Weights that are elsewhere come
-        # only where transformers' own modules ask for them.
+        # A model that nobody else holds need not survive the packing of its weights.
         return prepare(model, fast, in_place=isinstance(source, str | Path))
 
     return Decoder(

@@ -27,7 +27,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import methods
-from forerun.api import Decoder, check_supported, default_method
+from forerun.api import Decoder, check_supported
 from forerun.decode import Generation, Step
 from forerun.loading import encode
 from forerun.methods import Method
@@ -193,7 +193,7 @@ def _decoder(model: PreTrainedModel, draft: PreTrainedModel | None, method: str 
     for part in (model, draft):
         if part is not None and part.training:
             raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
-    chosen = methods.method(method or default_method(draft is not None))
+    chosen = methods.method(method or methods.default_method(draft is not None))
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):

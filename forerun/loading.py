@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from forerun.model import context_of
 from forerun.zoo import resolve
@@ -115,6 +122,16 @@ def load_model(
     return model if placed else model.to(device)
 
 
+def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The text configuration of a hub id or folder, without its weights; raises ValueError for none or a broken one."""
+    folder = resolve(source, part)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return config.get_text_config(decoder=True)
+    except Exception as error:  # broken files and remote code may raise anything
+        raise ValueError(f"cannot load {part} {str(source)!r}: {_first_line(error)}") from error
+
+
 def load_tokenizer(
     source: str | Path, part: str = "target", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -127,13 +144,6 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files and remote code may raise anything
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {_first_line(error)}") from error
-
-
-def draft_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a draft's hub id or folder, None for a folder without; raises ValueError for a broken one."""
-    if not _may_have_tokenizer(resolve(source, "draft")):
-        return None
-    return load_tokenizer(source, "draft", trust_remote_code=trust_remote_code)
 
 
 def _may_have_tokenizer(source: str | Path) -> bool:
@@ -167,6 +177,15 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
                 )
 
 
+def check_draft_tokenizer(
+    target: PreTrainedTokenizerBase, draft: str | Path, *, trust_remote_code: bool = False
+) -> None:
+    """`check_tokenizers` with that of a draft's hub id or folder; a folder without one is taken at its word."""
+    if _may_have_tokenizer(resolve(draft, "draft")):
+        own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
+        check_tokenizers(target, own, str(draft))
+
+
 def check_vocabularies(target: int, draft: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raises ValueError where embeddings of these sizes differ by more than padding behind the tokenizer's last id."""
     if target == draft:
@@ -186,12 +205,8 @@ def check_prompts(
     target: str | Path, prompts: Prompt | Sequence[Prompt], *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The target's tokenizer; raises ValueError where decoding would for the prompts' sake, without loading weights."""
-    source = resolve(target, "target")
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
-    except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load target {str(target)!r}: {_first_line(error)}") from error
+    config = load_config(target, "target", trust_remote_code=trust_remote_code)
     encode(prompts, tokenizer, context_of(config), config.vocab_size)
     return tokenizer
 

@@ -86,3 +86,22 @@ def method(name: str | Method, **options: Any) -> Method:
     if unknown:
         raise ValueError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
     return METHODS[name](**options)
+
+
+def parse_value(name: str, key: str, value: str) -> int | float | bool | str:
+    """A setting from the command line, by the type of its field."""
+    kinds = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
+    if not kinds:
+        method(name, **{key: value})  # says which settings there are
+    kind = kinds[0]
+    try:
+        if kind.startswith("bool"):
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        return int(value) if kind.startswith("int") else float(value) if kind.startswith("float") else value
+    except (ValueError, KeyError):
+        raise ValueError(f"{name}.{key} must be of type {kind}, not {value!r}") from None
+
+
+def default_method(has_draft: bool) -> str:
+    """The method of who names none."""
+    return "sd" if has_draft else "lookup"

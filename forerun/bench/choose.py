@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from forerun.files import read_text
-from forerun.methods import METHODS, Method, method
+from forerun.methods import METHODS, Method, method, parse_value
 from forerun.zoo import EMBEDDED, FOLDER
 
 ASSISTED = "hf-assisted"
@@ -53,20 +52,6 @@ def parse_methods(
         if name not in chosen:
             raise ValueError(f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods")
     return chosen
-
-
-def parse_value(name: str, key: str, value: str) -> int | float | bool | str:
-    """A setting from the command line, by the type of its field."""
-    kinds = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
-    if not kinds:
-        method(name, **{key: value})  # says which settings there are
-    kind = kinds[0]
-    try:
-        if kind.startswith("bool"):
-            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return int(value) if kind.startswith("int") else float(value) if kind.startswith("float") else value
-    except (ValueError, KeyError):
-        raise ValueError(f"{name}.{key} must be of type {kind}, not {value!r}") from None
 
 
 def stored_tuning(target: str, draft: str | None, temperature: float) -> dict[str, dict[str, Any]]:

@@ -11,13 +11,6 @@ from forerun.metrics import times
 PHASES = {"draft": "#2a9d8f", "policy": "#e9c46a", "verify": "#264653", "rest": "#adb5bd"}
 
 
-def phases(step: Step) -> dict[str, float]:
-    """Milliseconds of one step: drafting, the length policy, the target's forward with its verdict, and the rest."""
-    known = {"draft": step.draft_seconds, "policy": step.policy_seconds, "verify": step.verify_seconds}
-    known["rest"] = step.seconds - sum(known.values())
-    return {name: 1000 * seconds for name, seconds in known.items()}
-
-
 def profile_line(steps: Sequence[Step]) -> str:
     """One line: mean ms of a step, its phases, and the share that is not inside forwards of the models."""
     spent = times([steps])
@@ -37,9 +30,9 @@ def plot_steps(steps: Sequence[Step], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(10, 3.5), layout="constrained")
-    bottom = [0.0] * len(steps)
+    each, bottom = [times([[step]]) for step in steps], [0.0] * len(steps)
     for name, colour in PHASES.items():
-        heights = [phases(step)[name] for step in steps]
+        heights = [1000 * getattr(spent, name) for spent in each]
         axes.bar(range(len(steps)), heights, 0.9, bottom, color=colour, label=name)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     for number, (step, top) in enumerate(zip(steps, bottom, strict=True)):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from forerun.api import Decoder
 from forerun.bench.choose import ASSISTED
@@ -21,7 +21,7 @@ from forerun.bench.records import Records
 from forerun.bench.report import results, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.files import read_text, write_text
-from forerun.loading import check_tokenizers, draft_tokenizer, load_model, load_tokenizer
+from forerun.loading import check_draft_tokenizer, load_config, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.runtime import prepare
 from forerun.zoo import resolve
@@ -82,11 +82,11 @@ def load_prompts(
     sets = dict(files)
     tokenizer = _tokenizer(plan, needed=_texts(files) or len(files) < len(plan.datasets))
     front = front_of(tokenizer) if tokenizer is not None else ()
-    config = _config(plan.target, "target", plan.trust_remote_code)
+    config = load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code)
     contexts = [context_of(config)]
     if any(name.startswith(ASSISTED) for name in plan.methods) and plan.draft is not None:
         # Our drafter stops where its model's context ends; transformers' assistant does not.
-        draft = _config(plan.draft, "draft", plan.trust_remote_code)
+        draft = load_config(plan.draft, "draft", trust_remote_code=plan.trust_remote_code)
         contexts.append(context_of(draft))
         if draft.vocab_size != config.vocab_size:  # transformers refuses them after loading, ours allow padding
             raise ValueError(
@@ -124,9 +124,7 @@ def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
             raise
         return None  # it would say what of a vocabulary is padding; token ids can be decoded without
     if plan.needs_draft and plan.draft is not None:
-        drafts = draft_tokenizer(plan.draft, trust_remote_code=plan.trust_remote_code)
-        if drafts is not None:
-            check_tokenizers(tokenizer, drafts, plan.draft)
+        check_draft_tokenizer(tokenizer, plan.draft, trust_remote_code=plan.trust_remote_code)
     return tokenizer
 
 
@@ -220,15 +218,6 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
             decoder.tokenizer = None  # making text is no part of what is measured
             runs[name] = decoder_run(decoder, plan.params())
     return runs, CausalLM(peers.target) if peers is not None else target
-
-
-def _config(source: str, part: str, trust_remote_code: bool) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(resolve(source, part), trust_remote_code=trust_remote_code)
-        return config.get_text_config(decoder=True)
-    except Exception as error:  # broken files and remote code may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot load {part} {source!r}: {reason}") from error
 
 
 def _facts(prompts: list[Prompt]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.choose import parse_value
-from forerun.methods import METHODS, Method, method
+from forerun.methods import METHODS, Method, method, parse_value
 
 # Colour of a token by where it came from; what the target chose itself stays plain.
 STYLES = {"draft": "green", "lookup": "cyan", "correction": "bold red", "bonus": ""}

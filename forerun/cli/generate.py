@@ -24,7 +24,7 @@ from forerun.cli.common import (
     quiet,
 )
 from forerun.files import read_text
-from forerun.methods import METHODS
+from forerun.methods import METHODS, default_method
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, resolve
 
@@ -78,7 +78,7 @@ def generate(
     ] = None,
 ) -> None:
     """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, red corrected."""
-    settings = parse_method(method or ("sd" if draft or target == EMBEDDED else "lookup"), gamma, method_arg)
+    settings = parse_method(method or default_method(bool(draft) or target == EMBEDDED), gamma, method_arg)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
