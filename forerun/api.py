@@ -32,7 +32,7 @@ from forerun.loading import (
     load_model,
     load_tokenizer,
 )
-from forerun.methods import Method
+from forerun.methods import Method, Parts
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
@@ -206,8 +206,8 @@ class Decoder:
         return chunks()
 
     def _decode(self, seqs: list[Generation]) -> Iterator[list[Step]]:
-        drafter = self.method.build(self.draft.fresh() if self.draft is not None else None, self.target.vocab_size)
-        return decode(self.target.fresh(), drafter, seqs)
+        target, draft = self.target.fresh(), self.draft.fresh() if self.draft is not None else None
+        return decode(target, self.method.build(Parts(target, draft)), seqs)
 
     def _start(
         self,

@@ -83,7 +83,13 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """A method. It is told of sequences by position: the i-th draft belongs to the i-th sequence."""
+    """A method. It is told of sequences by position: the i-th draft belongs to the i-th sequence.
+
+    Attributes:
+        wants_hidden: whether `observe` is to be given the target's hidden states.
+    """
+
+    wants_hidden: bool
 
     def start(self, seqs: Sequence[Generation]) -> None:
         """New sequences; nothing of them has been seen."""
@@ -93,8 +99,11 @@ class Drafter(Protocol):
         """One draft each, at most `seq.room - 1` deep (the target adds one token itself)."""
         ...
 
-    def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
-        """What became of the drafts; the sequences have grown by now."""
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+    ) -> None:
+        """What became of the drafts; the sequences have grown by now. `hidden` [B, N, d]: the target's LM-head inputs
+        at the nodes of each draft, padded, where they are wanted."""
         ...
 
     def keep(self, rows: list[int]) -> None:
@@ -140,6 +149,7 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
     Between steps the target has run all tokens of each sequence but the last.
     """
     seqs = list(seqs)
+    target.keeps_hidden = drafter.wants_hidden
     target.start([seq.tokens[:-1] for seq in seqs])
     drafter.start(seqs)
     while seqs:
@@ -155,7 +165,7 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
         counts = []
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             counts.append(seq.extend([*(draft.tokens[node] for node in verdict.path[1:]), verdict.token]))
-        drafter.observe(seqs, drafts, verdicts)
+        drafter.observe(seqs, drafts, verdicts, target.hidden)
         running = [row for row, seq in enumerate(seqs) if seq.finish_reason is None]
         if len(running) < len(seqs):
             target.keep(running)

@@ -9,8 +9,42 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from forerun.costs import Costs
     from forerun.decode import Drafter
+    from forerun.lengths import LengthPolicy
     from forerun.model import CausalLM
+    from forerun.nn.pre_verifier import PreVerifier
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a method is built from.
+
+    Attributes:
+        target, draft: models with caches of their own; no draft where no method needs one.
+        pre_verifier: the trained layer of methods that need one.
+        costs: what forwards cost on this machine, for methods that ask.
+    """
+
+    target: CausalLM
+    draft: CausalLM | None = None
+    pre_verifier: PreVerifier | None = None
+    costs: Costs | None = None
+
+
+class _Drafting:
+    """A chain drawn from the draft model, as long as the method's policy says."""
+
+    needs_draft: ClassVar[bool] = True
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        raise NotImplementedError
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.chain import ChainDrafter
+
+        assert parts.draft is not None
+        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size)
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -25,29 +59,26 @@ class AR:
     name: ClassVar[str] = "ar"
     needs_draft: ClassVar[bool] = False
 
-    def build(self, draft: CausalLM | None, vocab_size: int | None = None) -> Drafter:
+    def build(self, parts: Parts) -> Drafter:
         from forerun.drafters.plain import PlainDrafter
 
         return PlainDrafter()
 
 
 @dataclass(frozen=True)
-class SD:
+class SD(_Drafting):
     """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
 
     gamma: int = 5
     name: ClassVar[str] = "sd"
-    needs_draft: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _at_least("gamma", self.gamma, 1)
 
-    def build(self, draft: CausalLM | None, vocab_size: int | None = None) -> Drafter:
-        from forerun.drafters.chain import ChainDrafter
+    def policy(self, parts: Parts) -> LengthPolicy:
         from forerun.lengths import FixedLength
 
-        assert draft is not None
-        return ChainDrafter(draft, FixedLength(self.gamma), vocab_size)
+        return FixedLength(self.gamma)
 
 
 @dataclass(frozen=True)
@@ -63,7 +94,7 @@ class Lookup:
         _at_least("gamma", self.gamma, 1)
         _at_least("ngram", self.ngram, 1)
 
-    def build(self, draft: CausalLM | None, vocab_size: int | None = None) -> Drafter:
+    def build(self, parts: Parts) -> Drafter:
         from forerun.drafters.lookup import LookupDrafter
 
         return LookupDrafter(self.gamma, self.ngram)

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
 from forerun.cache import KVCache
 from forerun.draft import Draft
 
-LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None, bool], Tensor]
+LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None, bool, bool], tuple[Tensor, Tensor | None]]
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -46,7 +47,14 @@ class CausalLM:
 
     Raises ValueError at construction for models that cannot roll back or see a tree: encoder-decoders, recurrent
     or chunked layers, attention that takes no additive mask, modelling code without `position_ids`.
+
+    Attributes:
+        keeps_hidden: whether forwards leave in `hidden` what the LM head was given.
+        hidden: [B, N, d] of the last such forward's padded rows; None behind a `start`.
     """
+
+    keeps_hidden = False
+    hidden: Tensor | None = None
 
     def __init__(self, model: PreTrainedModel, forward: LeanForward | None = None) -> None:
         """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
@@ -91,6 +99,14 @@ class CausalLM:
         return context_of(self.config)
 
     @property
+    def head(self) -> nn.Module:
+        """The LM head; raises ValueError for a model that names none."""
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(self.model).__name__} has no readable features: it names no LM head")
+        return head
+
+    @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
@@ -109,6 +125,7 @@ class CausalLM:
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Forgets everything and runs the prompts, one a row, which may be empty and of different lengths."""
+        self.hidden = None
         layer_types = getattr(self.config, "layer_types", None) or []
         sliding = [kind == "sliding_attention" for kind in layer_types] or [self.window is not None] * len(
             self.cache.layers
@@ -177,16 +194,35 @@ class CausalLM:
             attention = self._additive_mask(positions, masks, new)
         if self._forward is not None:
             assert not isinstance(attention, dict)
-            return self._forward(ids, positions, cache, attention, last_only)
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=attention,
-            past_key_values=cache,
-            use_cache=True,
-            **(self._last_logits if last_only else {}),
-        )
+            logits, hidden = self._forward(ids, positions, cache, attention, last_only, self.keeps_hidden)
+            self.hidden = None if last_only else hidden
+            return logits
+        with self._heard(self.keeps_hidden and not last_only):
+            output = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=attention,
+                past_key_values=cache,
+                use_cache=True,
+                **(self._last_logits if last_only else {}),
+            )
         return output.logits
+
+    @contextmanager
+    def _heard(self, wanted: bool) -> Iterator[None]:
+        """Keeps what the LM head is given."""
+        if not wanted:
+            yield
+            return
+
+        def hear(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self.hidden = inputs[0]
+
+        handle = self.head.register_forward_pre_hook(hear)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _additive_mask(self, positions: Tensor, masks: Sequence[Tensor] | None, new: int) -> Tensor | dict[str, Tensor]:
         """Mask [B, 1, N, longest + N] (0 seen, lowest float unseen), one a layer type where they differ.

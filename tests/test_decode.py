@@ -19,8 +19,8 @@ from forerun.decode import Drafter, Generation, Proposal, Step, decode
 from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
-from forerun.lengths import FixedLength
-from forerun.methods import AR, SD, Lookup, Method
+from forerun.lengths import FixedLength, LengthPolicy, Look
+from forerun.methods import AR, SD, Lookup, Method, Parts
 from forerun.metrics import summarise
 from forerun.sampling import Sampler, Verdict
 
@@ -54,7 +54,10 @@ class ChainsAndTrees(ChainDrafter):
 
 
 DRAFTERS: dict[str, Callable[[TableLM], Drafter]] = {
-    **{name: method.build for name, method in METHODS.items()},
+    **{
+        name: lambda draft, method=method: method.build(Parts(TableLM(TARGET), draft))
+        for name, method in METHODS.items()
+    },
     "random trees": lambda draft: RandomTrees(),
     "chains and trees": ChainsAndTrees,
 }
@@ -96,14 +99,18 @@ def test_another_law_is_seen() -> None:
 
 
 @dataclass(frozen=True)
-class StopWhenUnsure:
+class StopWhenUnsure(LengthPolicy):
     """Stops behind a token that the draft itself found improbable."""
 
     least: float
     gamma: int = 4
 
-    def more(self, tokens: list[int], scores: Tensor) -> bool:
-        return len(tokens) < self.gamma and float(scores.softmax(-1)[tokens[-1]]) >= self.least
+    def more(self, look: Look) -> list[bool]:
+        laws = look.scores.softmax(-1)
+        last = [tokens[-1] for tokens in look.tokens]
+        return [
+            look.depth < self.gamma and float(law[token]) >= self.least for law, token in zip(laws, last, strict=True)
+        ]
 
 
 class DropsTheLast(ChainDrafter):
@@ -226,7 +233,7 @@ def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject)
     run(TableLM(target), PlainDrafter(), plain)
     expected = [cut(seq.tokens[: seq.prompt_length], seq.output[:n], eos, pair) for seq, n in zip(plain, limits)]  # noqa: B905
     for method in (AR(), SD(gamma), Lookup(gamma, 2)):
-        drafter = method.build(TableLM(target + noise * random_table(size, 99)))
+        drafter = method.build(Parts(TableLM(target), TableLM(target + noise * random_table(size, 99))))
         seqs = greedy_seqs(PROMPTS, 1, eos=frozenset({eos}), criteria=StoppingCriteriaList([EndsWith(pair)]))
         for seq, limit in zip(seqs, limits, strict=True):
             seq.limit = seq.prompt_length + limit
@@ -248,7 +255,7 @@ def test_a_row_does_not_depend_on_its_neighbours_seeds_or_ends(drafter: str) -> 
             )
             for row in rows
         ]
-        run(TableLM(TARGET), METHODS[drafter].build(TableLM(DRAFT)), seqs)
+        run(TableLM(TARGET), METHODS[drafter].build(Parts(TableLM(TARGET), TableLM(DRAFT))), seqs)
         return [seq.output for seq in seqs]
 
     together = sampled(range(8))
@@ -301,8 +308,10 @@ def test_a_drafter_is_told_what_became_of_its_drafts() -> None:
     told: list[tuple[int, int]] = []
 
     class Listening(ChainDrafter):
-        def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
-            super().observe(seqs, drafts, verdicts)
+        def observe(
+            self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+        ) -> None:
+            super().observe(seqs, drafts, verdicts, hidden)
             told.extend((draft.drafted, verdict.accepted) for draft, verdict in zip(drafts, verdicts, strict=True))
             # What is left in the draft's cache is a beginning of the sequence, short of its last token.
             for row, seq in zip(self.model.cache.rows, seqs, strict=True):

@@ -14,7 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 GROUND = {"draft", "sampling", "cache", "model"}
 LOOP = GROUND | {"decode", "metrics"}
-METHODS = LOOP | {"nn", "lengths", "drafters", "methods", "params"}
+METHODS = LOOP | {"costs", "nn", "lengths", "drafters", "methods", "params"}
 API = METHODS | {"text", "files", "runtime", "zoo", "loading", "api"}
 TOP = API | {"hf"}
 
@@ -30,10 +30,11 @@ ALLOWED: dict[str, set[str]] = {
     "decode": GROUND,  # no drafter, whatever the method
     "metrics": {"decode"},
     "nn": GROUND,
-    "lengths": GROUND | {"nn"},
+    "costs": set(),
+    "lengths": LOOP | {"nn", "costs"},  # of decode: the record Generation
     "drafters": LOOP | {"nn", "lengths"},  # of decode: the records Generation and Proposal
-    "methods": LOOP | {"nn", "lengths", "drafters"},
-    "runtime": GROUND | {"nn"},
+    "methods": LOOP | {"nn", "lengths", "drafters", "costs"},
+    "runtime": GROUND | {"nn", "costs"},
     "zoo": GROUND | {"nn"},
     "loading": GROUND | {"nn", "runtime", "zoo"},
     "api": API,

@@ -33,6 +33,7 @@ from forerun import Decoder
 from forerun.draft import Draft
 from forerun.methods import Lookup
 from forerun.model import CausalLM
+from forerun.runtime import prepare
 
 
 @torch.inference_mode()
@@ -216,3 +217,30 @@ def test_longrope_ends_where_its_factors_would_change() -> None:
         ids = torch.tensor([prompt])
         wanted = model.generate(ids, max_length=32, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
         assert decoder.generate(prompt, max_new_tokens=40, ignore_eos=True).tokens == wanted
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hidden_states_are_what_the_head_was_given(architecture: str) -> None:
+    plain = CausalLM(tiny(architecture))
+    plain.keeps_hidden = True
+    plain.start([[5, 6, 7], [8]])
+    assert plain.hidden is None
+    logits = plain.extend([[9, 4], [3]])
+    assert plain.hidden is not None and plain.hidden.shape[:2] == (2, 2)
+    with torch.inference_mode():
+        said = plain.head(plain.hidden)
+    # Some models scale or cap what the head says, which keeps the order.
+    for row, of_head in zip(logits, said, strict=True):
+        assert torch.equal(row.argsort(-1)[:, -5:], of_head[: len(row)].argsort(-1)[:, -5:])
+
+
+@pytest.mark.parametrize("prompts", [[[5, 6, 7]], [[5, 6, 7], [8]]])
+def test_the_lean_forward_keeps_the_same_hidden_states(prompts: list[list[int]]) -> None:
+    model = tiny("llama")
+    both = [CausalLM(model), prepare(model)]
+    for each in both:
+        each.keeps_hidden = True
+        each.start(prompts)
+        each.extend([[9, 4, 2]] * len(prompts))
+    assert both[1]._forward is not None
+    torch.testing.assert_close(both[1].hidden, both[0].hidden, rtol=1e-4, atol=1e-4)

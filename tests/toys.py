@@ -165,10 +165,12 @@ class TableLM:
 
     context = None
     device = torch.device("cpu")
+    keeps_hidden = False
 
     def __init__(self, table: Tensor) -> None:
         self.table = table  # [V, V, V]
         self.cache = _Rows()
+        self.hidden: Tensor | None = None
 
     @property
     def vocab_size(self) -> int:

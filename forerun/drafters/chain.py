@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from forerun.decode import Generation, Proposal
 from forerun.draft import Draft
-from forerun.lengths import LengthPolicy
+from forerun.lengths import LengthPolicy, Look
 from forerun.model import CausalLM
 from forerun.sampling import Verdict, choose
 
@@ -28,6 +28,8 @@ class ChainDrafter:
 
     def __init__(self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None) -> None:
         self.model, self.policy = model, policy
+        self.wants_hidden = policy.wants_target
+        model.keeps_hidden = policy.wants_draft
         self.vocab_size = vocab_size or model.vocab_size
 
     def start(self, seqs: Sequence[Generation]) -> None:
@@ -35,6 +37,7 @@ class ChainDrafter:
         context = self.model.context
         fits = [(not context or len(seq.tokens) <= context) and self._knows(seq.tokens) for seq in seqs]
         self.model.start([seq.tokens[:-1] if fit else [] for seq, fit in zip(seqs, fits, strict=True)])
+        self.policy.start(seqs)
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
@@ -71,8 +74,12 @@ class ChainDrafter:
                 # Behind an end token nothing can be committed; a processor may have forced a token that is unknown.
                 going[row] = len(tokens[row]) < depth[row] and token not in seqs[row].eos and self._knows([token])
             asked = perf_counter()
-            for i, row in enumerate(rows):
-                going[row] = going[row] and self.policy.more(tokens[row], scores[i])
+            hidden = self.model.hidden
+            if hidden is not None:  # [B, N, d]: of each row that has drafted, what gave its token
+                hidden = torch.stack([hidden[row, len(pending[row]) - 1] for row in rows])
+            more = self.policy.more(Look(rows, [tokens[row] for row in rows], scores, hidden))
+            for row, on in zip(rows, more, strict=True):
+                going[row] = going[row] and on
             policy_seconds += perf_counter() - asked
         drafts = [
             Draft.chain(seq.tokens[-1], drafted, torch.stack(law) if law else None)
@@ -80,7 +87,10 @@ class ChainDrafter:
         ]
         return Proposal(drafts, forwards, forward_seconds, policy_seconds)
 
-    def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+    ) -> None:
+        self.policy.observe(drafts, verdicts, hidden)
         # What was run of the accepted path stays; the rest of the draft goes.
         self.model.crop(
             [min(length, len(seq.tokens) - 1) for length, seq in zip(self.model.cache.lengths, seqs, strict=True)]
@@ -88,6 +98,7 @@ class ChainDrafter:
 
     def keep(self, rows: list[int]) -> None:
         self.model.keep(rows)
+        self.policy.keep(rows)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """Logits [R, V] of the target's vocabulary from those of the draft's."""

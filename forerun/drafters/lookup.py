@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from forerun.decode import Generation, Proposal
 from forerun.draft import Draft
 from forerun.sampling import Verdict
@@ -18,6 +20,8 @@ class LookupDrafter:
 
     Drafts are point masses. No model runs, and a step without a match is a plain one.
     """
+
+    wants_hidden = False
 
     def __init__(self, gamma: int, ngram: int) -> None:
         self.gamma, self.ngram = gamma, ngram
@@ -46,7 +50,9 @@ class LookupDrafter:
                 return Draft.chain(tokens[-1], copied, origin="lookup")
         return Draft.root(tokens[-1])
 
-    def observe(self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+    ) -> None:
         pass
 
     def keep(self, rows: list[int]) -> None:

@@ -23,7 +23,8 @@ _HOMES = {LlamaForCausalLM.__module__, "transformers.activations"}
 
 def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal, whether
-    the last position's logits are enough) -> logits [B, N or 1, V].
+    the last position's logits are enough, whether the LM head's input is wanted) -> logits [B, N or 1, V] and that
+    input [B, N or 1, d].
 
     None for a model that is no plain Llama, has layers of others, or has over LARGEST parameters. Keeps copies of the
     weights, fused, laid out for few rows and with the norms' gains in them: do not train or move the model afterwards.
@@ -69,8 +70,11 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
             for attention in [layer.self_attn]
         ]
         head = behind(base.norm, model.lm_head)
+        gain = base.norm.weight * width**0.5
 
-    def forward(ids: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, last_only: bool) -> Tensor:
+    def forward(
+        ids: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, last_only: bool, wanted: bool
+    ) -> tuple[Tensor, Tensor | None]:
         rows, new = ids.shape
         if mask is None and new > 1:
             past = cache.get_seq_length()
@@ -91,6 +95,8 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
             x = x + down(functional.silu(gate) * up)
         if last_only:  # a prompt needs no logits, and they would be the largest tensor of all
             x = x.view(rows, new, width)[:, -1]
-        return head(normed(x)).view(rows, -1, vocabulary)
+        x = normed(x)
+        hidden = (x * gain).view(rows, -1, width) if wanted else None
+        return head(x).view(rows, -1, vocabulary), hidden
 
     return forward

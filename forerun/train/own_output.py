@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -41,28 +41,35 @@ def own_output(
     length: int,
     rows: int = 64,
     seed: int = 0,
+    temperatures: Sequence[float] = TEMPERATURES,
+    top_p: float = 1.0,
     say: Callable[[str], None] = print,
 ) -> np.ndarray:
-    """Windows [sequences, length + 1] that begin with tokens of `stream` [n] and go on as the target does.
+    """Windows [sequences, length + 1] that begin with tokens of `stream` [n] and go on as the target does, each `rows`
+    of them at the next of `temperatures`.
 
     Every `rows` windows are one file in `work`, and those that are there are not made again. Raises ValueError where
     they are another target's.
     """
-    claim(work, json.dumps({"target": fingerprint(target), "length": length, "rows": rows, "seed": seed}))
+    mark = {"target": fingerprint(target), "length": length, "rows": rows, "seed": seed}
+    if (tuple(temperatures), top_p) != (TEMPERATURES, 1.0):
+        mark |= {"temperatures": list(temperatures), "top_p": top_p}
+    claim(work, json.dumps(mark))
     rows = min(rows, sequences)
     decoder = Decoder(target, method=AR())
     parts, begun, made = [], perf_counter(), 0
     for part in range(-(-sequences // rows)):
         path = work / f"{part:05d}.safetensors"
         if not path.exists():
-            prompt = int(length * PROMPT_SHARES[part // len(TEMPERATURES) % len(PROMPT_SHARES)])
+            prompt = int(length * PROMPT_SHARES[part // len(temperatures) % len(PROMPT_SHARES)])
             rng = np.random.default_rng([seed, part])
             starts = rng.integers(len(stream) - prompt, size=rows)
             completions = decoder.generate(
                 [stream[start : start + prompt].tolist() for start in starts],
                 SamplingParams(
                     max_new_tokens=length + 1 - prompt,
-                    temperature=TEMPERATURES[part % len(TEMPERATURES)],
+                    temperature=temperatures[part % len(temperatures)],
+                    top_p=top_p,
                     ignore_eos=True,
                     seed=seed + part * rows,
                 ),

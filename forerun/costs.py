@@ -1,0 +1,43 @@
+"""What forwards cost, as numbers that a length rule, a tuner or a simulator can reckon with."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of one forward by the number of its new tokens, for one row; see `forerun.runtime.costs`.
+
+    Attributes:
+        target, draft: {new tokens: ms}; at least one entry each. In a batch, rows count as so many more tokens.
+        policy: ms of one call of the length policy's layer, where it has one.
+    """
+
+    target: dict[int, float]
+    draft: dict[int, float]
+    policy: float = 0.0
+
+    @property
+    def c(self) -> float:
+        """Draft forward / target forward, of one token each."""
+        return self.draft[min(self.draft)] / self.target[min(self.target)]
+
+    def verify(self, tokens: float) -> float:
+        """ms of a target forward of that many tokens."""
+        return interpolated(self.target, tokens)
+
+
+def interpolated(table: dict[int, float], at: float) -> float:
+    """A table's value between its entries, on straight lines; beyond its ends the first or last of these goes on, but
+    never downwards, as noise can make a table."""
+    counts = sorted(table)
+    if len(counts) == 1:
+        return table[counts[0]]
+    right = min(max(bisect_left(counts, at), 1), len(counts) - 1)
+    low, high = counts[right - 1], counts[right]
+    slope = max(0.0, (table[high] - table[low]) / (high - low))
+    if at > high:
+        return table[high] + slope * (at - high)
+    return table[low] + slope * (max(at, low) - low)
