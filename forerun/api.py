@@ -23,6 +23,7 @@ from transformers.generation import GenerationMode
 
 from forerun import methods
 from forerun.decode import Generation, Step, decode
+from forerun.lengths.oracle import Truth
 from forerun.loading import (
     DeviceMap,
     Prompt,
@@ -107,6 +108,7 @@ class Decoder:
                 f"the draft is on {self.draft.device} and the target on {self.target.device}; put them on one"
             )
         self.tokenizer = tokenizer
+        self.truth = Truth()  # stays empty unless the method is an oracle
         self.method = method if method is not None else methods.method(methods.default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:
             raise ValueError(_NO_DRAFT.format(self.method.name))
@@ -207,7 +209,7 @@ class Decoder:
 
     def _decode(self, seqs: list[Generation]) -> Iterator[list[Step]]:
         target, draft = self.target.fresh(), self.draft.fresh() if self.draft is not None else None
-        return decode(target, self.method.build(Parts(target, draft)), seqs)
+        return decode(target, self.method.build(Parts(target, draft, truth=self.truth)), seqs)
 
     def _start(
         self,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forerun.costs import Costs
     from forerun.decode import Drafter
     from forerun.lengths import LengthPolicy
+    from forerun.lengths.oracle import Truth
     from forerun.model import CausalLM
     from forerun.nn.pre_verifier import PreVerifier
 
@@ -24,12 +25,14 @@ class Parts:
         target, draft: models with caches of their own; no draft where no method needs one.
         pre_verifier: the trained layer of methods that need one.
         costs: what forwards cost on this machine, for methods that ask.
+        truth: what oracles know already; they add what they find out.
     """
 
     target: CausalLM
     draft: CausalLM | None = None
     pre_verifier: PreVerifier | None = None
     costs: Costs | None = None
+    truth: Truth | None = None
 
 
 class _Drafting:
@@ -50,6 +53,11 @@ class _Drafting:
 def _at_least(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -100,8 +108,137 @@ class Lookup:
         return LookupDrafter(self.gamma, self.ngram)
 
 
-Method = AR | SD | Lookup
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (AR, SD, Lookup)}
+# In the methods that stop by a rule, `most` is where a draft ends at the latest.
+_MOST = 32
+
+
+@dataclass(frozen=True)
+class Heuristic(_Drafting):
+    """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
+
+    gamma: int = 5
+    name: ClassVar[str] = "heuristic"
+
+    def __post_init__(self) -> None:
+        _at_least("gamma", self.gamma, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.schedule import HeuristicSchedule
+
+        return HeuristicSchedule(self.gamma)
+
+
+@dataclass(frozen=True)
+class Confidence(_Drafting):
+    """Drafts until a token's own probability falls below `threshold`."""
+
+    threshold: float = 0.4
+    most: int = _MOST
+    name: ClassVar[str] = "confidence"
+
+    def __post_init__(self) -> None:
+        _between("threshold", self.threshold, 0, 1)
+        _at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.confidence import ConfidenceStop
+
+        return ConfidenceStop(self.threshold, self.most)
+
+
+@dataclass(frozen=True)
+class Cumulative(_Drafting):
+    """Drafts until the product of the tokens' own probabilities falls below `threshold`."""
+
+    threshold: float = 0.3
+    most: int = _MOST
+    name: ClassVar[str] = "cumulative"
+
+    def __post_init__(self) -> None:
+        _between("threshold", self.threshold, 0, 1)
+        _at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.confidence import CumulativeStop
+
+        return CumulativeStop(self.threshold, self.most)
+
+
+@dataclass(frozen=True)
+class SVIP(_Drafting):
+    """Drafts until `1 - sqrt(scale * entropy)` falls below `threshold`; both as in the authors' code."""
+
+    threshold: float = 0.7
+    scale: float = 0.15
+    most: int = _MOST
+    name: ClassVar[str] = "svip"
+
+    def __post_init__(self) -> None:
+        _between("threshold", self.threshold, 0, 1)
+        _between("scale", self.scale, 0, 100)
+        _at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.entropy import EntropyStop
+
+        return EntropyStop(self.threshold, self.scale, self.most)
+
+
+@dataclass(frozen=True)
+class AdaEDL(_Drafting):
+    """As SVIP, with a threshold that moves by about a tenth of `step` a draft to hold the acceptance rate at `goal`.
+
+    All but `threshold`, the first one, and `most` are the paper's values.
+    """
+
+    threshold: float = 0.5
+    scale: float = 0.2
+    goal: float = 0.9
+    step: float = 0.01
+    most: int = _MOST
+    name: ClassVar[str] = "adaedl"
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "goal", "step"):
+            _between(name, getattr(self, name), 0, 1)
+        _between("scale", self.scale, 0, 100)
+        _at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.entropy import AdaptiveEntropyStop
+
+        return AdaptiveEntropyStop(self.threshold, self.scale, self.goal, self.step, self.most)
+
+
+@dataclass(frozen=True)
+class SeeingOracle(_Drafting):
+    """Stops right behind the first token that will be rejected: the best that a stop rule can do. Greedy only."""
+
+    name: ClassVar[str] = "seeing-oracle"
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.oracle import MismatchStop, Truth
+
+        return MismatchStop(parts.target, parts.truth if parts.truth is not None else Truth())
+
+
+@dataclass(frozen=True)
+class Oracle(SeeingOracle):
+    """Drafts exactly the tokens that will be accepted: what knowing the length would be worth. Greedy only."""
+
+    name: ClassVar[str] = "oracle"
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.oracle import OracleDrafter
+
+        assert parts.draft is not None
+        return OracleDrafter(parts.draft, self.policy(parts), parts.target.vocab_size)
+
+
+Method = AR | SD | Lookup | Heuristic | Confidence | Cumulative | SVIP | AdaEDL | Oracle | SeeingOracle
+METHODS: dict[str, type[Method]] = {
+    cls.name: cls for cls in (AR, SD, Lookup, Heuristic, Confidence, Cumulative, SVIP, AdaEDL, Oracle, SeeingOracle)
+}
 
 
 def method(name: str | Method, **options: Any) -> Method:

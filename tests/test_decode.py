@@ -20,7 +20,7 @@ from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
 from forerun.lengths import FixedLength, LengthPolicy, Look
-from forerun.methods import AR, SD, Lookup, Method, Parts
+from forerun.methods import AR, SD, SVIP, AdaEDL, Confidence, Cumulative, Heuristic, Lookup, Method, Parts
 from forerun.metrics import summarise
 from forerun.sampling import Sampler, Verdict
 
@@ -28,7 +28,17 @@ V, ROWS, NEW, JOINT = 4, 2000, 5, 3
 FITS, BROKEN = 1e-4, 1e-6
 PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # with a few n-grams to look up
 
-METHODS: dict[str, Method] = {"ar": AR(), "sd": SD(3), "lookup": Lookup(3, 2)}
+# Thresholds at which rows stop behind different tokens.
+METHODS: dict[str, Method] = {
+    "ar": AR(),
+    "sd": SD(3),
+    "lookup": Lookup(3, 2),
+    "heuristic": Heuristic(2),
+    "confidence": Confidence(0.4, 4),
+    "cumulative": Cumulative(0.2, 4),
+    "svip": SVIP(0.6, most=4),
+    "adaedl": AdaEDL(0.55, step=1.0, most=4),
+}
 
 
 class RandomTrees(PlainDrafter):

@@ -176,6 +176,9 @@ class TableLM:
     def vocab_size(self) -> int:
         return len(self.table)
 
+    def fresh(self) -> TableLM:
+        return TableLM(self.table)
+
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         self.cache.rows = [list(prompt) for prompt in prompts]
 

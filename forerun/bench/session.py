@@ -21,7 +21,9 @@ from forerun.bench.records import Records
 from forerun.bench.report import results, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.files import read_text, write_text
+from forerun.lengths.oracle import Truth
 from forerun.loading import check_draft_tokenizer, load_config, load_model, load_tokenizer
+from forerun.methods import Oracle, SeeingOracle
 from forerun.model import CausalLM, context_of
 from forerun.runtime import prepare
 from forerun.zoo import resolve
@@ -54,6 +56,7 @@ def bench(
     if resume:
         records.resume(list(plan.methods))
     runs, reference = _load(plan, tokenizer)
+    _tell_oracles(plan, runs, datasets, say)
     measure(
         runs,
         datasets,
@@ -209,6 +212,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
             assistant = load_model(plan.draft, "draft", **how)
         peers = Peers(load_model(plan.target, "target", **how), assistant, plan.params())
     runs: dict[str, Run] = {}
+    truth = Truth()
     for name, method in plan.methods.items():
         if method is None:
             assert peers is not None
@@ -216,8 +220,23 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
         else:
             decoder = Decoder(target, tokenizer, draft if method.needs_draft else None, method)
             decoder.tokenizer = None  # making text is no part of what is measured
+            decoder.truth = truth
             runs[name] = decoder_run(decoder, plan.params())
     return runs, CausalLM(peers.target) if peers is not None else target
+
+
+def _tell_oracles(
+    plan: Plan, runs: dict[str, Run], datasets: dict[str, list[Prompt]], say: Callable[[str], None]
+) -> None:
+    """Runs oracles once on everything, so that no measurement holds the time in which they learn the truth."""
+    for name, method in plan.methods.items():
+        if not isinstance(method, Oracle | SeeingOracle):
+            continue
+        for dataset, prompts in datasets.items():
+            say(f"{name} learns what the target says to {dataset}")
+            for start in range(0, len(prompts), plan.batch):
+                rows = [list(prompt.tokens or ()) for prompt in prompts[start : start + plan.batch]]
+                runs[name](rows, [plan.seed + row for row in range(len(rows))], None)
 
 
 def _facts(prompts: list[Prompt]) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""Stopping where the draft model itself finds its tokens improbable."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.lengths import LengthPolicy, Look
+
+
+class ConfidenceStop(LengthPolicy):
+    """Stops behind a token whose draft probability is below `threshold`, and behind `most` tokens.
+
+    The rule of transformers' assistant_confidence_threshold, there 0.4 at first and then adapted, here as it is given.
+    """
+
+    def __init__(self, threshold: float, most: int) -> None:
+        self.threshold, self.most = threshold, most
+
+    def more(self, look: Look) -> list[bool]:
+        if look.depth >= self.most:
+            return [False] * len(look.rows)
+        return [probability >= self.threshold for probability in drawn(look)]
+
+
+class CumulativeStop(LengthPolicy):
+    """Stops when the product of the draft's own probabilities of its tokens is below `threshold`, and behind `most`
+    tokens. The product is what the draft believes the chance of its whole text to be."""
+
+    def __init__(self, threshold: float, most: int) -> None:
+        self.threshold, self.most = threshold, most
+        self.products: dict[int, float] = {}  # of the rows of the present draft
+
+    def more(self, look: Look) -> list[bool]:
+        if look.depth >= self.most:
+            return [False] * len(look.rows)
+        before = self.products if look.depth > 1 else dict.fromkeys(look.rows, 1.0)
+        self.products = {
+            row: before[row] * probability for row, probability in zip(look.rows, drawn(look), strict=True)
+        }
+        return [product >= self.threshold for product in self.products.values()]
+
+
+def drawn(look: Look) -> list[float]:
+    """The probability [R] of each row's last token under the law it was drawn from; of a greedy one, under the softmax
+    of its scores."""
+    laws = look.scores.softmax(-1)
+    size = laws.shape[-1]
+    at = [row * size + tokens[-1] for row, tokens in enumerate(look.tokens)]
+    return laws.take(torch.tensor(at, device=laws.device)).tolist()
