@@ -360,11 +360,13 @@ def test_a_drafter_may_start_late(name: str) -> None:
 @pytest.mark.parametrize("name", ORACLES)
 def test_a_draft_that_cannot_read_everything(name: str) -> None:
     # The target's own weights, but for its last tokens, and a context shorter than the outputs are.
-    target, small = tiny("llama"), tiny("llama", vocab=50, context=40)
+    # It has a table of positions, so reading on would fail.
+    target, small = tiny("gpt2"), tiny("gpt2", vocab=50, context=40)
+    sizes = {key: weight.shape for key, weight in small.state_dict().items()}
     small.load_state_dict(
-        {key: weight[:50] if "embed" in key or "head" in key else weight for key, weight in target.state_dict().items()}
+        {key: weight[tuple(map(slice, sizes[key]))] for key, weight in target.state_dict().items() if key in sizes}
     )
-    prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 38)), [60, 3], list(range(1, 45)), [11, 12]]
+    prompts = [[10], [31], [60, 3], list(range(1, 45)), list(range(2, 38))]
     truth, outputs = Truth(), []
     for chosen in (AR(), ALL[name], ALL[name]):  # the last time from memory
         seqs = [Generation(list(prompt), len(prompt) + 45, index=i) for i, prompt in enumerate(prompts)]
@@ -373,10 +375,10 @@ def test_a_draft_that_cannot_read_everything(name: str) -> None:
         outputs.append([seq.output for seq in seqs])
         assert max(step.drafted - step.accepted for step in steps) <= (name != "oracle")
     assert outputs[0] == outputs[1] == outputs[2]
-    # It does draft, and meets both of its limits: tokens that it lacks, and its context where it lacks none.
+    # It drafts up to its context, up to a token that it lacks, and nothing behind a prompt that it cannot read.
+    assert max(outputs[0][0]) < 50 and next(at for at, token in enumerate(outputs[0][1]) if token >= 50) == 20
     said = [sum(step.accepted for step in steps if step.index == i) for i in range(len(prompts))]
-    assert said[3] == said[4] == 0 and max(said) > 5
-    assert any(max(output) >= 50 for output in outputs[0])
+    assert said[:4] == [40, 20, 0, 0]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -16,7 +16,7 @@ class HeuristicSchedule(LengthPolicy):
     """The schedule "heuristic_transient" of transformers' assisted generation, for each row by itself: `gamma` tokens
     at first, two more behind a draft of which every token was accepted, else one fewer, at least one.
 
-    Its "heuristic" differs in that lengths outlive a call. Ours: a draft without tokens, which says nothing, changes
+    Its "heuristic" differs in that lengths outlive a call; both start at 20. Ours: a draft without tokens changes
     nothing. Transformers also stops at improbable tokens (assistant_confidence_threshold), which is a rule of its own
     here: `forerun.lengths.confidence`.
     """
