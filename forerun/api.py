@@ -23,6 +23,7 @@ from transformers.generation import GenerationMode
 
 from forerun import methods
 from forerun.decode import Generation, Step, decode
+from forerun.drafters.guard import Guarded, Pace
 from forerun.lengths.oracle import Truth
 from forerun.loading import (
     DeviceMap,
@@ -33,7 +34,7 @@ from forerun.loading import (
     load_model,
     load_tokenizer,
 )
-from forerun.methods import Method, Parts
+from forerun.methods import AR, Method, Parts
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
@@ -94,10 +95,11 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft: PreTrainedModel | CausalLM | None = None,
         method: Method | None = None,
+        guard: bool | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of
         weights: make a new Decoder when they have changed. A CausalLM is taken as it is; `CausalLM(model)` runs
-        transformers' own forward.
+        transformers' own forward. `guard` is that of `load`.
 
         Raises ValueError for models that cannot run drafts and for pairs that do not fit together.
         """
@@ -107,7 +109,8 @@ class Decoder:
             raise ValueError(
                 f"the draft is on {self.draft.device} and the target on {self.target.device}; put them on one"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.guard = tokenizer, guard
+        self._paces: dict[tuple[Method, bool], Pace] = {}  # drawing costs and accepts otherwise than greedy decoding
         self.truth = Truth()  # stays empty unless the method is an oracle
         self.method = method if method is not None else methods.method(methods.default_method(draft is not None))
         if self.method.needs_draft and self.draft is None:
@@ -161,9 +164,10 @@ class Decoder:
         """
         single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         begun = perf_counter()
-        seqs, texts = self._start(rows, _params(params, options), logits_processor, stopping_criteria)
+        params = _params(params, options)
+        seqs, texts = self._start(rows, params, logits_processor, stopping_criteria)
         steps: list[list[Step]] = [[] for _ in seqs]
-        for batch in self._decode(seqs):
+        for batch in self._decode(seqs, _is_seeded(params)):
             for step in batch:
                 steps[step.index].append(step)
         seconds = perf_counter() - begun
@@ -196,10 +200,11 @@ class Decoder:
     ) -> Iterator[Chunk]:
         """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once."""
         _, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
-        seqs, texts = self._start(rows, _params(params, options), logits_processor, stopping_criteria)
+        params = _params(params, options)
+        seqs, texts = self._start(rows, params, logits_processor, stopping_criteria)
 
         def chunks() -> Iterator[Chunk]:
-            for batch in self._decode(seqs):
+            for batch in self._decode(seqs, _is_seeded(params)):
                 for step in batch:
                     reason, text = seqs[step.index].finish_reason, texts[step.index]
                     pieces = text.push(step.tokens, step.origins, reason is not None) if text is not None else []
@@ -207,9 +212,14 @@ class Decoder:
 
         return chunks()
 
-    def _decode(self, seqs: list[Generation]) -> Iterator[list[Step]]:
+    def _decode(self, seqs: list[Generation], seeded: bool) -> Iterator[list[Step]]:
+        """`seeded`: draws are to be the same in every run, so no clock may decide when drafts use up random numbers."""
         target, draft = self.target.fresh(), self.draft.fresh() if self.draft is not None else None
-        return decode(target, self.method.build(Parts(target, draft, truth=self.truth)), seqs)
+        drafter, greedy = self.method.build(Parts(target, draft, truth=self.truth)), seqs[0].sampler.greedy
+        guard = self.guard if self.guard is not None else greedy or not seeded
+        if guard and not isinstance(self.method, AR):
+            drafter = Guarded(drafter, self._paces.setdefault((self.method, greedy), Pace()))
+        return decode(target, drafter, seqs)
 
     def _start(
         self,
@@ -311,6 +321,11 @@ def check_supported(config: GenerationConfig, copies: bool = False) -> None:
             raise ValueError(f"{name}={getattr(config, name)} is not supported")
 
 
+def _is_seeded(params: SamplingParams | GenerationConfig) -> bool:
+    # A GenerationConfig has no seed of its own: as in transformers, torch's says what is drawn.
+    return isinstance(params, GenerationConfig) or params.seed is not None
+
+
 def _params(
     params: SamplingParams | GenerationConfig | None, options: dict[str, Any]
 ) -> SamplingParams | GenerationConfig:
@@ -337,6 +352,7 @@ def load(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     fast: bool = True,
+    guard: bool | None = None,
     **options: Any,
 ) -> Decoder:
     """Loads a target, and a draft if there is one, for decoding by `method`.
@@ -351,6 +367,9 @@ def load(
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
+        guard: leave drafts out while they do not pay (see forerun/drafters/guard.py). Which steps those are depends on
+            the time they take, and with sampling so does what is drawn. Default: for greedy decoding, and for sampling
+            with SamplingParams that have no seed. True: always; False: never.
         **options: the method's settings, such as gamma=6.
 
     Raises:
@@ -382,4 +401,5 @@ def load(
         tokenizer,
         ready(draft, "draft") if draft is not None and chosen.needs_draft else None,
         chosen,
+        guard,
     )

@@ -50,6 +50,7 @@ def custom_generate(
     method: str | Method | None = None,
     token_streamer: BaseStreamer | None = None,
     stats: list[Stats] | None = None,
+    guard: bool | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """`model.generate(..., custom_generate=forerun.custom_generate)` calls this and passes on what is described below.
@@ -63,6 +64,7 @@ def custom_generate(
         method: a name from `forerun.methods.METHODS` or its dataclass. Default: "sd" with a draft, else "lookup".
         token_streamer: is given the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
+        guard: as in `forerun.load`. Default: for greedy decoding, as torch's seed is to say what is drawn.
 
     Returns:
         ids [B * num_return_sequences, longest], padded on the right, or GenerateDecoderOnlyOutput with them alone.
@@ -78,6 +80,7 @@ def custom_generate(
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
     decoder = _decoder(model, draft, method)
+    decoder.guard = guard
     prompts = [row[count:] for row, count in zip(input_ids.tolist(), padding, strict=True)]
     context = decoder.target.context
     encode(prompts, None, context, decoder.target.vocab_size)
@@ -116,7 +119,7 @@ def custom_generate(
     begun = perf_counter()
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    for batch in decoder._decode(seqs):
+    for batch in decoder._decode(seqs, seeded=True):
         for step in batch:
             steps[step.index].append(step)
             if token_streamer is not None:

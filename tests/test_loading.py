@@ -108,7 +108,7 @@ def test_equal_tokenizers_with_other_special_roles_pass() -> None:
 def test_a_draft_folder_with_the_same_tokenizer_or_none_is_taken(own: bool, copies: Path) -> None:
     if own:
         tiny_tokenizer().save_pretrained(copies / "draft")
-    decoder = forerun.load(copies / "target", draft=copies / "draft")
+    decoder = forerun.load(copies / "target", draft=copies / "draft", guard=False)
     assert decoder.draft is not None
     plain = forerun.load(copies / "target", method="ar")
     done = decoder.generate(PROMPTS, max_new_tokens=12)
@@ -134,7 +134,7 @@ def test_padded_vocabularies_of_other_sizes_draft(ours: int, theirs: int, temper
     base = tiny("llama", vocab=300)
     target, draft = resized(base, ours), resized(base, theirs)
     options = {"max_new_tokens": 24, "temperature": temperature, "seed": 5, "top_k": 9 if temperature else 0}
-    decoder = Decoder(target, tiny_tokenizer(), draft, SD(3))
+    decoder = Decoder(target, tiny_tokenizer(), draft, SD(3), guard=False)
     done = decoder.generate(PROMPTS, **options)
     assert sum(row.stats.accepted for row in done)
     assert max(token for row in done for token in row.tokens) < ours
@@ -179,7 +179,7 @@ def test_behind_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sampl
     processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(300, 320))), Forces(9, 315)])
     config = GenerationConfig(max_new_tokens=20, do_sample=sampled, eos_token_id=None)
     torch.manual_seed(0)
-    decoder = Decoder(target, tiny_tokenizer(), draft, SD(3))
+    decoder = Decoder(target, tiny_tokenizer(), draft, SD(3), guard=False)
     done = decoder.generate(prompts, config, logits_processor=processors)
     assert [row.finish_reason for row in done] == ["length"] * 3
     assert done[1].tokens[5] == 315

@@ -25,6 +25,7 @@ class Plan:
         target, draft: hub ids, folders or "embedded"; draft is None where no method needs one.
         limit: prompts a dataset, all where None.
         prompt_tokens: length of the prompts from the standard library.
+        guard: leave drafts out while they do not pay; without it methods are measured as they are.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then say which value was best.
     """
@@ -46,6 +47,7 @@ class Plan:
     seed: int = 0
     prompt_tokens: int = 128
     stop_at_eos: bool = False
+    guard: bool = False
     tune: str | None = None
 
     def __post_init__(self) -> None:

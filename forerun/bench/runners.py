@@ -38,7 +38,8 @@ class Outcome:
         return Stats(count, self.target_forwards, self.draft_forwards, 0, 0, 0, self.seconds, (), ())
 
 
-# Prompts and their seeds; the third argument is a length for the warm-up, which leaves no state behind.
+# Prompts and their seeds; the third argument is a length for the warm-up, which leaves no state behind but what a guard
+# has measured.
 Run = Callable[[Sequence[Sequence[int]], Sequence[int], int | None], Outcome]
 
 

@@ -218,7 +218,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
             assert peers is not None
             runs[name] = peers.run(name)
         else:
-            decoder = Decoder(target, tokenizer, draft if method.needs_draft else None, method)
+            decoder = Decoder(target, tokenizer, draft if method.needs_draft else None, method, plan.guard)
             decoder.tokenizer = None  # making text is no part of what is measured
             decoder.truth = truth
             runs[name] = decoder_run(decoder, plan.params())

@@ -40,6 +40,7 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
+    guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Save a picture of the phases of a step.")] = False,
@@ -70,6 +71,7 @@ def bench(
         seed=seed,
         prompt_tokens=prompt_tokens,
         stop_at_eos=stop_at_eos,
+        guard=guard,
         tune=tune,
     )
     check_folder(out, resume)

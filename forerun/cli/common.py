@@ -24,6 +24,14 @@ DtypeOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")]
+GuardOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--guard/--no-guard",
+        help="Leave drafts out while they do not pay. By default, but for sampling with a seed: it goes by the clock.",
+        show_default=False,
+    ),
+]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")]
 
 

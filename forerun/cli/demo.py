@@ -14,6 +14,7 @@ import typer
 from forerun.cli.common import (
     STYLES,
     GammaOption,
+    GuardOption,
     MaxNewTokensOption,
     MethodOption,
     TemperatureOption,
@@ -32,6 +33,7 @@ def demo(
     gamma: GammaOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     temperature: TemperatureOption = 0.0,
+    guard: GuardOption = None,
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
@@ -46,7 +48,7 @@ def demo(
     from forerun.methods import AR
     from forerun.zoo.corpus import held_out_prompts
 
-    decoder = load(method=settings)
+    decoder = load(method=settings, guard=guard)
     plain = Decoder(decoder.target.model, decoder.tokenizer, method=AR())
     assert decoder.tokenizer is not None
     console = Console(quiet=as_json, highlight=False)

@@ -14,6 +14,7 @@ from forerun.cli.common import (
     DeviceOption,
     DtypeOption,
     GammaOption,
+    GuardOption,
     MaxNewTokensOption,
     MethodArgOption,
     SeedOption,
@@ -65,6 +66,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
+    guard: GuardOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     device_map: Annotated[
@@ -113,6 +115,7 @@ def generate(
         device=device,
         device_map=device_map,
         trust_remote_code=trust_remote_code,
+        guard=guard,
     )
     if as_json:
         result = decoder.generate(text, params)

@@ -252,7 +252,7 @@ def gate(
         plain = Decoder(target, tokenizer, method=AR()).generate(prompts, params)
         shares = [distinct_share(completion.tokens) for completion in plain]
         results["distinct_4gram_share"][str(temperature)] = round(statistics.median(shares), 4)
-        drafted = Decoder(target, tokenizer, draft, SD(gamma=5)).generate(prompts, params)
+        drafted = Decoder(target, tokenizer, draft, SD(gamma=5), guard=False).generate(prompts, params)
         stats = summarise([step for completion in drafted for step in completion.steps], seconds=0.0)
         results["sd"][str(temperature)] = {"gamma": 5, "tau": round(stats.tau, 4), "alpha": round(stats.alpha, 4)}
     loss = mean_loss(target, test)
