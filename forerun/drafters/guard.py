@@ -25,7 +25,7 @@ ALLOWANCE = 2.0  # what drafting may lose at the start
 MOST = 4.0  # what it may lose again of its earnings
 CHECK = 4  # the first pause, which is there to see what a plain step costs now
 # A later pause is a multiple of what was lost, which doubles up to 128: failures cost 1/128 of the time.
-FIRST, LONGEST = 32, 128
+FIRST, LONGEST = 16, 128
 SHARE = 1 / 256  # of the time, for plain steps amid drafting
 
 
@@ -72,11 +72,7 @@ class Pace:
     def saw(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
         """One step of all rows, which committed `tokens` altogether."""
         if not drafted:
-            known = self._plain.setdefault(rows, deque(maxlen=3))
-            # Chance makes steps slower, hardly ever faster: what was known is of another time.
-            if known and seconds < 0.8 * median_low(known):
-                known.clear()
-            known.append(seconds)
+            self._plain.setdefault(rows, deque(maxlen=3)).append(seconds)
             self._looks += 1
             self.wait, self._since = max(self.wait - 1, 0), 0.0
             return
