@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from forerun import methods
+from forerun import methods, profiles
+from forerun.costs import Costs
 from forerun.decode import Generation, Step, decode
 from forerun.drafters.guard import Guarded, Pace
 from forerun.lengths.oracle import Truth
@@ -39,6 +40,7 @@ from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.runtime import prepare
+from forerun.runtime.costs import measure_costs
 from forerun.sampling import Sampler
 from forerun.text import SplitStopCriteria, TextStream
 from forerun.zoo import EMBEDDED
@@ -96,10 +98,12 @@ class Decoder:
         draft: PreTrainedModel | CausalLM | None = None,
         method: Method | None = None,
         guard: bool | None = None,
+        sampling_method: Method | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of
         weights: make a new Decoder when they have changed. A CausalLM is taken as it is; `CausalLM(model)` runs
-        transformers' own forward. `guard` is that of `load`.
+        transformers' own forward. `guard` is that of `load`. `sampling_method` takes the place of `method` where tokens
+        are drawn.
 
         Raises ValueError for models that cannot run drafts and for pairs that do not fit together.
         """
@@ -113,10 +117,17 @@ class Decoder:
         self._paces: dict[tuple[Method, bool], Pace] = {}  # drawing costs and accepts otherwise than greedy decoding
         self.truth = Truth()  # stays empty unless the method is an oracle
         self.method = method if method is not None else methods.method(methods.default_method(draft is not None))
-        if self.method.needs_draft and self.draft is None:
-            raise ValueError(_NO_DRAFT.format(self.method.name))
+        self.sampling_method = sampling_method
+        self.costs: Costs | None = None  # measured when a method first asks for them
+        for each in (self.method, sampling_method):
+            if each is not None and each.needs_draft and self.draft is None:
+                raise ValueError(_NO_DRAFT.format(each.name))
         if self.draft is not None:
             check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
+
+    def method_for(self, greedy: bool) -> Method:
+        """What decodes: greedy output and drawn output may have methods of their own."""
+        return self.method if greedy or self.sampling_method is None else self.sampling_method
 
     @overload
     def generate(
@@ -215,10 +226,14 @@ class Decoder:
     def _decode(self, seqs: list[Generation], seeded: bool) -> Iterator[list[Step]]:
         """`seeded`: draws are to be the same in every run, so no clock may decide when drafts use up random numbers."""
         target, draft = self.target.fresh(), self.draft.fresh() if self.draft is not None else None
-        drafter, greedy = self.method.build(Parts(target, draft, truth=self.truth)), seqs[0].sampler.greedy
+        greedy = seqs[0].sampler.greedy
+        method = self.method_for(greedy)
+        if self.costs is None and getattr(method, "needs_costs", False):
+            self.costs = measure_costs(self.target, self.draft)
+        drafter = method.build(Parts(target, draft, costs=self.costs, truth=self.truth))
         guard = self.guard if self.guard is not None else greedy or not seeded
-        if guard and not isinstance(self.method, AR):
-            drafter = Guarded(drafter, self._paces.setdefault((self.method, greedy), Pace()))
+        if guard and not isinstance(method, AR):
+            drafter = Guarded(drafter, self._paces.setdefault((method, greedy), Pace()))
         return decode(target, drafter, seqs)
 
     def _start(
@@ -360,7 +375,10 @@ def load(
     Args:
         target: hub id, folder or model; "embedded" is the pair that comes with the package.
         draft: likewise; with the embedded target its own draft is the default.
-        method: a name from `forerun.methods.METHODS` or its dataclass. Default: "sd" with a draft, else "lookup".
+        method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
+            what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
+            decoding and for sampling. Else "sd" with a draft and "lookup" without. Models that are given as objects,
+            `device_map` and fast=False have no such profiles.
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
         device: default: cuda if there is one.
@@ -375,18 +393,31 @@ def load(
     Raises:
         ValueError: an unknown method or setting, a model that cannot be loaded or decoded, a draft with another
             tokenizer or vocabulary. Tokenizers are compared before weights are loaded. A draft folder without one is
-            taken at its word; embeddings of different sizes must then, as ever, differ by padding alone.
+            taken at its word; embeddings of different sizes must then, as ever, differ by padding alone. A profile
+            that is damaged.
     """
     if draft is None and isinstance(target, str) and target == EMBEDDED:
         draft = EMBEDDED
     chosen = methods.method(method or methods.default_method(draft is not None), **options)
     if chosen.needs_draft and draft is None:
         raise ValueError(_NO_DRAFT.format(chosen.name))
+    unnamed = method is None and not options
+    costs, drawing = None, None
+    named = [isinstance(source, str | Path) for source in (target, draft) if source is not None]
+    if all(named) and fast and device_map is None and (unnamed or getattr(chosen, "needs_costs", False)):
+        profile = profiles.find(target, draft, device, dtype)  # type: ignore[arg-type]
+        costs = profile.costs if profile is not None else None
+        if profile is not None and unnamed:
+            drawing = profile.sampling.build() if profile.sampling else chosen
+            chosen = profile.greedy.build() if profile.greedy else chosen
+        if costs is None and target == draft == EMBEDDED:
+            costs = profiles.embedded_costs()
+    drafting = chosen.needs_draft or (drawing is not None and drawing.needs_draft)
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-    if tokenizer is not None and chosen.needs_draft and isinstance(draft, str | Path):
+    if tokenizer is not None and drafting and isinstance(draft, str | Path):
         check_draft_tokenizer(tokenizer, draft, trust_remote_code=trust_remote_code)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
     how["trust_remote_code"] = trust_remote_code
@@ -396,10 +427,13 @@ def load(
         # A model that nobody else holds need not survive the packing of its weights.
         return prepare(model, fast, in_place=isinstance(source, str | Path))
 
-    return Decoder(
+    decoder = Decoder(
         ready(target, "target"),
         tokenizer,
-        ready(draft, "draft") if draft is not None and chosen.needs_draft else None,
+        ready(draft, "draft") if draft is not None and drafting else None,
         chosen,
         guard,
+        drawing,
     )
+    decoder.costs = costs
+    return decoder

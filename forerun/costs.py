@@ -11,7 +11,8 @@ class Costs:
     """Milliseconds of one forward by the number of its new tokens, for one row; see `forerun.runtime.costs`.
 
     Attributes:
-        target, draft: {new tokens: ms}; at least one entry each. In a batch, rows count as so many more tokens.
+        target, draft: {new tokens: ms}; at least one entry each, none without a draft. In a batch, rows count as so
+            many more tokens.
         policy: ms of one call of the length policy's layer, where it has one.
     """
 
@@ -27,6 +28,10 @@ class Costs:
     def verify(self, tokens: float) -> float:
         """ms of a target forward of that many tokens."""
         return interpolated(self.target, tokens)
+
+    def drafting(self, rows: int) -> float:
+        """ms of a draft forward of one token for each of that many rows."""
+        return interpolated(self.draft, rows)
 
 
 def interpolated(table: dict[int, float], at: float) -> float:

@@ -15,7 +15,7 @@ ROOT = Path(forerun.__file__).parent
 GROUND = {"draft", "sampling", "cache", "model"}
 LOOP = GROUND | {"decode", "metrics"}
 METHODS = LOOP | {"costs", "nn", "lengths", "drafters", "methods", "params"}
-API = METHODS | {"text", "files", "runtime", "zoo", "loading", "api"}
+API = METHODS | {"text", "files", "runtime", "zoo", "loading", "profiles", "api"}
 TOP = API | {"hf"}
 
 # What each part may import beside itself. A part that is not named here fails the test: it wants a place.
@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "methods": LOOP | {"nn", "lengths", "drafters", "costs"},
     "runtime": GROUND | {"nn", "costs"},
     "zoo": GROUND | {"nn"},
+    "profiles": {"methods", "costs", "files", "zoo"},
     "loading": GROUND | {"nn", "runtime", "zoo"},
     "api": API,
     "hf": API,
@@ -87,7 +88,7 @@ def test_the_loop_and_the_drafters_do_not_know_each_other() -> None:
         assert names <= {"Drafter", "Generation", "Proposal"}, path
 
 
-@pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.params"])
+@pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.params", "forerun.profiles"])
 def test_quick_imports_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

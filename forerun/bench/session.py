@@ -25,10 +25,8 @@ from forerun.lengths.oracle import Truth
 from forerun.loading import check_draft_tokenizer, load_config, load_model, load_tokenizer
 from forerun.methods import Oracle, SeeingOracle
 from forerun.model import CausalLM, context_of
+from forerun.profiles import identity
 from forerun.runtime import prepare
-from forerun.zoo import resolve
-
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def bench(
@@ -173,22 +171,23 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _surroundings(plan: Plan) -> dict[str, Any]:
     """What a run has to go on with beside its arguments. Not the commit: a run may be mended and gone on with."""
-    models = {"target": _identity(plan.target, "target")}
+    models = {"target": identity(plan.target, "target")}
     if plan.needs_draft and plan.draft is not None:
-        models["draft"] = _identity(plan.draft, "draft")
+        models["draft"] = identity(plan.draft, "draft")
     return {"models": models, "versions": {key: value for key, value in versions().items() if key != "commit"}}
 
 
-def _identity(source: str, part: str) -> Any:
-    """Tells models of one name apart: a hub id, or a folder's configuration and its weight files with their sizes."""
-    folder = resolve(source, part)
-    if not isinstance(folder, Path):
-        return folder
-    weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES)
-    return {
-        "config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16],
-        **{path.name: path.stat().st_size for path in weights},
-    }
+def _how(plan: Plan) -> dict[str, Any]:
+    return {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
+
+
+def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
+    """The target, and the draft where a method of ours needs it, with their fast forwards."""
+    target = prepare(load_model(plan.target, "target", **_how(plan)), in_place=True)
+    if not any(method.needs_draft for method in plan.methods.values() if method is not None):
+        return target, None
+    assert plan.draft is not None
+    return target, prepare(load_model(plan.draft, "draft", **_how(plan)), in_place=True)
 
 
 def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Run], CausalLM]:
@@ -196,14 +195,9 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
 
     All methods of ours share one target and one draft; transformers' own get plain models of their own.
     """
-    how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
-    target = prepare(load_model(plan.target, "target", **how), in_place=True)
-    ours = [method for method in plan.methods.values() if method is not None]
+    how = _how(plan)
+    target, draft = load_pair(plan)
     theirs = [name for name, method in plan.methods.items() if method is None]
-    draft = None
-    if any(method.needs_draft for method in ours):
-        assert plan.draft is not None
-        draft = prepare(load_model(plan.draft, "draft", **how), in_place=True)
     peers = None
     if theirs:
         assistant = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import bench, demo, generate, info, train
+from forerun.cli import bench, demo, generate, info, train, tune
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of what they say.",
@@ -20,6 +20,7 @@ app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
+app.command("tune")(tune.tune)
 app.add_typer(train.app, name="train")
 
 # The parser is typer's own in new versions and click's in old ones; typer exports only this class of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from forerun.cli.common import (
     TrustOption,
     quiet,
 )
+from forerun.profiles import find
 from forerun.zoo import EMBEDDED
 
 
@@ -50,11 +52,15 @@ def bench(
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
-    """Measure methods in turns on the same prompts, in one process. Lists may be given with commas."""
+    """Measure methods in turns on the same prompts, in one process. Lists may be given with commas.
+
+    Settings that are not given are those that `forerun tune` found for the pair, where it did.
+    """
     if draft is None and target == EMBEDDED:
         draft = EMBEDDED
+    tuned = stored_tuning(target, draft, temperature)
     plan = Plan(
-        methods=parse_methods(_split(methods), method_arg or [], tune, stored_tuning(target, draft, temperature)),
+        methods=parse_methods(_split(methods), method_arg or [], tune, tuned),
         datasets=tuple(_split(dataset)) or ("stdlib-test",),
         data=data,
         target=target,
@@ -79,6 +85,10 @@ def bench(
         raise ValueError("--profile needs --out, the folder for its picture")
     files = read_files(plan.datasets, data, limit)
     quiet(threads)
+    profile_of_pair = find(target, draft, device, dtype)
+    choice = profile_of_pair.choice(temperature) if profile_of_pair is not None else None
+    if choice is not None:
+        plan = replace(plan, methods=parse_methods(_split(methods), method_arg or [], tune, tuned | choice.tuned))
     from rich.console import Console
 
     from forerun.bench.pages import console_tables

@@ -22,6 +22,7 @@ from forerun.cli.common import (
     parse_method,
     quiet,
 )
+from forerun.methods import default_method
 from forerun.params import SamplingParams
 
 REDRAW = 0.08  # seconds between pictures on a terminal
@@ -29,7 +30,7 @@ REDRAW = 0.08  # seconds between pictures on a terminal
 
 def demo(
     prompts: Annotated[int, typer.Option(min=1, help="How many held-out prompts.")] = 3,
-    method: MethodOption = "sd",
+    method: MethodOption = None,
     gamma: GammaOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     temperature: TemperatureOption = 0.0,
@@ -38,7 +39,8 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
     """Decode held-out standard-library code twice, plainly and faster, and compare."""
-    settings = parse_method(method, gamma)
+    settings = parse_method(method or default_method(True), gamma)
+    is_named = method is not None or gamma is not None
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=0)
     quiet(threads)
     from rich.console import Console
@@ -48,7 +50,8 @@ def demo(
     from forerun.methods import AR
     from forerun.zoo.corpus import held_out_prompts
 
-    decoder = load(method=settings, guard=guard)
+    decoder = load(method=settings if is_named else None, guard=guard)
+    method = decoder.method_for(greedy=not temperature).name
     plain = Decoder(decoder.target.model, decoder.tokenizer, method=AR())
     assert decoder.tokenizer is not None
     console = Console(quiet=as_json, highlight=False)

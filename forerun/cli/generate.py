@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from forerun.cli.common import (
+    METHOD_HELP,
     STYLES,
     DeviceOption,
     DtypeOption,
@@ -25,7 +26,7 @@ from forerun.cli.common import (
     quiet,
 )
 from forerun.files import read_text
-from forerun.methods import METHODS, default_method
+from forerun.methods import default_method
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, resolve
 
@@ -54,7 +55,7 @@ def generate(
         str, typer.Option(help="Hub id or folder of the target; the embedded one by default.")
     ] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
-    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}; sd where there is a draft.")] = None,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
     gamma: GammaOption = None,
     method_arg: MethodArgOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
@@ -81,6 +82,7 @@ def generate(
 ) -> None:
     """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, red corrected."""
     settings = parse_method(method or default_method(bool(draft) or target == EMBEDDED), gamma, method_arg)
+    is_named = method is not None or gamma is not None or bool(method_arg)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -109,7 +111,7 @@ def generate(
     decoder = load(
         target,
         draft=draft,
-        method=settings,
+        method=settings if is_named else None,
         tokenizer=tokenizer,
         dtype=dtype,
         device=device,
@@ -128,7 +130,7 @@ def generate(
                     "tokens": result.tokens,
                     "origins": result.origins,
                     "finish_reason": result.finish_reason,
-                    "method": settings.name,
+                    "method": decoder.method_for(greedy=not temperature).name,
                     "stats": result.stats.as_dict(),
                 }
             )

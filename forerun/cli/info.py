@@ -13,6 +13,7 @@ import typer
 from forerun import __version__
 from forerun.cli.common import DeviceOption, DtypeOption, ThreadsOption, TrustOption, quiet
 from forerun.methods import METHODS
+from forerun.profiles import pair_of, stored
 from forerun.zoo import EMBEDDED, FOLDER, resolve
 
 
@@ -34,17 +35,29 @@ def collect() -> dict[str, Any]:
     }
 
 
-def costs(target: str, draft: str | None, context: int, load_options: dict[str, Any]) -> dict[str, Any]:
+def costs(target: str, draft: str | None, context: int | None, load_options: dict[str, Any]) -> dict[str, Any]:
     """Median ms of forwards of some lengths for both models, through their fast forwards, and the cost ratio c."""
     from forerun.api import load
-    from forerun.runtime.costs import forward_costs
+    from forerun.runtime.costs import measure_costs, usual_context
 
     decoder = load(target, draft=draft, method="sd" if draft or target == EMBEDDED else "ar", **load_options)
-    table: dict[str, Any] = {"context": context, "target_ms": forward_costs(decoder.target, context=context)}
-    if decoder.draft is not None:
-        table["draft_ms"] = forward_costs(decoder.draft, context=context)
-        table["c"] = round(table["draft_ms"][1] / table["target_ms"][1], 4)
+    if context is None:
+        context = usual_context(decoder.target, decoder.draft)
+    found = measure_costs(decoder.target, decoder.draft, context)
+    table: dict[str, Any] = {"context": context, "target_ms": found.target}
+    if found.draft:
+        table |= {"draft_ms": found.draft, "c": round(found.c, 4)}
     return table
+
+
+def profile_facts(target: str, draft: str | None, device: str | None, dtype: str | None) -> dict[str, Any] | None:
+    """The profile that runs with these models use, None where they were not tuned."""
+    pair = pair_of(target, draft if draft or target != EMBEDDED else EMBEDDED, device, dtype)
+    profile = stored(pair)
+    if profile is None:
+        return None
+    modes = {"greedy": profile.greedy, "sampling": profile.sampling}
+    return {"file": str(pair.path), **{mode: asdict(choice) if choice else None for mode, choice in modes.items()}}
 
 
 def info(
@@ -52,21 +65,23 @@ def info(
     with_costs: Annotated[
         bool, typer.Option("--costs", help="Measure what forwards of 1 to 32 tokens cost, and the cost ratio c.")
     ] = False,
-    target: Annotated[str, typer.Option(help="With --costs: hub id or folder of the target.")] = EMBEDDED,
-    draft: Annotated[str | None, typer.Option(help="With --costs: hub id or folder of the draft.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="With --costs: tokens that stand before.")] = 256,
+    target: Annotated[str, typer.Option(help="For --costs and profile: hub id or folder of the target.")] = EMBEDDED,
+    draft: Annotated[str | None, typer.Option(help="For --costs and profile: that of the draft.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="With --costs: tokens that stand before, 256 by default.")
+    ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Show versions, methods with their default settings, and the embedded pair; with --costs, what forwards cost."""
-    if with_costs:
-        resolve(target, "target")
-        if draft is not None:
-            resolve(draft, "draft")
+    """Show versions, methods with their default settings, the embedded pair and what was tuned; with --costs, what
+    forwards cost."""
+    resolve(target, "target")
+    if draft is not None:
+        resolve(draft, "draft")
     quiet(threads)
-    facts = collect()
+    facts = collect() | {"profile": profile_facts(target, draft, device, dtype)}
     if with_costs:
         facts["costs"] = costs(
             target, draft, context, {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
@@ -83,6 +98,11 @@ def info(
     for name, settings in facts["methods"].items():
         shown = ", ".join(f"{key}={value}" for key, value in settings.items())
         table.add_row(f"method {name}", shown or "no settings")
+    for mode, choice in (facts["profile"] or {}).items():
+        if isinstance(choice, dict):
+            shown = ", ".join(f"{key}={value}" for key, value in choice["settings"].items())
+            table.add_row(f"tuned, {mode}", f"{choice['method']} {shown}: {choice['measured_speedup']:.2f}x measured")
+    table.add_row("profile", (facts["profile"] or {}).get("file", "none: run forerun tune"))
     pair = facts["embedded"]
     if pair:
         sizes, loss = pair["parameters"], pair["loss"]

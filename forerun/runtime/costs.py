@@ -8,11 +8,37 @@ from time import perf_counter
 
 import torch
 
+from forerun.costs import Costs
 from forerun.draft import Draft
 from forerun.model import CausalLM
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 RUN = 10
+SECONDS = 1.0  # that measure_costs spends on a model, more or less
+CONTEXT = 256
+
+
+def measure_costs(target: CausalLM, draft: CausalLM | None = None, context: int | None = None) -> Costs:
+    """The cost table of a pair, in a second or two; three forwards of each size at the least, where these are slow.
+
+    They stand behind `context` tokens, `usual_context` where None is given. Raises ValueError for a context that leaves
+    no room.
+    """
+    if context is None:
+        context = usual_context(target, draft)
+    return Costs(_table(target, context), _table(draft, context) if draft is not None else {})
+
+
+def usual_context(*models: CausalLM | None) -> int:
+    """256 tokens, or half of a model's context where that is less."""
+    return min([CONTEXT, *(model.context // 2 for model in models if model is not None and model.context)])
+
+
+def _table(model: CausalLM, context: int) -> dict[int, float]:
+    first = forward_costs(model, (1,), context, repeats=3)[1]
+    # Forwards of the larger sizes take about twice as long.
+    repeats = int(SECONDS * 1000 / max(2 * first * len(COUNTS), 1e-3))
+    return forward_costs(model, context=context, repeats=min(max(repeats, 3), 3 * RUN))
 
 
 @torch.inference_mode()
@@ -21,9 +47,9 @@ def forward_costs(
 ) -> dict[int, float]:
     """Median milliseconds of one forward of each number of new tokens behind `context` others, batch 1.
 
-    Each count is measured in runs of ten, as decoding does one kind of forward after the other, and the runs take
-    turns, so that a busy moment of the machine does not fall on one of them. Counts that the model's context has no
-    room for are left out. Raises ValueError where that leaves none.
+    Each count is measured in runs of ten or fewer, as decoding does one kind of forward after the other, and the runs
+    take turns, so that a busy moment of the machine does not fall on one of them. Counts that the model's context has
+    no room for are left out. Raises ValueError where that leaves none.
     """
     room = None if model.context is None else model.context - context
     counts = [count for count in counts if room is None or count <= room]
@@ -35,7 +61,7 @@ def forward_costs(
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(-(-repeats // RUN)):
         for count, draft in drafts.items():
-            for repeat in range(RUN + 2):
+            for repeat in range(min(RUN, repeats) + 2):
                 begun = perf_counter()
                 model.forward(draft)
                 if model.device.type == "cuda":

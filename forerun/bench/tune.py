@@ -1,0 +1,312 @@
+"""The fastest method and settings for a pair of models on this machine, found on validation prompts.
+
+Many settings are told apart by what their steps would cost by the cost table, which does not waver as a clock does and
+lets prompts be decoded in batches; only the few best are measured one by one, beside plain decoding. Successive halving
+is Karnin et al.'s (ICML 2013), with one cut to a third; the rest is ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import product
+from math import ceil
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from forerun.api import Decoder
+from forerun.bench.datasets import Prompt, dataset_name
+from forerun.bench.measure import measure
+from forerun.bench.plan import Plan
+from forerun.bench.records import Records
+from forerun.bench.report import summary, versions
+from forerun.bench.runners import Outcome, Run, decoder_run
+from forerun.bench.session import load_pair, load_prompts
+from forerun.costs import Costs, interpolated
+from forerun.decode import Step
+from forerun.loading import load_config
+from forerun.methods import AR, METHODS, Method
+from forerun.model import context_of
+from forerun.profiles import Choice, pair_of, save
+from forerun.runtime.costs import measure_costs
+
+# What is tried: every combination of a method's values, for methods that fit the models.
+GRID: dict[str, dict[str, tuple[Any, ...]]] = {
+    "sd": {"gamma": tuple(range(1, 13))},
+    "cumulative": {"threshold": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)},
+    "confidence": {"threshold": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)},
+    "heuristic": {"gamma": (3, 5, 8)},
+    "lookup": {"gamma": (3, 6, 10, 16), "ngram": (2, 3)},
+}
+FINALISTS = 3
+SCREENING = 0.6  # share of the budget until the finalists are known
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is decoded.
+
+    Attributes:
+        tokens: new tokens a prompt.
+        prompts: a quarter of them judges all candidates, two more quarters the better third, all of them the finalists.
+        thin: of each method's settings only every so many-th.
+    """
+
+    tokens: int
+    prompts: int
+    thin: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Prompts that are decoded together."""
+        return max(1, self.prompts // 4)
+
+
+EFFORTS = (
+    *(Effort(tokens, 24) for tokens in (128, 96, 64, 48)),
+    *(Effort(48, 16), Effort(48, 12, 2), Effort(32, 12, 2), Effort(32, 8, 3), Effort(24, 4, 3), Effort(16, 4, 6)),
+)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What steps cost: the table of forwards, and what a clock says beside it.
+
+    Attributes:
+        costs: of forwards.
+        step_ms: of a step beyond its forwards.
+        token_ms: of a drafted token beyond the draft's forward (choosing it, the length rule), by kind of method.
+        start_ms: of a prompt, by kind of method.
+    """
+
+    costs: Costs
+    step_ms: float = 0.0
+    token_ms: Mapping[str, float] = field(default_factory=dict)
+    start_ms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def plain_ms(self) -> float:
+        """A step without a draft."""
+        return self.costs.verify(1) + self.step_ms
+
+    def step(self, kind: str, step: Step) -> float:
+        """Modelled ms of a step, as if its sequence were decoded alone."""
+        ms = self.costs.verify(step.drafted + 1) + self.step_ms
+        # In a batch the draft goes on for other rows; a chain's own forwards are as many as its tokens.
+        forwards = min(step.draft_forwards, step.drafted)
+        if forwards:
+            ms += forwards * (interpolated(self.costs.draft, 1) + self.token_ms.get(kind, 0.0))
+        return ms
+
+    def speedup(self, kind: str, outcomes: Sequence[Outcome]) -> float:
+        """Of those outcomes over plain decoding of as many tokens."""
+        rows = [row for outcome in outcomes for row in outcome.steps or []]
+        ours = sum(self.step(kind, step) for row in rows for step in row) + len(rows) * self.start_ms.get(kind, 0.0)
+        tokens = sum(len(step.tokens) for row in rows for step in row)
+        return (tokens * self.plain_ms + len(rows) * self.start_ms.get(AR.name, 0.0)) / max(ours, 1e-9)
+
+
+def candidates(draft: bool, thin: int = 1) -> dict[str, Method]:
+    """The settings to try, by the names that tables show; with a draft or without one."""
+    found: dict[str, Method] = {}
+    for name, grid in GRID.items():
+        if name not in METHODS or (METHODS[name].needs_draft and not draft):
+            continue
+        made = [METHODS[name](**dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
+        found |= {label(each): each for each in made[(thin - 1) // 2 :: thin] or made[:1]}
+    return found
+
+
+def label(method: Method) -> str:
+    """A method with those settings that its grid varies."""
+    return " ".join([method.name, *(f"{key}={getattr(method, key)}" for key in GRID.get(method.name, ()))])
+
+
+def kind(method: Method) -> str:
+    """Methods of one kind spend the same on a drafted token."""
+    block = getattr(method, "block", None)
+    return method.name if block is None else f"{method.name} block={block}"
+
+
+def seconds(effort: Effort, settings: int, kinds: int, costs: Costs) -> tuple[float, float]:
+    """A guess at the time until the finalists are known, and of measuring them on the fewest prompts."""
+    plain = effort.tokens * costs.verify(1) / 1000
+    draft = 4 * interpolated(costs.draft, effort.rows) if costs.draft else 0.0
+    batch = effort.tokens / 2 * (costs.verify(5 * effort.rows) + draft) / 1000
+    return 2 * kinds * plain + (settings + 2 * ceil(settings / 3)) * batch, 4 * plain * (1 + 0.7 * FINALISTS)
+
+
+def choose_effort(budget: float, draft: bool, costs: Costs) -> tuple[Effort, float]:
+    """The most that fits the budget in seconds, or the least there is, with the seconds that it is guessed to take."""
+    for effort in EFFORTS:
+        tried = candidates(draft, effort.thin)
+        first, last = seconds(effort, len(tried), len({kind(each) for each in tried.values()}), costs)
+        if first <= SCREENING * budget and first + last <= budget:
+            break
+    return effort, first + last
+
+
+def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[int]], tokens: int) -> Prices:
+    """Prices from decoding prompts one by one, in turns, with one method of each kind; `ar` is among them."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
+    for run in runs.values():
+        run([prompts[0]], [0], min(tokens, 8))  # the first call is slow
+    for seed, prompt in enumerate(prompts):
+        for name, run in runs.items():
+            outcomes[name].append(run([prompt], [seed], tokens))
+    steps = {name: [step for each in own for row in each.steps or [] for step in row] for name, own in outcomes.items()}
+    step_ms = median(1000 * step.seconds for step in steps[AR.name]) - costs.verify(1)
+    draft_ms = interpolated(costs.draft, 1) if costs.draft else 0.0
+    token_ms = {}
+    for name, own in steps.items():
+        each = [
+            (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / step.drafted - draft_ms
+            for step in own
+            if step.drafted and step.draft_forwards
+        ]
+        if each:
+            token_ms[name] = max(median(each), -draft_ms)
+    start_ms = {name: 1000 * median(map(_start, own)) for name, own in outcomes.items()}
+    return Prices(costs, step_ms, token_ms, start_ms)
+
+
+def _start(outcome: Outcome) -> float:
+    """Seconds before the first step."""
+    return outcome.seconds - sum(step.seconds for row in outcome.steps or [] for step in row)
+
+
+def screen(
+    methods: Mapping[str, Method],
+    runs: Mapping[str, Run],
+    turns: Sequence[Sequence[Sequence[int]]],
+    prices: Prices,
+    tokens: int | None = None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Predicted speedups: of the better third, best first, and of the others.
+
+    All methods decode the first turn's prompts, the better third decodes those of the others too, until it is late.
+    """
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in methods}
+    going, speedups, seed = list(methods), {}, 0
+    for number, rows in enumerate(turns):
+        if number and is_late():
+            break
+        for name in going:
+            outcomes[name].append(runs[name](rows, range(seed, seed + len(rows)), tokens))
+            speedups[name] = prices.speedup(kind(methods[name]), outcomes[name])
+        seed += len(rows)
+        going.sort(key=lambda name: -speedups[name])
+        if not number:
+            going = going[: max(FINALISTS, ceil(len(going) / 3))]
+    return {name: speedups[name] for name in going}, {n: s for n, s in speedups.items() if n not in going}
+
+
+def finalists(methods: Mapping[str, Method], ranked: Sequence[str]) -> list[str]:
+    """The names to measure: the best of each method first, as the model may wrong a whole method but hardly one
+    setting beside the next; then the others."""
+    firsts = {methods[name].name: name for name in reversed(ranked)}.values()
+    return sorted(ranked, key=lambda name: (name not in firsts, ranked.index(name)))[:FINALISTS]
+
+
+def tune(
+    plan: Plan,
+    files: dict[str, list[Prompt]],
+    *,
+    top_p: float = 1.0,
+    budget: float = 150.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Finds the fastest method, stores it in the pair's profile and returns what was found, for JSON.
+
+    Of the plan: models, prompts, temperature, and `max_new_tokens` as the most that a prompt is given; its methods say
+    no more than whether there is a draft. `files` are the prompts of `read_files`. `budget` is in seconds and may be
+    exceeded where the least that can be done takes longer.
+
+    Raises ValueError for prompts and models that cannot be used, the former before weights are loaded.
+    """
+    begun = perf_counter()
+    context = context_of(load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code))
+    if context is not None:
+        plan = replace(plan, max_new_tokens=max(1, min(plan.max_new_tokens, context // 2)))
+    (dataset, prompts), *_ = load_prompts(plan, files)[0].items()
+    target, draft = load_pair(plan)
+    costs = measure_costs(target, draft)
+    effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, costs)
+    effort = replace(effort, tokens=min(effort.tokens, plan.max_new_tokens))
+    prompts = prompts[: effort.prompts]
+    forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
+    say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
+    if guess > budget:
+        say(f"about {guess:.0f} s, more than the budget of {budget:.0f} s: this is the least that tells methods apart")
+
+    params = replace(plan.params(), top_p=top_p, max_new_tokens=effort.tokens)
+    methods = candidates(draft is not None, effort.thin)
+    runs = {}
+    for name, each in ({AR.name: AR()} | methods).items():
+        decoder = Decoder(target, None, draft if each.needs_draft else None, each, guard=False)
+        decoder.costs = costs
+        runs[name] = decoder_run(decoder, params)
+    rows = [list(prompt.tokens or ()) for prompt in prompts]
+    kinds = {kind(each): [name for name in methods if kind(methods[name]) == kind(each)] for each in methods.values()}
+    middle = {AR.name: runs[AR.name]} | {each: runs[names[len(names) // 2]] for each, names in kinds.items()}
+    prices = calibrate(costs, middle, rows[:2], min(effort.tokens, 64))
+    turns = [rows[at : at + effort.rows] for at in range(0, min(3 * effort.rows, len(rows)), effort.rows)]
+    say(f"{len(methods)} settings on {len(turns[0])} prompts, the better third on {sum(map(len, turns[1:]))} more")
+    ranked, dropped = screen(methods, runs, turns, prices, is_late=lambda: perf_counter() - begun > SCREENING * budget)
+    final = finalists(methods, list(ranked))
+
+    each_ms = effort.tokens * prices.plain_ms * (1 + sum(1 / ranked[name] for name in final))
+    fits = int(1000 * (budget - (perf_counter() - begun)) / max(each_ms, 1e-3))
+    prompts, rounds = prompts[: max(4, fits)], 2 if fits >= 2 * len(prompts) else 1
+    say(f"measuring {', '.join(final)} beside ar on {len(prompts)} prompts")
+    records = Records(None)
+    measure(
+        {name: runs[name] for name in (AR.name, *final)},
+        {dataset: prompts},
+        records,
+        rounds=rounds,
+        batch=1,
+        seed=plan.seed,
+        reference=AR.name if not plan.temperature else None,
+        max_new_tokens=effort.tokens,
+        say=lambda line: None,
+    )
+    measured = {name: found["speedup"] for name, found in summary(records.all, {}).items()}
+    best = max(measured, key=lambda name: (measured[name], name == AR.name))
+    predicted = {name: round(speedup, 4) for name, speedup in (ranked | dropped).items()} | {AR.name: 1.0}
+    chosen = (methods | {AR.name: AR()})[best]
+    tuned: dict[str, dict[str, Any]] = {}
+    for name in sorted(ranked | dropped, key=lambda name: (-measured.get(name, 0.0), name not in ranked)):
+        # Measured ones first, then by prediction: sorting keeps the order of equals.
+        tuned.setdefault(methods[name].name, asdict(methods[name]))
+    choice = Choice(
+        method=chosen.name,
+        settings=asdict(chosen),
+        predicted_speedup=predicted[best],
+        measured_speedup=measured[best],
+        temperature=plan.temperature,
+        top_p=top_p,
+        tuned=tuned,
+        prompts={
+            "dataset": dataset_name(dataset),
+            "count": len(rows),
+            "new_tokens": effort.tokens,
+            "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
+        },
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+    )
+    pair = pair_of(plan.target, plan.draft if draft is not None else None, plan.device, plan.dtype)
+    path = save(pair, "sampling" if plan.temperature else "greedy", choice, costs, versions())
+    return {
+        "profile": str(path),
+        **asdict(choice),
+        "predicted": predicted,
+        "measured": measured,
+        "prices": asdict(prices),
+        "seconds": round(perf_counter() - begun, 1),
+    }

@@ -1,0 +1,113 @@
+"""`forerun tune`: the fastest method for a pair of models on this machine, kept for later runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.bench.datasets import read_files
+from forerun.bench.plan import Plan
+from forerun.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    TemperatureOption,
+    ThreadsOption,
+    TrustOption,
+    quiet,
+)
+from forerun.methods import default_method
+from forerun.methods import method as method_of
+from forerun.params import SamplingParams
+from forerun.zoo import EMBEDDED
+
+PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded
+
+
+def tune(
+    target: Annotated[
+        str, typer.Option(help="Hub id or folder of the target; the embedded one by default.")
+    ] = EMBEDDED,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prompts of yours, a .jsonl file as for bench; held-out Python code by default."),
+    ] = None,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 150.0,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+) -> None:
+    """Measure what forwards cost here, choose method and settings on validation prompts, and keep them in a profile.
+
+    Later runs with the same models, device, dtype and threads use it by default: for greedy decoding what was tuned
+    with temperature 0, for sampling what was tuned with any other.
+    """
+    if draft is None and target == EMBEDDED:
+        draft = EMBEDDED
+    if data is not None and data.suffix != ".jsonl":
+        raise ValueError(f"--data takes a .jsonl file with a prompt a line, not '{data}'")
+    SamplingParams(temperature=temperature, top_p=top_p)
+    if not temperature and top_p < 1:
+        raise ValueError(f"--top-p {top_p} needs a --temperature above 0: greedy decoding draws nothing")
+    name = default_method(draft is not None)
+    plan = Plan(
+        methods={name: method_of(name)},
+        datasets=(str(data) if data is not None else "stdlib-validation",),
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        temperature=temperature,
+        max_new_tokens=NEW_TOKENS,
+        limit=PROMPTS,
+    )
+    files = read_files(plan.datasets, None, PROMPTS)
+    if data is None and target != EMBEDDED and not as_json:
+        _say("no --data: choosing on the standard library's source; prompts like yours would fit better")
+    quiet(threads)
+    from forerun.bench.tune import tune as run
+
+    found = run(plan, files, top_p=top_p, budget=budget, say=(lambda line: None) if as_json else _say)
+    if as_json:
+        print(json.dumps(found))
+        return
+    _show(found)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(title="speedup over plain decoding")
+    table.add_column("method")
+    for column in ("predicted", "measured"):
+        table.add_column(column, justify="right")
+    shown: dict[str, str] = {}
+    measured, predicted = found["measured"], found["predicted"]
+    for name in [*measured, *predicted]:  # what was measured, and the best of every other method
+        if name in measured or name.partition(" ")[0] not in {each.partition(" ")[0] for each in shown}:
+            shown[name] = f"{measured[name]:.2f}x" if name in measured else ""
+    for name, clock in sorted(shown.items(), key=lambda item: -measured.get(item[0], 0.0)):
+        table.add_row(name, f"{predicted[name]:.2f}x", clock)
+    console.print(table)
+    settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
+    console.print(
+        f"{found['method']}{f' with {settings}' if settings else ''}: predicted {found['predicted_speedup']:.2f}x, "
+        f"measured {found['measured_speedup']:.2f}x, in {found['seconds']:.0f} s"
+    )
+    console.print(f"later runs with these models use it; kept in {found['profile']}")

@@ -1,0 +1,233 @@
+"""What `forerun tune` found out about a pair of models on this machine, kept in a file that later runs read.
+
+A profile holds what forwards cost and, for greedy decoding and for sampling, the method that was fastest. Nothing in it
+can change what greedy decoding says, nor the law of what sampling does. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from forerun.costs import Costs
+from forerun.files import read_text, write_text
+from forerun.methods import Method, method
+from forerun.zoo import EMBEDDED, FOLDER, resolve
+
+Mode = Literal["greedy", "sampling"]
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a profile is for: models, and what they run on.
+
+    Attributes:
+        target, draft: names, for people to read; no draft where none was given.
+        device: "cpu" or the name of the GPU.
+        dtype: of the weights; "auto" is what the checkpoint has.
+        threads: of a CPU; 0 elsewhere.
+        models: tells models of one name apart, see `identity`.
+    """
+
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    threads: int
+    models: str
+
+    @property
+    def path(self) -> Path:
+        key = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+        return home() / "profiles" / f"{key}.json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest method for one way to decode.
+
+    Attributes:
+        method, settings: what was chosen.
+        predicted_speedup: over plain decoding, by the cost table.
+        measured_speedup: the median over prompts of what the clock said.
+        temperature, top_p: what it was chosen for.
+        tuned: {method: settings} the best settings of every method that was tried.
+        prompts: what it was chosen on.
+        date: in UTC.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    predicted_speedup: float
+    measured_speedup: float
+    temperature: float
+    top_p: float
+    tuned: dict[str, dict[str, Any]]
+    prompts: dict[str, Any]
+    date: str
+
+    def build(self) -> Method:
+        return method(self.method, **self.settings)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One file of these; a mode that was never tuned is None."""
+
+    pair: Pair
+    versions: dict[str, Any]
+    costs: Costs
+    greedy: Choice | None = None
+    sampling: Choice | None = None
+
+    def choice(self, temperature: float) -> Choice | None:
+        return self.sampling if temperature else self.greedy
+
+
+def home() -> Path:
+    """Where forerun keeps files: $FORERUN_HOME, else ~/.cache/forerun."""
+    return Path(os.path.expanduser(os.environ.get("FORERUN_HOME") or "~/.cache/forerun"))
+
+
+def identity(source: str | Path, part: str) -> Any:
+    """Tells models of one name apart: a hub id, or a folder's configuration and its weight files with their sizes."""
+    folder = resolve(source, part)
+    if not isinstance(folder, Path):
+        return folder
+    config = folder / "config.json"
+    weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES)
+    return {
+        "config.json": hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None,
+        **{path.name: path.stat().st_size for path in weights},
+    }
+
+
+def pair_of(target: str | Path, draft: str | Path | None, device: str | None, dtype: Any) -> Pair:
+    """The pair on the device and with the dtype that `forerun.load` would give it, and with torch's present number of
+    threads. Raises ValueError for folders that are not there."""
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    shown = kind
+    if kind == "cuda":
+        with suppress(RuntimeError, AssertionError, ValueError):  # loading will say what is wrong with the device
+            shown = torch.cuda.get_device_name(device if ":" in device else None)
+    models: dict[str, Any] = {}
+    for part, source in (("target", target), ("draft", draft)):
+        if source is not None:
+            # Fine-tuned copies of one model have equal files but for what is in them: the folder tells them apart.
+            folder = Path(source).expanduser()
+            where = None if source == EMBEDDED or not folder.is_dir() else str(folder.resolve())
+            models[part] = [where, identity(source, part)]
+    return Pair(
+        target=_name(target),
+        draft=_name(draft) if draft is not None else None,
+        device=shown,
+        dtype=str(dtype or ("float32" if kind == "cpu" else "auto")).removeprefix("torch."),
+        threads=torch.get_num_threads() if kind == "cpu" else 0,
+        models=hashlib.sha256(json.dumps(models).encode()).hexdigest()[:16],
+    )
+
+
+def find(target: str | Path, draft: str | Path | None, device: str | None, dtype: Any) -> Profile | None:
+    """The profile of a pair on this machine, None where it has not been tuned; raises ValueError for a damaged one."""
+    return stored(pair_of(target, draft, device, dtype))
+
+
+def stored(pair: Pair) -> Profile | None:
+    """Likewise."""
+    return read(pair.path) if os.path.isfile(pair.path) else None  # False too where nobody may look
+
+
+def read(path: Path) -> Profile:
+    """Raises ValueError naming the file where it is not a profile."""
+    text = read_text(path)
+    try:
+        return _profile(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"the profile {path} is damaged or of another version ({error}): run `forerun tune` again or delete it"
+        ) from None
+
+
+def save(pair: Pair, mode: Mode, choice: Choice, costs: Costs, versions: dict[str, Any]) -> Path:
+    """Writes one mode's choice, whole or not at all, and keeps the other's; returns the file.
+
+    Raises ValueError where nothing can be written there.
+    """
+    try:
+        old = read(pair.path)
+    except ValueError:  # none yet, or one that is made anew
+        old = Profile(pair, versions, costs)
+    new = replace(old, pair=pair, versions=versions, costs=costs, **{mode: choice})
+    try:
+        pair.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(pair.path, json.dumps(asdict(new), indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"cannot write {pair.path}: {error.strerror}; FORERUN_HOME may name another folder") from None
+    return pair.path
+
+
+def embedded_costs() -> Costs | None:
+    """What forwards of the embedded pair cost on one machine: where nothing is tuned, its methods do the same things
+    everywhere."""
+    stored = json.loads(read_text(FOLDER / "tuned.json")).get("costs")
+    return _costs(stored) if stored else None
+
+
+def _name(source: str | Path) -> str:
+    folder = Path(source).expanduser()
+    return folder.resolve().name if source != EMBEDDED and folder.is_dir() else str(source)
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "str | None": (str, type(None)),
+    "int": int,
+    "float": (int, float),
+    "dict[str, Any]": dict,
+    "dict[str, dict[str, Any]]": dict,
+}
+
+
+def _checked(cls: type, value: Any) -> dict[str, Any]:
+    """The fields of a class of ours from JSON: all of them, no others, of their types where these are plain."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a {cls.__name__.lower()} must be an object")
+    kinds = {field.name: str(field.type) for field in fields(cls)}
+    for name in sorted(kinds.keys() ^ value.keys()):
+        raise ValueError(f"{'unknown' if name in value else 'no'} field {name!r}")
+    for name, kind in kinds.items():
+        if kind in _KINDS and not isinstance(value[name], _KINDS[kind]):
+            raise ValueError(f"{name} must be {kind}, not {value[name]!r}")
+    return value
+
+
+def _profile(value: Any) -> Profile:
+    found = dict(_checked(Profile, value))
+    for mode in ("greedy", "sampling"):
+        if found[mode] is not None:
+            found[mode] = Choice(**_checked(Choice, found[mode]))
+            found[mode].build()
+            for name, settings in found[mode].tuned.items():
+                method(name, **settings)
+    return Profile(**found | {"pair": Pair(**_checked(Pair, found["pair"])), "costs": _costs(found["costs"])})
+
+
+def _costs(value: Any) -> Costs:
+    found = dict(_checked(Costs, value))
+    for part in ("target", "draft"):
+        table = found[part]
+        if not isinstance(table, dict) or not (table or part == "draft"):
+            raise ValueError(f"costs.{part} must be a table")
+        if not all(key.isdecimal() and isinstance(ms, int | float) and ms >= 0 for key, ms in table.items()):
+            raise ValueError(f"costs.{part} must be milliseconds by numbers of tokens")
+        found[part] = {int(key): float(ms) for key, ms in table.items()}
+    return Costs(**found)

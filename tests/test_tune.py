@@ -1,0 +1,415 @@
+"""`forerun tune`: prices against hand computation, the search on stub runs, profiles and who uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import noisy_copy, tiny, tiny_tokenizer
+
+from forerun import load, profiles
+from forerun.api import Decoder
+from forerun.bench import tune
+from forerun.bench.runners import Outcome, Run
+from forerun.bench.tune import Prices, calibrate, candidates, choose_effort, finalists, screen
+from forerun.costs import Costs
+from forerun.decode import Step
+from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Method
+from forerun.profiles import Choice, Pair, find, pair_of, read, save
+from forerun.runtime.costs import measure_costs
+
+COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
+
+
+def step(tokens: int, drafted: int, forwards: int | None = None, seconds: float = 0.0, index: int = 0) -> Step:
+    return Step(
+        index=index,
+        tokens=(0,) * tokens,
+        origins=("draft",) * (tokens - 1) + ("bonus",),
+        drafted=drafted,
+        tested=min(drafted, tokens),
+        accepted=tokens - 1,
+        draft_forwards=drafted if forwards is None else forwards,
+        draft_seconds=0.0,
+        policy_seconds=0.0,
+        verify_seconds=0.0,
+        forward_seconds=0.0,
+        seconds=seconds,
+    )
+
+
+def outcome(*rows: Sequence[Step], seconds: float = 0.0) -> Outcome:
+    return Outcome([[0] * sum(len(each.tokens) for each in row) for row in rows], seconds, 0, 0, [*map(list, rows)])
+
+
+# Prices
+
+
+def test_a_step_costs_its_forwards_and_what_stands_beside_them() -> None:
+    prices = Prices(COSTS, step_ms=0.5, token_ms={"sd": 0.25}, start_ms={"ar": 30.0, "sd": 36.0})
+    assert prices.step("sd", step(2, drafted=3)) == 12.0 + 0.5 + 3 * (1.0 + 0.25)
+    assert prices.step("sd", step(2, drafted=2)) == 11.0 + 0.5 + 2 * 1.25  # between two entries of the table
+    assert prices.step("cumulative", step(2, drafted=3)) == 12.0 + 0.5 + 3 * 1.0  # a kind without a price of its own
+    assert prices.step("lookup", step(3, drafted=7, forwards=0)) == 20.0 + 0.5
+    assert prices.step("ar", step(1, drafted=0)) == prices.plain_ms == 10.5
+    # In a batch the draft ran on for a row that went further.
+    assert prices.step("sd", step(2, drafted=3, forwards=9)) == prices.step("sd", step(2, drafted=3))
+
+
+def test_a_speedup_is_that_of_the_tokens_that_came() -> None:
+    prices = Prices(COSTS, step_ms=0.5, token_ms={"sd": 0.25}, start_ms={"ar": 30.0, "sd": 36.0})
+    found = prices.speedup("sd", [outcome([step(4, 3), step(2, 3)], [step(1, 3)]), outcome([step(4, 3)])])
+    assert found == pytest.approx((11 * 10.5 + 3 * 30) / (4 * 16.25 + 3 * 36))
+    assert prices.speedup("ar", [outcome([step(1, 0)] * 7)]) == 1.0
+
+
+def test_calibration_finds_what_the_clock_says_beside_the_table() -> None:
+    def run(*steps: Step, start: float) -> Run:
+        def decoded(prompts: Any, seeds: Any, tokens: int | None = None) -> Outcome:
+            return outcome(steps, seconds=start + sum(each.seconds for each in steps))
+
+        return decoded
+
+    runs = {
+        "ar": run(*[step(1, 0, seconds=0.011)] * 3, start=0.04),
+        "sd": run(*[step(2, 3, seconds=0.0145)] * 3, step(1, 3, seconds=9.0), step(1, 0, seconds=0.011), start=0.05),
+        "lookup": run(step(2, 3, forwards=0, seconds=0.013), start=0.04),
+    }
+    prices = calibrate(Costs({1: 10.0, 4: 10.0}, {1: 1.0}), runs, [[1], [2]], 16)
+    assert prices.step_ms == pytest.approx(1.0)
+    assert prices.token_ms == {"sd": pytest.approx((14.5 - 10 - 1) / 3 - 1)}
+    assert prices.start_ms == {"ar": pytest.approx(40), "sd": pytest.approx(50), "lookup": pytest.approx(40)}
+
+
+def test_costs_are_measured_for_what_is_there() -> None:
+    target, draft = (Decoder(tiny("llama", seed, context=64)).target for seed in (0, 1))
+    both, alone = measure_costs(target, draft), measure_costs(target)
+    assert set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}  # 64 tokens have room for 32 behind 32
+    assert all(ms > 0 for ms in [*both.target.values(), *both.draft.values()])
+    assert alone.draft == {} and set(alone.target) == set(both.target)
+    with pytest.raises(ValueError, match="context of 64 has no room behind 64"):
+        measure_costs(target, context=64)
+
+
+# The search
+
+
+def stub_runs(methods: dict[str, Method], accepted: Callable[[Method, int], int], calls: list[tuple[str, int]]) -> Any:
+    """Runs whose steps draft gamma tokens, of which `accepted` are taken; it is given the prompt's number."""
+
+    def make(name: str, method: Any) -> Run:
+        def run(prompts: Any, seeds: Any, tokens: int | None = None) -> Outcome:
+            calls.append((name, len(prompts)))
+            rows = []
+            for (prompt,) in prompts:
+                gamma = method.gamma if method.needs_draft else 0
+                rows.append([step(1 + accepted(method, prompt), gamma)] * 4)
+            return outcome(*rows)
+
+        return run
+
+    return {name: make(name, method) for name, method in methods.items()}
+
+
+def test_halving_finds_the_best_setting() -> None:
+    methods: dict[str, Method] = {f"sd {gamma}": SD(gamma) for gamma in range(1, 13)}
+    calls: list[tuple[str, int]] = []
+    runs = stub_runs(methods, lambda method, prompt: min(method.gamma, 4), calls)  # type: ignore[union-attr]
+    turns = [[[0]] * 3, [[1]] * 3, [[2]] * 3]
+    ranked, dropped = screen(methods, runs, turns, Prices(COSTS))
+    assert next(iter(ranked)) == "sd 4" and len(ranked) == 4 and ranked.keys() | dropped.keys() == methods.keys()
+    assert ranked["sd 4"] == pytest.approx(5 * 10 / (14 + 4))
+    assert list(ranked.values()) == sorted(ranked.values(), reverse=True)
+    assert max(dropped.values()) < min(ranked.values())
+    assert [count for name, count in calls if name == "sd 4"] == [3, 3, 3]
+    assert [count for name, count in calls if name == "sd 12"] == [3]
+
+
+def test_later_prompts_can_change_the_order_unless_it_is_late() -> None:
+    methods: dict[str, Method] = {f"sd {gamma}": SD(gamma) for gamma in (1, 2, 3)}
+    # Long drafts pay on the first prompt only.
+    runs = stub_runs(methods, lambda method, prompt: method.gamma if prompt == 0 else 1, [])  # type: ignore[union-attr]
+    turns = [[[0]], [[1]], [[1]]]
+    assert next(iter(screen(methods, runs, turns, Prices(COSTS))[0])) == "sd 1"
+    assert next(iter(screen(methods, runs, turns, Prices(COSTS), is_late=lambda: True)[0])) == "sd 3"
+
+
+def test_finalists_are_of_different_methods_where_there_are() -> None:
+    methods: dict[str, Method] = {
+        "a": SD(4), "b": SD(5), "c": SD(6), "d": Cumulative(0.3), "e": Confidence(0.5), "f": Lookup(3),
+    }  # fmt: skip
+    assert finalists(methods, ["a", "b", "d", "c", "e", "f"]) == ["a", "d", "e"]
+    assert finalists(methods, ["a", "b", "d", "c"]) == ["a", "d", "b"]
+    assert finalists(methods, ["b", "a", "c"]) == ["b", "a", "c"]
+    assert finalists(methods, ["f"]) == ["f"]
+
+
+def test_candidates_fit_the_models() -> None:
+    with_draft, without = candidates(True), candidates(False)
+    assert with_draft["sd gamma=12"] == SD(12) and with_draft["lookup gamma=6 ngram=2"] == Lookup(6, 2)
+    assert {method.name for method in without.values()} == {"lookup"}
+    assert {method.name for method in candidates(True, thin=6).values()} == {each.name for each in with_draft.values()}
+    assert len(candidates(True, thin=3)) <= len(with_draft) / 2
+
+
+def test_less_is_decoded_where_forwards_are_slow_or_the_budget_is_small() -> None:
+    fast, slow = Costs({1: 5.0, 32: 10.0}, {1: 0.4, 32: 1.0}), Costs({1: 500.0, 32: 510.0}, {1: 100.0, 32: 100.0})
+    full, guess = choose_effort(1000, True, fast)
+    assert (full.tokens, full.prompts, full.thin) == (128, 24, 1) and guess < 1000
+    less, guess = choose_effort(60, True, fast)
+    assert less.tokens < 128 and guess <= 60
+    least, guess = choose_effort(60, True, slow)
+    assert least == tune.EFFORTS[-1] and guess > 60
+
+
+# Profiles
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def a_choice(method: Method, temperature: float = 0.0) -> Choice:
+    return Choice(
+        method=method.name,
+        settings=asdict(method),
+        predicted_speedup=2.5,
+        measured_speedup=2.4,
+        temperature=temperature,
+        top_p=1.0,
+        tuned={"sd": {"gamma": 7}},
+        prompts={"dataset": "own.jsonl", "count": 3},
+        date="2025-01-01 00:00:00 UTC",
+    )
+
+
+PAIR = Pair("t", "d", "cpu", "float32", 1, "0123")
+
+
+def test_a_profile_comes_back_as_it_was(own_home: Path) -> None:
+    path = save(PAIR, "greedy", a_choice(SD(4)), COSTS, {"torch": "2"})
+    assert path.parent == own_home / "profiles" and [*path.parent.iterdir()] == [path]
+    found = read(path)
+    assert found.pair == PAIR and found.costs == COSTS and found.versions == {"torch": "2"}
+    assert found.greedy == a_choice(SD(4)) and found.greedy.build() == SD(4) and found.sampling is None
+    save(PAIR, "sampling", a_choice(Cumulative(0.6), 1.0), COSTS, {"torch": "3"})
+    both = read(path)
+    assert both.greedy == found.greedy and both.versions == {"torch": "3"}
+    assert both.choice(0.7) == a_choice(Cumulative(0.6), 1.0) and both.choice(0) == found.greedy
+
+
+def test_a_write_that_fails_leaves_the_old_profile(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(PAIR, "greedy", a_choice(SD(4)), COSTS, {})
+    before = path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ValueError, match=r"cannot write .*No space left on device; FORERUN_HOME may name another"):
+        save(PAIR, "greedy", a_choice(SD(5)), COSTS, {})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda raw: "{", "Expecting"),
+        (lambda raw: "[]", "a profile must be an object"),
+        (lambda raw: json.dumps(raw | {"more": 1}), "unknown field 'more'"),
+        (lambda raw: json.dumps({key: raw[key] for key in raw if key != "costs"}), "no field 'costs'"),
+        (lambda raw: json.dumps(raw | {"costs": raw["costs"] | {"target": {}}}), "costs.target must be a table"),
+        (lambda raw: json.dumps(raw | {"costs": raw["costs"] | {"draft": {"1": "x"}}}), "costs.draft must be"),
+        (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"method": "turbo"}}), "unknown method 'turbo'"),
+        (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"settings": {"beta": 1}}}), "no setting 'beta'"),
+        (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"tuned": {"sd": 5}}}), "damaged"),
+        (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"date": 5}}), "date must be str, not 5"),
+        (lambda raw: json.dumps(raw | {"pair": raw["pair"] | {"threads": None}}), "threads must be int, not None"),
+    ],
+)
+def test_a_damaged_profile_is_named_and_can_be_made_anew(
+    own_home: Path, change: Callable[[dict[str, Any]], str], why: str
+) -> None:
+    path = save(PAIR, "greedy", a_choice(SD(4)), COSTS, {})
+    path.write_text(change(json.loads(path.read_text())))
+    with pytest.raises(ValueError, match="run `forerun tune` again or delete it") as error:
+        read(path)
+    assert str(path) in str(error.value) and why in str(error.value)
+    save(PAIR, "sampling", a_choice(SD(2), 1.0), COSTS, {})
+    assert read(path).sampling == a_choice(SD(2), 1.0) and read(path).greedy is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    target = tiny("llama", 3, vocab=len(tiny_tokenizer()))
+    for name, model in (("target", target), ("draft", noisy_copy(target, 0.02)), ("other", noisy_copy(target, 0.05))):
+        model.save_pretrained(path / name)
+        tiny_tokenizer().save_pretrained(path / name)
+    lines = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i)", "aa ab", "ba ab aa ba"]
+    (path / "own.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    return path
+
+
+def test_a_profile_is_for_one_pair_on_one_machine(folder: Path, own_home: Path) -> None:
+    target, draft = folder / "target", folder / "draft"
+    save(pair_of(target, draft, None, None), "greedy", a_choice(SD(4)), COSTS, {})
+    assert find(target, draft, "cpu", torch.float32) is not None  # what the defaults mean on a CPU
+    assert find(str(target), str(draft), "cpu", "float32") is not None
+    assert find(target, folder / "other", "cpu", None) is None
+    assert find(folder / "other", draft, "cpu", None) is None
+    assert find(target, None, "cpu", None) is None
+    assert find(target, draft, "cpu", "bfloat16") is None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert find(target, draft, "cpu", None) is None
+    finally:
+        torch.set_num_threads(threads)
+    assert pair_of(target, draft, "cpu", None).target == "target"  # the name alone: a profile may be shown around
+
+
+def test_load_uses_the_profile_of_its_pair_and_a_named_method_wins(folder: Path, own_home: Path) -> None:
+    target, draft = str(folder / "target"), str(folder / "draft")
+    assert load(target, draft=draft).method == SD()
+    pair = pair_of(target, draft, None, None)
+    save(pair, "greedy", a_choice(Cumulative(0.7)), COSTS, {})
+    tuned = load(target, draft=draft)
+    assert tuned.method == Cumulative(0.7) and tuned.costs == COSTS
+    assert tuned.method_for(greedy=False) == SD()  # sampling has not been tuned
+    assert load(target, draft=draft, method="sd").method == SD()
+    assert load(target, draft=draft, gamma=3).method == SD(3)
+    assert load(target, draft=folder / "other").method == SD()
+    assert load(target).method == Lookup()
+    assert load(target, draft=draft, fast=False).method == SD()
+    save(pair, "greedy", a_choice(Lookup(4, 2)), COSTS, {})
+    save(pair, "sampling", a_choice(AR(), 1.0), COSTS, {})
+    assert load(target, draft=draft).draft is None  # nobody needs it
+
+
+def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: Path) -> None:
+    target, draft = str(folder / "target"), str(folder / "draft")
+    pair = pair_of(target, draft, None, None)
+    save(pair, "greedy", a_choice(Lookup(4, 2)), COSTS, {})
+    save(pair, "sampling", a_choice(SD(2), 1.0), COSTS, {})
+    decoder = load(target, draft=draft, guard=False)
+    assert decoder.method_for(greedy=True) == Lookup(4, 2) and decoder.method_for(greedy=False) == SD(2)
+    greedy = decoder.generate("the cat sat", max_new_tokens=12)
+    drawn = decoder.generate("the cat sat", max_new_tokens=12, temperature=1.0, seed=1)
+    assert greedy.stats.draft_forwards == 0 and drawn.stats.draft_forwards > 0
+    assert max(each.drafted for each in drawn.steps) == 2
+    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
+        Decoder(decoder.target, decoder.tokenizer, method=AR(), sampling_method=SD(2))
+
+
+def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr("forerun.api.measure_costs", lambda target, draft: measured.append(draft) or COSTS)
+    model = tiny("llama")
+    seen: list[Any] = []
+
+    class Asking(AR):
+        needs_costs = True
+
+        def build(self, parts: Any) -> Any:
+            seen.append(parts.costs)
+            return super().build(parts)
+
+    for method, expected in ((AR(), []), (Asking(), [None])):
+        decoder = Decoder(model, method=method)
+        for _ in range(2):
+            decoder.generate([1, 2, 3], max_new_tokens=2)
+        assert measured == expected
+    assert seen == [COSTS, COSTS]
+
+
+# The command
+
+
+def forerun(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "forerun", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"FORERUN_HOME": str(home)},
+    )
+
+
+@pytest.mark.slow
+def test_tune_then_generate_info_and_bench(folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1"]
+    done = forerun(home, "tune", *pair, "--data", str(folder / "own.jsonl"), "--budget", "2", "--json")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    found = json.loads(done.stdout)
+    (path,) = (home / "profiles").iterdir()
+    assert found["profile"] == str(path) and str(folder) not in path.read_text()
+    profile = read(path)
+    assert profile.greedy is not None and profile.sampling is None and set(profile.costs.draft) == {1, 2, 4, 8, 16, 32}
+    assert found["measured"]["ar"] == found["predicted"]["ar"] == 1.0 and len(found["measured"]) == 4
+    assert found["measured_speedup"] == max(found["measured"].values())
+    assert {name.partition(" ")[0] for name in found["predicted"]} == {"ar", *found["tuned"]} >= {"sd", "lookup"}
+    assert profile.greedy.prompts["dataset"] == "own.jsonl"
+
+    # Whatever was fastest here, what is stored is what runs.
+    save(profile.pair, "greedy", replace(profile.greedy, method="lookup", settings={"gamma": 2, "ngram": 1}),
+         profile.costs, profile.versions)  # fmt: skip
+    asked = ["generate", "the cat sat on the", *pair, "--max-new-tokens", "8", "--json"]
+    tuned, named = forerun(home, *asked), forerun(home, *asked, "--method", "sd")
+    drawn = forerun(home, *asked, "--temperature", "1", "--seed", "0")
+    assert json.loads(tuned.stdout)["method"] == "lookup"
+    assert [json.loads(each.stdout)["method"] for each in (named, drawn)] == ["sd", "sd"]
+    assert json.loads(tuned.stdout)["tokens"] == json.loads(named.stdout)["tokens"]
+    shown = json.loads(forerun(home, "info", *pair, "--json").stdout)["profile"]
+    assert shown["file"] == str(path) and shown["greedy"]["method"] == "lookup" and shown["sampling"] is None
+    bench = ["bench", *pair, "--dataset", str(folder / "own.jsonl"), "--limit", "1", "--rounds", "1", "--json"]
+    ran = forerun(home, *bench, "--max-new-tokens", "4", "--methods", "sd,lookup", "--method-arg", "lookup.gamma=9")
+    used = json.loads(ran.stdout)["arguments"]["methods"]
+    assert used["sd"] == found["tuned"]["sd"]
+    assert used["lookup"] == found["tuned"]["lookup"] | {"gamma": 9}
+
+
+@pytest.mark.slow
+def test_tune_for_sampling_without_a_draft(folder: Path, tmp_path: Path) -> None:
+    drawing = ["--temperature", "0.8", "--top-p", "0.9"]
+    asked = ["--target", str(folder / "target"), "--data", str(folder / "own.jsonl"), "--threads", "1", "--budget", "1"]
+    done = forerun(tmp_path, "tune", *asked, *drawing)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "profiles").iterdir()
+    profile = read(path)
+    assert profile.greedy is None and profile.costs.draft == {} and profile.pair.draft is None
+    assert profile.sampling is not None and (profile.sampling.temperature, profile.sampling.top_p) == (0.8, 0.9)
+    assert str(path) in done.stdout and "predicted" in done.stdout and "measuring lookup" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top-p", "0.5"], "--top-p 0.5 needs a --temperature above 0"),
+        (["--top-p", "2", "--temperature", "1"], "top_p must be above 0 and at most 1, not 2.0"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.001, not -1.0"),
+        (["--data", "prompts.txt"], "--data takes a .jsonl file with a prompt a line, not 'prompts.txt'"),
+        (["--data", "nothing.jsonl"], "cannot read nothing.jsonl: No such file or directory"),
+        (["--target", "./nothing"], "no model folder './nothing' for the target"),
+        (["--budget", "0"], "Invalid value for '--budget'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = forerun(tmp_path, "tune", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
+
+
+def test_the_suite_keeps_away_from_the_home_of_who_runs_it() -> None:
+    assert profiles.home() != Path.home() / ".cache" / "forerun"
