@@ -33,17 +33,19 @@ from forerun.loading import (
     check_vocabularies,
     encode,
     load_model,
+    load_pre_verifier,
     load_tokenizer,
 )
 from forerun.methods import AR, Method, Parts
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
+from forerun.nn.pre_verifier import PreVerifier
 from forerun.params import SamplingParams
 from forerun.runtime import prepare
 from forerun.runtime.costs import measure_costs
 from forerun.sampling import Sampler
 from forerun.text import SplitStopCriteria, TextStream
-from forerun.zoo import EMBEDDED
+from forerun.zoo import EMBEDDED, FOLDER
 
 _NO_DRAFT = "method {!r} needs a draft model: give a draft"
 
@@ -99,6 +101,7 @@ class Decoder:
         method: Method | None = None,
         guard: bool | None = None,
         sampling_method: Method | None = None,
+        pre_verifier: str | Path | PreVerifier | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of
         weights: make a new Decoder when they have changed. A CausalLM is taken as it is; `CausalLM(model)` runs
@@ -124,6 +127,15 @@ class Decoder:
                 raise ValueError(_NO_DRAFT.format(each.name))
         if self.draft is not None:
             check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
+        self.pre_verifier: PreVerifier | None = None
+        for each in (self.method, sampling_method):
+            if each is not None and getattr(each, "layer", None) is not None:
+                if pre_verifier is None:
+                    raise ValueError(
+                        f"method {each.name!r} needs a pre-verifier: train one with `forerun train pre-verifier`"
+                    )
+                assert self.draft is not None
+                self.pre_verifier = load_pre_verifier(pre_verifier, self.target, self.draft)
 
     def method_for(self, greedy: bool) -> Method:
         """What decodes: greedy output and drawn output may have methods of their own."""
@@ -230,7 +242,7 @@ class Decoder:
         method = self.method_for(greedy)
         if self.costs is None and getattr(method, "needs_costs", False):
             self.costs = measure_costs(self.target, self.draft)
-        drafter = method.build(Parts(target, draft, costs=self.costs, truth=self.truth))
+        drafter = method.build(Parts(target, draft, self.pre_verifier, self.costs, self.truth))
         guard = self.guard if self.guard is not None else greedy or not seeded
         if guard and not isinstance(method, AR):
             drafter = Guarded(drafter, self._paces.setdefault((method, greedy), Pace()))
@@ -317,6 +329,12 @@ class Decoder:
         return config, None, False
 
 
+def bundled_layer(*chosen: Method | None) -> Path | None:
+    """The folder of the trained layer that comes with the embedded pair for the first of the methods that needs one."""
+    names = [getattr(each, "layer", None) for each in chosen]
+    return next((FOLDER / name for name in names if name is not None), None)
+
+
 def check_supported(config: GenerationConfig, copies: bool = False) -> None:
     """Raises ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
     mode = config.get_generation_mode()
@@ -368,6 +386,7 @@ def load(
     trust_remote_code: bool = False,
     fast: bool = True,
     guard: bool | None = None,
+    pre_verifier: str | Path | PreVerifier | None = None,
     **options: Any,
 ) -> Decoder:
     """Loads a target, and a draft if there is one, for decoding by `method`.
@@ -385,6 +404,8 @@ def load(
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
+        pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those of the embedded pair are
+            there. Raises ValueError where it belongs to other models.
         guard: leave drafts out while they do not pay (see forerun/drafters/guard.py). Which steps those are depends on
             the time they take, and with sampling so does what is drawn. Default: for greedy decoding, and for sampling
             with SamplingParams that have no seed. True: always; False: never.
@@ -412,6 +433,8 @@ def load(
             chosen = profile.greedy.build() if profile.greedy else chosen
         if costs is None and target == draft == EMBEDDED:
             costs = profiles.embedded_costs()
+    if pre_verifier is None and target == draft == EMBEDDED:
+        pre_verifier = bundled_layer(chosen, drawing)
     drafting = chosen.needs_draft or (drawing is not None and drawing.needs_draft)
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target
@@ -434,6 +457,7 @@ def load(
         chosen,
         guard,
         drawing,
+        pre_verifier,
     )
     decoder.costs = costs
     return decoder

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,7 +19,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from forerun.model import context_of
+from forerun.model import CausalLM, context_of, same_model
+from forerun.nn.pre_verifier import PreVerifier, PreVerifierConfig
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
@@ -120,6 +123,46 @@ def load_model(
         first, *rest = sorted(found["missing_keys"])
         raise ValueError(f"cannot load {part} {name!r}: no weights for {first}" + f" and {len(rest)} more" * bool(rest))
     return model if placed else model.to(device)
+
+
+def load_pre_verifier(source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM) -> PreVerifier:
+    """The trained layer of a folder (or of a name in the embedded pair's), for just this target and draft.
+
+    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
+    fields, and a layer that was trained for another target or draft.
+    """
+    if isinstance(source, PreVerifier):
+        layer, name = source, "the pre-verifier"
+    else:
+        folder = Path(source)
+        name = f"the pre-verifier {str(source)!r}"
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"cannot load {name}: there is no {folder / 'config.json'}")
+        try:
+            settings = json.loads((folder / "config.json").read_text())
+            known = set(PreVerifierConfig().to_dict()) | {"architectures", "dtype"}
+            unknown = sorted(set(settings) - known)
+        except Exception as error:
+            raise ValueError(f"cannot load {name}: config.json: {_first_line(error)}") from None
+        if unknown:
+            raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
+        if settings.get("model_type") != PreVerifierConfig.model_type:
+            raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
+        try:
+            loaded: Any = PreVerifier.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+        except Exception as error:  # broken files may raise anything
+            raise ValueError(f"cannot load {name}: {_first_line(error)}") from error
+        layer, found = loaded
+        if found["missing_keys"] or found.get("unexpected_keys"):
+            first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
+            raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
+    for part, model in (("target", target), ("draft", draft)):
+        if not same_model(getattr(layer.config, part), model.fingerprint):
+            trained = layer.config.recipe.get(part)
+            raise ValueError(
+                f"{name} belongs to another {part}: it was trained for {trained!r}; train one for this pair"
+            )
+    return nn.Module.to(layer, target.device).eval()
 
 
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:

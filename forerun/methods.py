@@ -108,6 +108,72 @@ class Lookup:
         return LookupDrafter(self.gamma, self.ngram)
 
 
+@dataclass(frozen=True)
+class Pacer(_Drafting):
+    """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
+
+    Behind the k-th block (from 0) it stops where the `score` of its tokens' survival, their last, mean or min, is
+    below `threshold * rho ** k`; with a threshold of None ("auto"), where the next block is not worth its time.
+    """
+
+    block: int = 2
+    threshold: float | None = None
+    rho: float = 1.0
+    score: str = "last"
+    most: int = 32
+    name: ClassVar[str] = "pacer"
+    layer: ClassVar[str] = "pre-verifier"  # the trained layer of the embedded pair
+
+    def __post_init__(self) -> None:
+        _at_least("block", self.block, 1)
+        if self.threshold is not None:
+            _between("threshold", self.threshold, 0, 1)
+        _between("rho", self.rho, 0, 10)
+        if self.score not in ("last", "mean", "min"):
+            raise ValueError(f"score must be last, mean or min, not {self.score!r}")
+        _at_least("most", self.most, 1)
+
+    @property
+    def needs_costs(self) -> bool:
+        return self.threshold is None
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.pacer import PacerStop
+
+        assert parts.draft is not None and parts.pre_verifier is not None
+        return PacerStop(
+            parts.pre_verifier,
+            parts.draft.model.get_input_embeddings(),
+            self.block,
+            self.most,
+            self.threshold,
+            self.rho,
+            self.score,
+            parts.costs,
+        )
+
+
+@dataclass(frozen=True)
+class SpecDec(_Drafting):
+    """SpecDec++: stops where a trained head finds a rejection among the drafted tokens likelier than `threshold`."""
+
+    threshold: float = 0.3
+    most: int = 32
+    name: ClassVar[str] = "specdec++"
+    layer: ClassVar[str] = "specdec++"
+
+    def __post_init__(self) -> None:
+        _between("threshold", self.threshold, 0, 1)
+        _at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths.pacer import PacerStop
+
+        assert parts.draft is not None and parts.pre_verifier is not None
+        embeddings = parts.draft.model.get_input_embeddings()
+        return PacerStop(parts.pre_verifier, embeddings, 1, self.most, 1 - self.threshold)
+
+
 # In the methods that stop by a rule, `most` is where a draft ends at the latest.
 _MOST = 32
 
@@ -235,9 +301,12 @@ class Oracle(SeeingOracle):
         return OracleDrafter(parts.draft, self.policy(parts), parts.target.vocab_size)
 
 
-Method = AR | SD | Lookup | Heuristic | Confidence | Cumulative | SVIP | AdaEDL | Oracle | SeeingOracle
+Method = (
+    AR | SD | Pacer | SpecDec | Lookup | Heuristic | Confidence | Cumulative | SVIP | AdaEDL | Oracle | SeeingOracle
+)
 METHODS: dict[str, type[Method]] = {
-    cls.name: cls for cls in (AR, SD, Lookup, Heuristic, Confidence, Cumulative, SVIP, AdaEDL, Oracle, SeeingOracle)
+    cls.name: cls
+    for cls in (AR, SD, Pacer, SpecDec, Lookup, Heuristic, Confidence, Cumulative, SVIP, AdaEDL, Oracle, SeeingOracle)
 }
 
 
@@ -256,12 +325,14 @@ def method(name: str | Method, **options: Any) -> Method:
     return METHODS[name](**options)
 
 
-def parse_value(name: str, key: str, value: str) -> int | float | bool | str:
+def parse_value(name: str, key: str, value: str) -> int | float | bool | str | None:
     """A setting from the command line, by the type of its field."""
     kinds = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
     if not kinds:
         method(name, **{key: value})  # says which settings there are
     kind = kinds[0]
+    if kind.endswith("| None") and value.lower() in ("auto", "none"):
+        return None
     try:
         if kind.startswith("bool"):
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]

@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,23 @@ def context_of(config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells a model from others, whatever its dtype: its shape and a few of its weights."""
+    config = model.config.get_text_config(decoder=True)
+    shape = {name: getattr(config, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
+    weights = [weight for _, weight in sorted(model.named_parameters()) if not weight.is_meta]
+    chosen = weights[:: max(1, len(weights) // 16)]
+    places = [weight.detach().flatten()[weight.numel() // 3].float() for weight in chosen]
+    return shape | {"weights": [round(float(place), 6) for place in places]}
+
+
+def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two fingerprints are of one model, perhaps in two dtypes."""
+    if {**one, "weights": None} != {**other, "weights": None} or len(one["weights"]) != len(other["weights"]):
+        return False
+    return all(abs(a - b) <= 0.01 * abs(a) + 1e-5 for a, b in zip(one["weights"], other["weights"], strict=True))
+
+
 class CausalLM:
     """Runs token trees for several rows at once against a preallocated KV cache.
 
@@ -60,6 +78,7 @@ class CausalLM:
         """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
         self._forward = forward
         self.model = model.eval()
+        self.fingerprint = fingerprint(model)  # now, as packed weights no longer tell
         self.device: torch.device = model.device  # transformers looks through the parameters at every asking
         self.config = config = model.config.get_text_config(decoder=True)
         name = type(model).__name__
@@ -197,7 +216,7 @@ class CausalLM:
             logits, hidden = self._forward(ids, positions, cache, attention, last_only, self.keeps_hidden)
             self.hidden = None if last_only else hidden
             return logits
-        with self._heard(self.keeps_hidden and not last_only):
+        with self.hearing(self.keeps_hidden and not last_only):
             output = self.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -209,8 +228,8 @@ class CausalLM:
         return output.logits
 
     @contextmanager
-    def _heard(self, wanted: bool) -> Iterator[None]:
-        """Keeps what the LM head is given."""
+    def hearing(self, wanted: bool = True) -> Iterator[None]:
+        """Within it, forwards of the model leave in `hidden` what the LM head was given."""
         if not wanted:
             yield
             return

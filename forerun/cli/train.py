@@ -1,4 +1,4 @@
-"""`forerun train pair` and `forerun train draft`."""
+"""`forerun train pair`, `forerun train draft` and `forerun train pre-verifier`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from forerun.cli.common import DeviceOption, ThreadsOption, TrustOption, quiet
 from forerun.zoo import EMBEDDED, resolve
 
-app = typer.Typer(help="Train the embedded pair, or a draft for any target.", no_args_is_help=True)
+app = typer.Typer(help="Train the embedded pair, or a draft or a pre-verifier for any target.", no_args_is_help=True)
 
 
 def say(line: str) -> None:
@@ -98,6 +98,83 @@ def draft(
         layers=layers,
         width=width,
         sequences=sequences,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        say=say,
+    )
+
+
+@app.command("pre-verifier")
+def pre_verifier(
+    out: Annotated[Path, typer.Option(help="Where the layer goes; a run that was stopped goes on from it.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="Text for prompts, best of a kind that neither model was trained on: files or folders (.txt .md .py "
+            ".jsonl), 'stdlib', or 'stdlib-spare' (files the embedded pair has not seen); repeatable."
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
+    kind: Annotated[str, typer.Option(help="pacer, or specdec++ for that method's head.")] = "pacer",
+    inputs: Annotated[str | None, typer.Option(help="What the layer sees, names with commas between.")] = None,
+    width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 32,
+    layers: Annotated[int, typer.Option(min=0, help="Transformer blocks; 0 for a perceptron.")] = 1,
+    sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output.")] = 2048,
+    prompt: Annotated[int, typer.Option(min=2, help="Tokens of text a window begins with.")] = 128,
+    output: Annotated[int, typer.Option(min=24, help="Tokens of output a window goes on with.")] = 148,
+    anchors: Annotated[int, typer.Option(min=2, help="Drafts that leave each window.")] = 48,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 2e-3,
+    weight: Annotated[float | None, typer.Option(min=0, help="Weight of rejections in the loss.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder of the gathered drafts, to train several layers.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Train the layer that tells a draft when to stop."""
+    if draft is None and target != EMBEDDED:
+        raise ValueError("give a draft: --draft")
+    if kind not in ("pacer", "specdec++"):
+        raise ValueError(f"--kind must be pacer or specdec++, not {kind!r}")
+    if width % 4:
+        raise ValueError(f"--width must be a multiple of 4, not {width}")
+    for source in data:
+        if source not in ("stdlib", "stdlib-spare") and not Path(source).exists():
+            raise ValueError(f"no such file or folder: {source}")
+    resolve(target, "target")
+    resolve(draft or EMBEDDED, "draft")
+    quiet(threads)
+    from forerun.nn.pre_verifier import INPUTS
+    from forerun.train.pre_verifier import Recipe, train_pre_verifier
+
+    layer: dict[str, object] = {"width": width, "layers": layers}
+    if kind == "specdec++":  # a perceptron over the draft's hidden state, as in arXiv 2405.19715
+        layer |= {"layers": 0, "kind": "acceptance", "inputs": ["hidden"]}
+    if inputs is not None:
+        layer["inputs"] = inputs.split(",")
+        for name in inputs.split(","):
+            if name not in INPUTS:
+                raise ValueError(f"--inputs knows {', '.join(INPUTS)}, not {name!r}")
+    recipe = Recipe(
+        sequences=sequences,
+        prompt=prompt,
+        output=output,
+        anchors=anchors,
+        steps=steps,
+        lr=lr,
+        weight=weight if weight is not None else 6.0 if kind == "specdec++" else 1.0,
+        seed=seed,
+    )
+    train_pre_verifier(
+        target,
+        draft or EMBEDDED,
+        data,
+        out,
+        recipe,
+        layer,
+        work=work,
         device=device,
         trust_remote_code=trust_remote_code,
         say=say,

@@ -41,4 +41,6 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -
     forward = lean_forward(model)
     if forward is not None:
         return CausalLM(model, forward)
-    return CausalLM(pack(model, in_place))
+    packed = CausalLM(pack(model, in_place))
+    packed.fingerprint = plain.fingerprint
+    return packed

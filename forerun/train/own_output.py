@@ -43,6 +43,7 @@ def own_output(
     seed: int = 0,
     temperatures: Sequence[float] = TEMPERATURES,
     top_p: float = 1.0,
+    prompt_shares: Sequence[float] = PROMPT_SHARES,
     say: Callable[[str], None] = print,
 ) -> np.ndarray:
     """Windows [sequences, length + 1] that begin with tokens of `stream` [n] and go on as the target does, each `rows`
@@ -54,6 +55,8 @@ def own_output(
     mark = {"target": fingerprint(target), "length": length, "rows": rows, "seed": seed}
     if (tuple(temperatures), top_p) != (TEMPERATURES, 1.0):
         mark |= {"temperatures": list(temperatures), "top_p": top_p}
+    if tuple(prompt_shares) != PROMPT_SHARES:
+        mark |= {"prompt_shares": list(prompt_shares)}
     claim(work, json.dumps(mark))
     rows = min(rows, sequences)
     decoder = Decoder(target, method=AR())
@@ -61,7 +64,7 @@ def own_output(
     for part in range(-(-sequences // rows)):
         path = work / f"{part:05d}.safetensors"
         if not path.exists():
-            prompt = int(length * PROMPT_SHARES[part // len(temperatures) % len(PROMPT_SHARES)])
+            prompt = int(length * prompt_shares[part // len(temperatures) % len(prompt_shares)])
             rng = np.random.default_rng([seed, part])
             starts = rng.integers(len(stream) - prompt, size=rows)
             completions = decoder.generate(

@@ -57,6 +57,20 @@ def held_out_prompts(
 
     Which one is picked by the hash of the file's path: the same for everybody who has the same Python.
     """
+    return [ids for _, _, ids in _prompts(tokenizer, split, tokens, root)[:count]]
+
+
+def spare_files(tokenizer: PreTrainedTokenizerBase, count: int = 40, tokens: int = 128) -> Iterator[str]:
+    """Texts of the validation files that none of its first `count` held-out prompts is from: neither the embedded pair
+    nor a choice of settings has seen them."""
+    taken = {relative for _, relative, _ in _prompts(tokenizer, "validation", tokens, None)[:count]}
+    yield from (text for relative, text in source_files("validation") if relative not in taken)
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, split: Split, tokens: int, root: Path | None
+) -> list[tuple[int, str, list[int]]]:
+    """(hash, file, token ids) of every prompt, in hash order, so that the first few are not all of one package."""
     prompts = []
     for relative, text in source_files(split, root):
         digest = int.from_bytes(hashlib.sha256(f"prompt {relative}".encode()).digest()[:4], "big")
@@ -64,6 +78,5 @@ def held_out_prompts(
         if starts:
             ids = tokenizer(text[starts[digest % len(starts)] :], add_special_tokens=False)["input_ids"]
             if len(ids) >= tokens:
-                prompts.append((digest, ids[:tokens]))
-    # In hash order, so that the first few are not all of one package.
-    return [ids for _, ids in sorted(prompts)[:count]]
+                prompts.append((digest, relative, ids[:tokens]))
+    return sorted(prompts)

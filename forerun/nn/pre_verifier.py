@@ -1,0 +1,214 @@
+"""The pre-verifier: a small layer that tells how far the target will follow a draft (Pacer, arXiv 2602.01274).
+
+The paper has a light trainable layer verify draft tokens block by block before the target does. Its inputs, its form
+and its training here are ours; docs/results/pacer.md has the ablations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from forerun.nn.echo import SIZES
+
+INPUTS = ("hidden", "token", "scalars", "target", "history", "echoes")
+KINDS = ("survival", "acceptance")
+SCALARS, HISTORY = 4, 3
+USUAL = 4.0  # the length of a run of accepted tokens that was not seen
+
+
+class PreVerifierConfig(PreTrainedConfig):
+    """Settings of a pre-verifier.
+
+    Attributes:
+        draft_size, target_size: width of the two models' LM-head inputs; token_size that of the draft's embeddings.
+        width, layers, heads: of the layer itself; 0 layers leave a perceptron that sees one token at a time.
+        depth: places in a draft that are told apart; later ones count as the last.
+        ahead: how many tokens the second output looks ahead.
+        inputs: which of INPUTS it sees.
+        kind: "survival": it says itself whether the target is still there at a token. "acceptance": whether the target
+            takes a token if it took those before; survival is the product (SpecDec++, arXiv 2405.19715).
+        draft, target: fingerprints of the models it belongs to (`forerun.model.fingerprint`).
+        recipe: how it was trained.
+    """
+
+    model_type = "forerun-pre-verifier"
+
+    def __init__(
+        self,
+        draft_size: int = 64,
+        token_size: int = 64,
+        target_size: int = 64,
+        width: int = 32,
+        layers: int = 1,
+        heads: int = 4,
+        depth: int = 32,
+        ahead: int = 4,
+        inputs: Sequence[str] = ("scalars", "history", "echoes"),
+        kind: str = "survival",
+        draft: dict[str, Any] | None = None,
+        target: dict[str, Any] | None = None,
+        recipe: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.draft_size, self.token_size, self.target_size = draft_size, token_size, target_size
+        self.width, self.layers, self.heads, self.depth = width, layers, heads, depth
+        self.ahead, self.inputs, self.kind = ahead, list(inputs), kind
+        self.draft, self.target, self.recipe = draft or {}, target or {}, recipe or {}
+        super().__init__(**kwargs)
+
+
+def scalars_of(scores: Tensor, tokens: Tensor) -> Tensor:
+    """[.., 3] from processed scores [.., V] and the tokens [..] chosen by them: the token's log-probability, the law's
+    entropy in nats, and the log of the ratio between its two largest probabilities."""
+    best = scores.topk(2).values
+    logs = scores - scores.logsumexp(-1, keepdim=True)
+    entropy = -(logs.exp() * logs.clamp(min=-100)).sum(-1)  # top-p leaves logs of -inf
+    margin = (best[..., 0] - best[..., 1]).clamp(max=30.0)  # and perhaps a single token
+    return torch.stack([logs.gather(-1, tokens[..., None])[..., 0], entropy, margin], -1)
+
+
+class State(NamedTuple):
+    """What a pre-verifier remembers of the beginnings of N drafts."""
+
+    base: Tensor  # [N, width] what does not change along a draft
+    places: int  # tokens so far
+    log_q: Tensor  # [N] sum of their log-probabilities
+    log_survival: Tensor  # [N] of the last of them; for the kind "acceptance"
+    past: tuple[tuple[Tensor, Tensor], ...]  # keys and values [N, H, places, width / H] of each block
+
+    def select(self, rows: Tensor) -> State:
+        """Only these drafts."""
+        past = tuple((keys[rows], values[rows]) for keys, values in self.past)
+        return State(self.base[rows], self.places, self.log_q[rows], self.log_survival[rows], past)
+
+
+class PreVerifier(PreTrainedModel):
+    """u_i = W [norm(g_i); norm(e_i); scalars_i; echoes_i; norm(h); history] + P[i] for the i-th token of a draft, then
+    pre-norm transformer blocks that are causal over this draft only, or without them a perceptron, then two numbers a
+    token: whether the target will still be with the draft there, and what share of the `ahead` tokens behind it will
+    do as well."""
+
+    config_class = PreVerifierConfig
+    config: PreVerifierConfig
+
+    def __init__(self, config: PreVerifierConfig) -> None:
+        super().__init__(config)
+        width, inputs = config.width, config.inputs
+        sizes = {
+            "hidden": config.draft_size,
+            "token": config.token_size,
+            "scalars": SCALARS,
+            "echoes": len(SIZES),
+            "target": config.target_size,
+            "history": HISTORY,
+        }
+        self.enter = nn.ModuleDict({name: nn.Linear(sizes[name], width, bias=False) for name in inputs})
+        self.place = nn.Parameter(torch.zeros(config.depth, width))
+        self.blocks = nn.ModuleList([Block(width, config.heads) for _ in range(config.layers)])
+        self.middle = None if config.layers else nn.Linear(width, width)
+        self.leave = nn.Linear(width, 2)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def begin(self, target: Tensor | None, history: Tensor) -> State:
+        """The state in front of N drafts.
+
+        Args:
+            target: [N, D] the target's LM-head input behind the last verified token, zeros where there is none yet;
+                None where that is no input.
+            history: [N, 3] lengths of the last runs of accepted tokens.
+        """
+        base = torch.zeros(len(history), self.config.width, device=history.device)
+        if "history" in self.enter:
+            base = base + self.enter["history"](history.float().log1p())
+        if "target" in self.enter:
+            assert target is not None
+            base = base + self.enter["target"](normed(target))
+        zeros = torch.zeros(len(history), device=history.device)
+        return State(base, 0, zeros, zeros, ())
+
+    def step(
+        self, state: State, scalars: Tensor, echoes: Tensor | None, hidden: Tensor | None, embedded: Tensor | None
+    ) -> tuple[Tensor, Tensor, State]:
+        """Goes on by b tokens of N drafts: two logits for each [N, b, 2], their survival [N, b], and the new state.
+
+        The first logit is that of survival or, by `config.kind`, of acceptance; the second that of the share of the
+        `config.ahead` tokens behind that will survive.
+
+        Args:
+            scalars: [N, b, 3] of `scalars_of`.
+            echoes: [N, b, E] of `forerun.nn.echo`.
+            hidden: [N, b, d] the draft's LM-head inputs that gave the tokens.
+            embedded: [N, b, e] the tokens' embeddings.
+        """
+        logs, entropy, margin = scalars.float().clamp(min=-12.0).unbind(-1)
+        sums = logs.cumsum(-1) + state.log_q[:, None]
+        new, last = logs.shape[1], self.config.depth - 1
+        places = [min(at, last) for at in range(state.places, state.places + new)]
+        x = self.place[places] + state.base[:, None]
+        if "scalars" in self.enter:
+            parts = [logs, sums.clamp(min=-20.0) / 2, entropy, margin.clamp(max=12.0) / 4]
+            x = x + self.enter["scalars"](torch.stack(parts, -1))
+        if "echoes" in self.enter:
+            assert echoes is not None
+            x = x + self.enter["echoes"](echoes.float())
+        if "hidden" in self.enter:
+            assert hidden is not None
+            x = x + self.enter["hidden"](normed(hidden))
+        if "token" in self.enter:
+            assert embedded is not None
+            x = x + self.enter["token"](normed(embedded))
+        past = []
+        for number, block in enumerate(self.blocks):
+            x, kept = block(x, state.past[number] if state.past else None)
+            past.append(kept)
+        if self.middle is not None:
+            x = functional.gelu(self.middle(functional.gelu(x)))
+        logits = self.leave(normed(x))
+        log_survival = functional.logsigmoid(logits[..., 0])
+        if self.config.kind == "acceptance":
+            log_survival = log_survival.cumsum(-1) + state.log_survival[:, None]
+        new_state = State(state.base, state.places + new, sums[:, -1], log_survival[:, -1], tuple(past))
+        return logits, log_survival.exp(), new_state
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block without biases in its attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """[N, b, width] to the same, causal, behind tokens whose keys and values [N, H, n, width / H] are given; with
+        the keys and values of all."""
+        rows, new, width = x.shape
+        qkv = self.qkv(normed(x)).view(rows, new, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mask = None
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+            size = k.shape[2]
+            mask = torch.ones(new, size, dtype=torch.bool, device=x.device).tril(size - new)
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, new, width))
+        return x + self.down(functional.gelu(self.up(normed(x)))), (k, v)
+
+
+def normed(x: Tensor) -> Tensor:
+    """RMSNorm without a gain, in float32."""
+    return functional.rms_norm(x.float(), x.shape[-1:])

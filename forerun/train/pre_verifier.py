@@ -1,0 +1,382 @@
+"""Training of the pre-verifier: what the target does with a draft's tokens, learnt from its own output."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from forerun.files import write_text
+from forerun.loading import load_model, load_tokenizer
+from forerun.model import CausalLM, context_of
+from forerun.nn.pre_verifier import PreVerifier, PreVerifierConfig
+from forerun.sampling import Sampler
+from forerun.train.data import read_texts, tokenize
+from forerun.train.loop import TrainConfig, claim, train
+from forerun.train.own_output import own_output
+from forerun.train.rollout import Rollouts, roll_out
+from forerun.zoo.corpus import spare_files
+
+SPARE = "stdlib-spare"
+ROWS = 64  # windows a shard
+TEMPERATURE, TOP_P = 1.0, 0.95
+SEED = 8000  # so that the draft was not distilled on the same output
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a pre-verifier is trained.
+
+    Attributes:
+        sequences: windows of the target's own output, half of them greedy; prompt and output are tokens of each.
+        anchors: drafts that leave each window.
+        depth, drawn_depth: tokens of a draft, greedy and drawn.
+        steps, batch, lr, seed: of the training; a batch counts drafts.
+        weight: of what the target rejects in the loss.
+        held: share of the windows kept for validation.
+    """
+
+    sequences: int = 2048
+    prompt: int = 128
+    output: int = 148
+    anchors: int = 48
+    depth: int = 20
+    drawn_depth: int = 10
+    steps: int = 2000
+    batch: int = 256
+    lr: float = 2e-3
+    weight: float = 1.0
+    held: float = 0.1
+    seed: int = 0
+
+
+def train_pre_verifier(
+    target: str,
+    draft: str,
+    data: Sequence[str],
+    out: Path,
+    recipe: Recipe,
+    layer: dict[str, Any] | None = None,
+    *,
+    work: Path | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Trains a pre-verifier of this draft for this target and saves it in `out`; returns what validation says.
+
+    `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on; several layers may be
+    trained from the drafts that one has gathered. `layer` holds settings of PreVerifierConfig. Under
+    `accelerate launch` the processes share the drafting, which is nearly all of the work; the first one trains.
+
+    Raises ValueError for data that is missing or too little, windows longer than a context, and an `out` that holds
+    another run.
+    """
+    work = work or out / "work"
+    rank, ranks, wait = _processes()
+    how: dict[str, Any] = {"device": device or (f"cuda:{rank}" if torch.cuda.device_count() > rank else None)}
+    how["trust_remote_code"] = trust_remote_code
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    texts = [text for source in data if source != SPARE for text in read_texts([source])]
+    if SPARE in data:
+        texts += spare_files(tokenizer)
+    stream = tokenize(tokenizer, texts, recipe.seed)
+    if len(stream) < 4 * recipe.prompt:
+        raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
+    big, small = load_model(target, "target", **how), load_model(draft, "draft", **how)
+    length = recipe.prompt + recipe.output
+    for name, model in (("target", big), ("draft", small)):
+        context = context_of(model.config.get_text_config(decoder=True))
+        if context is not None and length > context:
+            raise ValueError(f"prompt + output is {length} tokens, more than the {name}'s context of {context}")
+    verifying, drafting = CausalLM(big), CausalLM(small)
+    embeddings: Tensor = small.get_input_embeddings().get_parameter("weight").detach()
+    sizes = [model.head.get_parameter("weight").shape[-1] for model in (drafting, verifying)]
+    config = PreVerifierConfig(
+        draft_size=sizes[0],
+        token_size=embeddings.shape[-1],
+        target_size=sizes[1],
+        draft=drafting.fingerprint,
+        target=verifying.fingerprint,
+        recipe=asdict(recipe) | {"target": target, "draft": draft, "data": list(data)},
+        **layer or {},
+    )
+    if rank == 0:
+        mark = {"target": verifying.fingerprint, "draft": drafting.fingerprint, "data": list(data)}
+        drawn = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
+        claim(work, json.dumps(mark | drawn))
+        _own(verifying, stream, work / "own-output", recipe, say)
+    wait()
+    _collect(verifying, drafting, work, recipe, rank, ranks, say)
+    wait()
+    if rank:
+        return {}
+    torch.manual_seed(recipe.seed)
+    model = PreVerifier(config)
+    nn.Module.to(model, big.device)
+    shards = sorted((work / "rollouts").glob("*.safetensors"))
+    kinds = {"greedy": gather(shards[::2]), "sampling": gather(shards[1::2])}
+    _fit(model, list(kinds.values()), embeddings, recipe, work / out.name, say)
+    model.eval()
+    found = {name: measure(model, split(drafts, recipe.held)[1], embeddings) for name, drafts in kinds.items()}
+    model.config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
+    save(model, found, out)
+    for name, each in found.items():
+        say(f"{name}: AUC {each['auc']:.3f}, ECE {each['ece']:.3f} on {each['drafts']} held-out drafts")
+    say(f"the pre-verifier is in {out}: forerun generate --method pacer --pre-verifier {out} ...")
+    return found
+
+
+_OF_TRAINING = ("steps", "batch", "lr", "weight", "held")  # drafts are the same whatever these are
+
+
+def _processes() -> tuple[int, int, Callable[[], None]]:
+    """This process's number, how many there are, and what waits for all: accelerate's, where it started them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1, lambda: None
+    from accelerate import PartialState
+
+    state = PartialState()
+    return state.process_index, state.num_processes, state.wait_for_everyone
+
+
+def _own(target: CausalLM, stream: np.ndarray, work: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
+    length = recipe.prompt + recipe.output
+    own_output(
+        target.model,
+        stream,
+        work,
+        sequences=recipe.sequences,
+        length=length - 1,
+        rows=ROWS,
+        seed=recipe.seed + SEED,
+        temperatures=(0.0, TEMPERATURE),
+        top_p=TOP_P,
+        prompt_shares=((recipe.prompt + 0.5) / (length - 1),),
+        say=say,
+    )
+
+
+def _collect(
+    target: CausalLM, draft: CausalLM, work: Path, recipe: Recipe, rank: int, ranks: int, say: Callable[[str], None]
+) -> None:
+    """Drafts from every shard of the target's own output, this process's share of them; greedy shards have even
+    numbers."""
+    (work / "rollouts").mkdir(exist_ok=True)
+    law = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
+    samplers = [Sampler(), Sampler(False, target.processors(law, recipe.prompt))]
+    sources = sorted((work / "own-output").glob("[0-9]*.safetensors"))
+    begun, made = perf_counter(), 0
+    for number, source in list(enumerate(sources))[rank::ranks]:
+        path = work / "rollouts" / source.name
+        if path.exists():
+            continue
+        sampler = samplers[number % 2]
+        generator = torch.Generator(target.device).manual_seed(recipe.seed + 5 + number)
+        windows = load_file(source)["tokens"].long().to(target.device)
+        parts = [
+            roll_out(
+                target,
+                draft,
+                rows,
+                recipe.prompt,
+                recipe.anchors,
+                recipe.depth if sampler.greedy else recipe.drawn_depth,
+                sampler,
+                generator,
+            )
+            for rows in windows.split(8)
+        ]
+        tensors = {name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in _FIELDS}
+        kept = {"hidden": torch.float16, "target": torch.float16, "tokens": torch.int32, "echoes": torch.int8}
+        tensors = {name: value.to(kept.get(name, value.dtype)).contiguous() for name, value in tensors.items()}
+        temporary = path.with_suffix(".tmp")
+        save_file(tensors, temporary)
+        os.replace(temporary, path)
+        made += 1
+        left = (perf_counter() - begun) / made * (len(sources[rank::ranks]) - made)
+        say(f"drafts of {number + 1}/{len(sources)} shards, {left / 60:.0f} min left")
+
+
+_FIELDS = tuple(field.name for field in fields(Rollouts) if field.name != "anchors")
+
+
+def gather(shards: Sequence[Path]) -> dict[str, Tensor]:
+    """The drafts of many shards, in their order."""
+    parts = [load_file(shard) for shard in shards]
+    return {name: torch.cat([part[name] for part in parts]) for name in _FIELDS}
+
+
+def split(drafts: dict[str, Tensor], share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Drafts to learn from and the last `share` of them, which come from other windows."""
+    count = len(drafts["accept"])
+    cut = count - max(1, round(count * share))
+    return {k: v[:cut] for k, v in drafts.items()}, {k: v[cut:] for k, v in drafts.items()}
+
+
+def run(layer: PreVerifier, drafts: dict[str, Tensor], rows: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [R, G, 2] and survival [R, G] of some of the drafts."""
+    device, inputs = embeddings.device, layer.config.inputs
+    taken = {name: drafts[name][rows].to(device) for name in ("target", "history", "scalars", "echoes")}
+    hidden = drafts["hidden"][rows].to(device) if "hidden" in inputs else None
+    embedded = embeddings[drafts["tokens"][rows].long().to(device)] if "token" in inputs else None
+    state = layer.begin(taken["target"], taken["history"])
+    logits, survival, _ = layer.step(state, taken["scalars"], taken["echoes"], hidden, embedded)
+    return logits, survival
+
+
+def labels(accept: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+    """Survival [N, G] of tokens, and the mean survival [N, G] of the `ahead` tokens behind each; beyond the end of a
+    draft the last one's counts on."""
+    alive = accept.cumprod(-1)
+    longer = torch.cat([alive, alive[:, -1:].expand(-1, ahead)], -1)
+    return alive, torch.stack([longer[:, j : j + alive.shape[1]] for j in range(1, ahead + 1)]).mean(0)
+
+
+def loss_of(layer: PreVerifier, logits: Tensor, accept: Tensor, weight: float) -> Tensor:
+    """Cross-entropy of both outputs; `weight` is that of rejections, 1 for calibrated answers."""
+    alive, behind = labels(accept, layer.config.ahead)
+    wanted, seen = alive, torch.ones_like(alive)
+    if layer.config.kind == "acceptance":  # of tokens whose predecessors were all accepted
+        wanted, seen = accept, torch.cat([torch.ones_like(alive[:, :1]), alive[:, :-1]], -1)
+    each = functional.binary_cross_entropy_with_logits(logits[..., 0], wanted, reduction="none")
+    each = each * seen * (1 + (weight - 1) * (1 - wanted))
+    return each.sum() / seen.sum() + functional.binary_cross_entropy_with_logits(logits[..., 1], behind)
+
+
+def _fit(
+    layer: PreVerifier,
+    kinds: Sequence[dict[str, Tensor]],
+    embeddings: Tensor,
+    recipe: Recipe,
+    work: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Trains on greedy and drawn drafts in turns of one batch each."""
+    parts = [split(drafts, recipe.held) for drafts in kinds]
+
+    def batch(step: int) -> Tensor:
+        kind = step % len(parts)
+        count = len(parts[kind][0]["accept"])
+        rows = np.random.default_rng([recipe.seed, step]).integers(count, size=recipe.batch)
+        return torch.from_numpy(np.stack([np.full_like(rows, kind), rows]))
+
+    def loss(chosen: Tensor) -> Tensor:
+        drafts, rows = parts[int(chosen[0, 0])][0], chosen[1].cpu()
+        logits, _ = run(layer, drafts, rows, embeddings)
+        return loss_of(layer, logits, drafts["accept"][rows].to(logits.device), recipe.weight)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        values = []
+        for _, held in parts:
+            logits, _ = run(layer, held, torch.arange(len(held["accept"])), embeddings)
+            values.append(float(loss_of(layer, logits, held["accept"].to(logits.device), recipe.weight)))
+        return sum(values) / len(values)
+
+    config = TrainConfig(
+        steps=recipe.steps,
+        batch=recipe.batch,
+        length=recipe.depth,
+        lr=recipe.lr,
+        warmup=50,
+        cooldown=0.6,
+        seed=recipe.seed,
+        evaluate_every=500,
+        save_every=500,
+        compile=False,
+    )
+    settings = {**layer.config.to_diff_dict(), "recipe": None, "draft": None, "target": None}
+    claim(work / "settings", json.dumps([settings, recipe.weight, recipe.held], sort_keys=True, default=str))
+    train(layer, loss, batch, evaluate, config, work, say)
+
+
+@torch.no_grad()
+def measure(layer: PreVerifier, drafts: dict[str, Tensor], embeddings: Tensor) -> dict[str, Any]:
+    """How well survival is told: AUC, expected calibration error (20 bins), and the reliability diagram's points as
+    (mean said, mean seen, share of tokens)."""
+    survival = torch.cat(
+        [run(layer, drafts, rows, embeddings)[1].cpu() for rows in torch.arange(len(drafts["accept"])).split(1024)]
+    ).flatten()
+    alive = drafts["accept"].cumprod(-1).flatten()
+    places = (survival * 20).long().clamp(max=19)
+    points = []
+    for place in places.unique():
+        here = places == place
+        points.append([float(survival[here].mean()), float(alive[here].mean()), float(here.float().mean())])
+    return {
+        "drafts": len(drafts["accept"]),
+        "auc": round(auc(survival, alive), 4),
+        "ece": round(sum(share * abs(said - seen) for said, seen, share in points), 4),
+        "reliability": [[round(value, 4) for value in point] for point in points],
+    }
+
+
+def auc(scores: Tensor, alive: Tensor) -> float:
+    """Area under the ROC curve of scores [N] for outcomes of probability `alive` [N]: how often one that survives is
+    scored above one that does not."""
+    order = scores.double().argsort()
+    alive = alive.double()[order]
+    dead = 1 - alive
+    below = dead.cumsum(0) - dead / 2
+    return float((alive * below).sum() / (alive.sum() * dead.sum()).clamp(min=1e-9))
+
+
+def save(layer: PreVerifier, found: dict[str, dict[str, Any]], out: Path) -> None:
+    """Weights, configuration, a model card and the reliability diagram."""
+    layer.save_pretrained(out)
+    recipe = layer.config.recipe
+    target, draft = recipe["target"], recipe["draft"]
+    lines = [
+        "---",
+        "library_name: forerun",
+        "---",
+        "",
+        "# A pre-verifier for speculative decoding",
+        "",
+        f"It tells how far the target `{target}` follows the draft `{draft}` and fits no other pair;",
+        "both are recognised by a fingerprint in config.json when it is loaded.",
+        "",
+        f"    forerun generate --target {target} --draft {draft} --method pacer --pre-verifier THIS",
+        "",
+        "| on held-out drafts | AUC | ECE | drafts |",
+        "|---|---|---|---|",
+        *(f"| {name} | {each['auc']:.3f} | {each['ece']:.3f} | {each['drafts']} |" for name, each in found.items()),
+        "",
+        "![said and seen survival](reliability.png)",
+        "",
+        f"{layer.num_parameters():,} parameters. Trained by `forerun train pre-verifier` with",
+        "",
+        "```json",
+        json.dumps({name: value for name, value in recipe.items() if name != "validation"}, indent=1),
+        "```",
+        "",
+    ]
+    write_text(out / "README.md", "\n".join(lines))
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(4, 4), layout="constrained")
+    axes.plot([0, 1], [0, 1], color="#adb5bd", linewidth=1)
+    for name, each in found.items():
+        points = each["reliability"]
+        axes.plot(
+            [p[0] for p in points], [p[1] for p in points], "o-", markersize=3, label=f"{name}: ECE {each['ece']:.3f}"
+        )
+    axes.set(xlabel="survival, as the layer says", ylabel="survival, as seen")
+    axes.legend()
+    figure.savefig(out / "reliability.png", dpi=120)
+    pyplot.close(figure)

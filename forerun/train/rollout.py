@@ -1,0 +1,208 @@
+"""Drafts from many places of a text at once, with what the target thinks of every token of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from forerun.model import CausalLM
+from forerun.nn.echo import SIZES, Echo
+from forerun.nn.pre_verifier import USUAL, scalars_of
+from forerun.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Drafts of `G` tokens from `N` anchors; an anchor is a last committed token, which the target has not run yet.
+
+    Attributes:
+        tokens: [N, G] drafted tokens.
+        accept: [N, G] the probability that the target accepts each token if it has accepted those before it; without
+            sampling 0 or 1.
+        hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
+        scalars: [N, G, 3] of the law each token was chosen from: its log-probability, the law's entropy in nats, and
+            the log of the ratio between its two largest probabilities.
+        target: [N, D] the target's LM-head input that gave the anchor: the last that is known when drafting begins.
+        history: [N, 3] how many tokens went well since the last rejection, before that, and before that; see `history`.
+        echoes: [N, G, 5] whether each token follows what was said before; see `forerun.nn.echo`.
+        anchors: [N] their positions in the windows.
+    """
+
+    tokens: Tensor
+    accept: Tensor
+    hidden: Tensor
+    scalars: Tensor
+    target: Tensor
+    history: Tensor
+    echoes: Tensor
+    anchors: Tensor
+
+    def survival(self) -> Tensor:
+        """[N, G] probability that the target is still with the draft at each token."""
+        return self.accept.cumprod(-1)
+
+
+@torch.inference_mode()
+def roll_out(
+    target: CausalLM,
+    draft: CausalLM,
+    windows: Tensor,
+    first: int,
+    count: int | None,
+    depth: int,
+    sampler: Sampler,
+    generator: torch.Generator | None = None,
+) -> Rollouts:
+    """Drafts `depth` tokens from `count` anchors in each of `windows` [B, T], whose tokens from position `first` on are
+    the target's own output under that sampler.
+
+    Greedy, the windows tell what the target accepts; for sampling it runs the drafts as well. All drafts of a window go
+    through one forward a token, as branches from a shared context.
+
+    With a count of None from every place. Else half of the anchors, where there are so many, stand where a draft would
+    just have been rejected: most drafts of a long-winded drafter begin there, and what follows is harder than
+    elsewhere. The others stand anywhere (ours).
+    """
+    follows, judge = _Branches(draft, windows), _Branches(target, windows)
+    kept = _kept(_scores(sampler, follows.logits), _scores(sampler, judge.logits), windows, sampler.greedy)
+    kept[:, 1:] = kept[:, :-1].clone()  # now of each token, not of the one behind it
+    kept = torch.rand(kept.shape, generator=generator, device=kept.device) < kept
+    places = kept[:, first - 1 : windows.shape[1] - depth]
+    if count is None:
+        anchors = torch.arange(places.shape[1], device=windows.device).expand(len(windows), -1) + first - 1
+    else:
+        anchors = _choose(places, count, generator) + first - 1
+    known = judge.hidden[_rows(windows), anchors - 1]
+    past = history(kept, first, anchors)
+    logits, hidden = follows.branch(anchors)
+    p_logits = judge.branch(anchors)[0]
+    tokens, accept, states, scalars = [], [], [], []
+    for step in range(depth):
+        scores = _scores(sampler, logits)
+        if sampler.greedy:
+            chosen = scores.argmax(-1)
+            accepted = (chosen == windows[_rows(windows), anchors + step + 1]).float()
+        else:
+            q, p = scores.softmax(-1), _scores(sampler, p_logits).softmax(-1)
+            chosen = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(anchors.shape)
+            ratio = p.gather(-1, chosen[..., None]) / q.gather(-1, chosen[..., None])
+            accepted = ratio[..., 0].clamp(max=1.0)
+        tokens.append(chosen)
+        accept.append(accepted)
+        states.append(hidden)
+        scalars.append(scalars_of(scores, chosen))
+        if step + 1 < depth:
+            logits, hidden = follows.extend(chosen)
+            if not sampler.greedy:
+                p_logits = judge.extend(chosen)[0]
+    drafted = torch.stack(tokens, -1)
+    return Rollouts(
+        tokens=drafted.flatten(0, 1),
+        accept=torch.stack(accept, -1).flatten(0, 1),
+        hidden=torch.stack(states, -2).flatten(0, 1),
+        scalars=torch.stack(scalars, -2).flatten(0, 1),
+        target=known.flatten(0, 1),
+        history=past.flatten(0, 1),
+        echoes=echoes(windows, anchors, drafted).flatten(0, 1),
+        anchors=anchors.flatten(),
+    )
+
+
+def _kept(q: Tensor, p: Tensor, windows: Tensor, greedy: bool) -> Tensor:
+    """[B, T - 1] and one column of ones: the probability that the next token of the window, if it was drafted, was
+    drafted right: p's token is the draft's with min(1, q / p), else a correction. Scores [B, T, V]."""
+    following = windows[:, 1:, None]
+    if greedy:
+        right = (q[:, :-1].argmax(-1, keepdim=True) == following)[..., 0].float()
+    else:
+        logs = [(s - s.logsumexp(-1, keepdim=True))[:, :-1].gather(-1, following)[..., 0] for s in (q, p)]
+        right = (logs[0] - logs[1]).exp().nan_to_num(1.0).clamp(max=1.0)
+    return torch.cat([right, torch.ones_like(right[:, :1])], 1)
+
+
+def _choose(kept: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """`count` columns [B, count] of [B, C]: half of them, or as many as there are, not kept; the others any."""
+    order = torch.rand(kept.shape, generator=generator, device=kept.device)
+    wrong = (order + kept.float()).argsort(-1)[:, : count // 2]
+    order.scatter_(-1, wrong, 2.0)  # not twice
+    return torch.cat([wrong, order.argsort(-1)[:, : count - count // 2]], -1)
+
+
+def history(kept: Tensor, first: int, anchors: Tensor) -> Tensor:
+    """[B, A, 3] tokens of the output up to each anchor since its last rejection, between that and the one before, and
+    once more. `kept` [B, T] says of each token whether it was no correction; the output begins at `first`."""
+    found = torch.zeros(*anchors.shape, 3)
+    for row, wrong in enumerate((~kept).cpu().tolist()):
+        places = [at for at in range(first, len(wrong)) if wrong[at]]
+        for i, anchor in enumerate(anchors[row].tolist()):
+            before = [first - 1, *[at for at in places if at <= anchor]][-3:]
+            runs = [anchor - before[-1], *[right - left - 1 for left, right in pairwise(before)][::-1]]
+            found[row, i] = torch.tensor([*runs, *[USUAL] * 3][:3], dtype=torch.float32)
+    return found.to(anchors.device)
+
+
+def echoes(windows: Tensor, anchors: Tensor, drafted: Tensor) -> Tensor:
+    """[B, A, G, 5] for tokens [B, A, G] drafted behind anchors [B, A] in windows [B, T]: what Echo answers there."""
+    found = torch.zeros(*drafted.shape, len(SIZES))
+    for row, text in enumerate(windows.tolist()):
+        echo = Echo()
+        places = anchors[row].tolist()
+        for i in sorted(range(len(places)), key=places.__getitem__):
+            said = text[: places[i] + 1]
+            echo.hear(said)
+            found[row, i] = torch.tensor(echo.answers(said[-max(SIZES) :], drafted[row, i].tolist()))
+    return found.to(drafted.device)
+
+
+def _rows(windows: Tensor) -> Tensor:
+    return torch.arange(len(windows), device=windows.device)[:, None]
+
+
+def _scores(sampler: Sampler, logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    return sampler.scores(flat, lambda _: []).view(logits.shape)  # no processor here reads the tokens before
+
+
+class _Branches:
+    """A model's forwards over windows [B, T], then along branches from them, one token a branch at a time."""
+
+    def __init__(self, model: CausalLM, windows: Tensor) -> None:
+        self.model, self.depth = model, 0
+        self.network: PreTrainedModel = model.model
+        self.cache = DynamicCache()
+        with model.hearing():
+            output = self.network(input_ids=windows, past_key_values=self.cache, use_cache=True)
+        assert model.hidden is not None
+        self.logits, self.hidden = output.logits, model.hidden  # [B, T, V], [B, T, d]
+
+    def branch(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, A, V] and hidden states [B, A, d] at the positions `anchors` [B, A], where branches begin."""
+        rows, length = self.logits.shape[:2]
+        self.anchors = anchors
+        self.seen = torch.arange(length, device=anchors.device) <= anchors[:, :, None]  # [B, A, keys]
+        self._own = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(rows, -1, -1)
+        at = torch.arange(rows, device=anchors.device)[:, None]
+        logits, hidden = self.logits[at, anchors], self.hidden[at, anchors]
+        del self.logits, self.hidden
+        return logits, hidden
+
+    def extend(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The same behind one more token [B, A] of every branch."""
+        self.depth += 1
+        self.seen = torch.cat([self.seen, self._own], -1)
+        mask = torch.zeros(self.seen.shape, dtype=self.network.dtype, device=tokens.device)
+        mask.masked_fill_(~self.seen, torch.finfo(self.network.dtype).min)
+        with self.model.hearing():
+            output = self.network(
+                input_ids=tokens,
+                position_ids=self.anchors + self.depth,
+                attention_mask=mask[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        assert self.model.hidden is not None
+        return output.logits, self.model.hidden

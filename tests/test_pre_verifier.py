@@ -1,0 +1,356 @@
+"""The pre-verifier: its arithmetic, its files, the drafts it learns from, and the policy that asks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from toys import TableLM, joint_law, noisy_copy, p_value, random_table, tiny
+
+from forerun import Decoder
+from forerun.costs import Costs
+from forerun.decode import Generation, decode
+from forerun.drafters.chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.lengths import Look
+from forerun.lengths.pacer import PacerStop
+from forerun.loading import load_pre_verifier
+from forerun.methods import Pacer, SpecDec, method
+from forerun.model import CausalLM
+from forerun.nn.echo import SIZES, Echo
+from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig, scalars_of
+from forerun.sampling import Sampler
+from forerun.train.pre_verifier import auc, labels
+from forerun.train.rollout import history, roll_out
+
+COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1)
+
+
+def make_layer(seed: int = 0, **settings) -> PreVerifier:
+    torch.manual_seed(seed)
+    sizes = {"draft_size": 32, "token_size": 32, "target_size": 32} | settings
+    return PreVerifier(PreVerifierConfig(**sizes)).eval()
+
+
+def inputs(rows: int, depth: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "scalars": -random(rows, depth, 3).abs(),
+        "echoes": random(rows, depth, len(SIZES)).sign(),
+        "hidden": random(rows, depth, 32),
+        "embedded": random(rows, depth, 32),
+    }
+
+
+@pytest.mark.parametrize("kind", ["survival", "acceptance"])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
+    layer = make_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
+    given, target, runs = inputs(3, 10), torch.randn(3, 32), torch.rand(3, 3) * 9
+    with torch.no_grad():
+        logits, survival, _ = layer.step(layer.begin(target, runs), **given)
+        state, parts = layer.begin(target, runs), []
+        for at in (0, 1, 5, 8):
+            until = {0: 1, 1: 5, 5: 8, 8: 10}[at]
+            said, alive, state = layer.step(state, **{name: value[:, at:until] for name, value in given.items()})
+            parts.append((said, alive))
+    torch.testing.assert_close(torch.cat([said for said, _ in parts], 1), logits)
+    torch.testing.assert_close(torch.cat([alive for _, alive in parts], 1), survival)
+    if kind == "acceptance":
+        torch.testing.assert_close(survival, logits[..., 0].sigmoid().cumprod(-1))
+
+
+def test_rows_go_their_own_ways() -> None:
+    layer = make_layer(inputs=INPUTS)
+    given, target, runs = inputs(3, 6), torch.randn(3, 32), torch.rand(3, 3)
+    with torch.no_grad():
+        whole, _, _ = layer.step(layer.begin(target, runs), **given)
+        first = {name: value[:, :4] for name, value in given.items()}
+        _, _, state = layer.step(layer.begin(target, runs), **first)
+        rest = {name: value[[2, 0], 4:] for name, value in given.items()}
+        said, _, _ = layer.step(state.select(torch.tensor([2, 0])), **rest)
+    torch.testing.assert_close(said, whole[[2, 0], 4:])
+
+
+def test_scalars_by_hand() -> None:
+    scores = torch.tensor([[2.0, 1.0, -torch.inf, 0.0], [0.0, -torch.inf, -torch.inf, -torch.inf]])
+    found = scalars_of(scores, torch.tensor([1, 0]))
+    law = scores[0].softmax(-1)[[0, 1, 3]]
+    expected = [law[1].log(), -(law * law.log()).sum(), torch.tensor(1.0)]
+    torch.testing.assert_close(found[0], torch.stack(expected))
+    assert found[1].tolist() == [0.0, 0.0, 30.0]
+
+
+def test_echoes_against_a_search() -> None:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(3, (60,), generator=generator).tolist()
+    echo = Echo()
+    for known in (10, 11, 30, 60):
+        echo.hear(text[:known])
+        drafted = torch.randint(3, (9,), generator=generator).tolist()
+        both = text[:known] + drafted
+        expected = []
+        for at in range(known, known + 9):
+            row = []
+            for size in SIZES:
+                places = [i for i in range(size, known) if text[i - size : i] == both[at - size : at]]
+                row.append((1 if text[places[-1]] == both[at] else -1) if places else 0)
+            expected.append(tuple(row))
+        assert echo.answers(text[known - max(SIZES) : known] if known > 6 else text[:known], drafted) == expected
+        assert {value for row in expected for value in row} > {0} or known < 30
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
+    """Greedy branches against plain greedy decoding of the draft, and labels against the target's own."""
+    target = tiny(architecture)
+    draft = noisy_copy(target, 0.04)
+    prompts = [[5, 6, 7, 8], [9, 3, 2, 1]]
+    plain = Decoder(target).generate(prompts, max_new_tokens=40, ignore_eos=True)
+    windows = torch.tensor([prompt + done.tokens for prompt, done in zip(prompts, plain, strict=True)])
+    verifying, drafting = CausalLM(target), CausalLM(draft)
+    drafts = roll_out(verifying, drafting, windows, 4, 6, 5, Sampler(), torch.Generator().manual_seed(0))
+    anchors = drafts.anchors.view(2, 6)
+    assert all(len(set(row)) == 6 for row in anchors.tolist())
+    index = 0
+    for row in range(2):
+        for anchor in anchors[row].tolist():
+            context = windows[row, : anchor + 1].tolist()
+            said = Decoder(draft).generate(context, max_new_tokens=5, ignore_eos=True)
+            assert drafts.tokens[index].tolist() == said.tokens
+            right = [a == b for a, b in zip(said.tokens, windows[row, anchor + 1 : anchor + 6].tolist(), strict=True)]
+            assert drafts.accept[index].tolist() == [float(each) for each in right]
+            drafting.keeps_hidden = verifying.keeps_hidden = True
+            drafting.start([context[:-1]])
+            drafting.extend([[context[-1], *said.tokens[:-1]]])
+            assert drafting.hidden is not None
+            torch.testing.assert_close(drafts.hidden[index], drafting.hidden[0], rtol=1e-3, atol=1e-3)
+            verifying.start([context[:-2]])
+            verifying.extend([context[-2:]])
+            assert verifying.hidden is not None
+            torch.testing.assert_close(drafts.target[index], verifying.hidden[0, 0], rtol=1e-3, atol=1e-3)
+            index += 1
+    assert 0 < float(drafts.accept.mean()) < 1
+
+
+def test_acceptance_of_drawn_drafts() -> None:
+    target = tiny("llama")
+    draft = noisy_copy(target, 0.05)
+    windows = torch.randint(2, 60, (2, 30), generator=torch.Generator().manual_seed(3))
+    sampler = Sampler(False)
+    verifying, drafting = CausalLM(target), CausalLM(draft)
+    drafts = roll_out(verifying, drafting, windows, 5, 4, 3, sampler, torch.Generator().manual_seed(0))
+    for index, anchor in enumerate(drafts.anchors.tolist()):
+        row = index // 4
+        text = torch.tensor([[*windows[row, : anchor + 1].tolist(), *drafts.tokens[index].tolist()]])
+        with torch.no_grad():
+            p, q = (model(text).logits[0, anchor:-1].softmax(-1) for model in (target, draft))
+        ratio = (p / q).gather(-1, drafts.tokens[index][:, None])[:, 0].clamp(max=1)
+        torch.testing.assert_close(drafts.accept[index], ratio, rtol=1e-3, atol=1e-4)
+
+
+def test_history_by_hand() -> None:
+    kept = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1, 1]]).bool()
+    found = history(kept, 1, torch.tensor([[0, 1, 2, 5, 7, 9]]))
+    assert found[0].tolist() == [[0, 4, 4], [1, 4, 4], [0, 1, 4], [3, 1, 4], [0, 0, 3], [2, 0, 3]]
+
+
+def test_labels_and_auc_by_hand() -> None:
+    alive, behind = labels(torch.tensor([[1.0, 0.5, 0.0, 1.0]]), 2)
+    assert alive.tolist() == [[1.0, 0.5, 0.0, 0.0]]
+    assert behind.tolist() == [[0.25, 0.0, 0.0, 0.0]]
+    assert auc(torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0.75
+
+
+def stop(rule: str, block: int, seed: int = 0, most: int = 9, **settings) -> PacerStop:
+    layer = make_layer(seed, draft_size=4, token_size=4, **settings)
+    embeddings = torch.nn.Embedding(4, 4)
+    if rule == "auto":
+        return PacerStop(layer, embeddings, block, most, costs=COSTS)
+    return PacerStop(layer, embeddings, block, most, 0.45, 1.05, rule)
+
+
+RULES = ["last", "mean", "min", "auto"]
+V, NEW, JOINT = 4, 5, 3
+TARGET, DRAFT = random_table(V, 1), random_table(V, 1) + 0.5 * random_table(V, 2)
+PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_sampling_follows_the_targets_law(rule: str, block: int) -> None:
+    """2000 rows at once, which stop on their own."""
+    seqs = [
+        Generation(list(PROMPT), len(PROMPT) + NEW, Sampler(False), generator=torch.Generator().manual_seed(row))
+        for row in range(2000)
+    ]
+    drafter = ChainDrafter(TableLM(DRAFT), stop(rule, block, inputs=("scalars", "history", "echoes"), layers=1))
+    steps = [step for batch in decode(TableLM(TARGET), drafter, seqs) for step in batch]
+    assert len({step.drafted for step in steps}) > 1
+    assert p_value([seq.output[:JOINT] for seq in seqs], joint_law(TARGET, PROMPT, JOINT, None)) > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_rows_are_what_they_are_alone(rule: str) -> None:
+    prompts = [[0], [1, 2, 3], [3, 3], PROMPT]
+    limits = [7, 30, 18, 25]
+
+    def seqs() -> list[Generation]:
+        return [Generation(list(p), len(p) + n, index=i) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+
+    plain = seqs()
+    list(decode(TableLM(TARGET), PlainDrafter(), plain))
+    together = seqs()
+    lengths: dict[int, list[int]] = {}
+    for batch in decode(TableLM(TARGET), ChainDrafter(TableLM(DRAFT), stop(rule, 2)), together):
+        for step in batch:
+            lengths.setdefault(step.index, []).append(step.drafted)
+    assert [seq.output for seq in together] == [seq.output for seq in plain]
+    if rule == "auto":  # prices depend on the number of rows
+        return
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        alone = [Generation(list(prompt), len(prompt) + limit)]
+        steps = [
+            step for b in decode(TableLM(TARGET), ChainDrafter(TableLM(DRAFT), stop(rule, 2)), alone) for step in b
+        ]
+        assert [step.drafted for step in steps] == lengths[index]
+
+
+def test_it_stops_where_the_layer_says() -> None:
+    """Every stop recomputed from the whole draft at once, on real models, with every input."""
+    target = tiny("llama")
+    draft = CausalLM(noisy_copy(target, 0.03))
+    layer = make_layer(3, inputs=INPUTS)
+    asked: list[tuple[int, list[float]]] = []
+
+    class Watching(PacerStop):
+        def _ask(self, look: Look) -> tuple[Tensor, Tensor]:
+            logits, survival = super()._ask(look)
+            asked.append((look.depth, survival[0].tolist()))
+            return logits, survival
+
+    policy = Watching(layer, draft.model.get_input_embeddings(), 3, 12, 0.48)
+    seq = Generation([5, 6, 7], 103)
+    stopped = []
+    for (step,) in decode(CausalLM(target), ChainDrafter(draft, policy), [seq]):
+        if seq.room < 20:  # the end is near and cuts drafts
+            break
+        *before, last = asked
+        assert [depth for depth, _ in asked] == list(range(3, 3 * len(asked) + 1, 3))
+        assert all(survival[-1] >= 0.48 for _, survival in before)
+        assert step.drafted == last[0]
+        assert last[1][-1] < 0.48 or step.drafted == 12
+        stopped.append(step.drafted)
+        asked.clear()
+    assert len(set(stopped)) > 1
+
+
+def test_the_automatic_rule_by_hand() -> None:
+    policy = stop("auto", 2)
+    policy.start([Generation([1], 9)])
+    growth = COSTS.verify(7) - COSTS.verify(5)
+    assert policy._price(1, 4) == pytest.approx(2 * 0.4 + 0.1 + growth)
+    assert policy._rate() == pytest.approx(1 / 4.0)
+    assert policy._price(2, 4) == pytest.approx((2 * COSTS.drafting(2) + 0.1 + COSTS.verify(14) - COSTS.verify(10)) / 2)
+
+
+def test_dear_drafts_are_shorter() -> None:
+    def drafted(costs: Costs) -> float:
+        policy = PacerStop(make_layer(0, draft_size=4), torch.nn.Embedding(4, 4), 1, 9, costs=costs)
+        seqs = [Generation(list(PROMPT), len(PROMPT) + 60)]
+        steps = [step for b in decode(TableLM(TARGET), ChainDrafter(TableLM(DRAFT), policy), seqs) for step in b]
+        return sum(step.drafted for step in steps) / len(steps)
+
+    dear = Costs(COSTS.target, {1: 3.0})
+    free = Costs({1: 4.0}, {1: 0.0})
+    assert drafted(dear) < drafted(free)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM, CausalLM]:
+    target = tiny("llama")
+    draft = noisy_copy(target, 0.03)
+    folder = tmp_path_factory.mktemp("layer")
+    layer = make_layer(target=CausalLM(target).fingerprint, draft=CausalLM(draft).fingerprint)
+    layer.config.recipe = {"target": "T", "draft": "D"}
+    layer.save_pretrained(folder)
+    return folder, CausalLM(target), CausalLM(draft)
+
+
+def test_files_come_back(trained: tuple[Path, CausalLM, CausalLM]) -> None:
+    folder, target, draft = trained
+    loaded = load_pre_verifier(folder, target, draft)
+    for name, value in make_layer().state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
+    other_type = CausalLM(noisy_copy(target.model, 0).to(torch.bfloat16))
+    assert load_pre_verifier(folder, other_type, draft)
+
+
+def test_each_mistake_has_its_own_message(trained: tuple[Path, CausalLM, CausalLM], tmp_path: Path) -> None:
+    folder, target, draft = trained
+
+    def broken(name: str, change) -> Path:  # type: ignore[no-untyped-def]
+        copy = tmp_path / name
+        copy.mkdir()
+        for path in folder.iterdir():
+            (copy / path.name).write_bytes(path.read_bytes())
+        change(copy)
+        return copy
+
+    def truncate(copy: Path) -> None:
+        weights = copy / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+
+    def add_field(copy: Path) -> None:
+        settings = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(settings | {"widht": 3}))
+
+    with pytest.raises(ValueError, match="belongs to another draft: it was trained for 'D'"):
+        load_pre_verifier(folder, target, CausalLM(noisy_copy(target.model, 0.03, seed=1)))
+    with pytest.raises(ValueError, match="belongs to another target"):
+        load_pre_verifier(folder, CausalLM(tiny("qwen3")), draft)
+    with pytest.raises(ValueError, match="cannot load the pre-verifier"):
+        load_pre_verifier(broken("truncated", truncate), target, draft)
+    with pytest.raises(ValueError, match="unknown field 'widht'"):
+        load_pre_verifier(broken("field", add_field), target, draft)
+    with pytest.raises(ValueError, match=r"there is no .*config\.json"):
+        load_pre_verifier(tmp_path / "nothing", target, draft)
+    with pytest.raises(ValueError, match="needs a pre-verifier"):
+        Decoder(target, None, draft, Pacer())
+
+
+@pytest.mark.parametrize("method", [Pacer(), Pacer(block=4, threshold=0.5, score="mean"), SpecDec()])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
+def test_equality_on_real_models(architecture: str, method: Pacer | SpecDec) -> None:
+    target = tiny(architecture)
+    draft = noisy_copy(target, 0.03)
+    layer = make_layer(
+        inputs=("hidden",) if isinstance(method, SpecDec) else INPUTS,
+        kind="acceptance" if isinstance(method, SpecDec) else "survival",
+        target=CausalLM(target).fingerprint,
+        draft=CausalLM(draft).fingerprint,
+    )
+    prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
+    plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
+    decoder = Decoder(target, None, draft, method, guard=False, pre_verifier=layer)
+    decoder.costs = COSTS
+    done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
+    assert [row.tokens for row in done] == [row.tokens for row in plain]
+    assert sum(row.stats.drafted for row in done) > 0
+    one = decoder.generate(prompts[0], max_new_tokens=24, ignore_eos=True)
+    assert one.tokens == plain[0].tokens
+
+
+def test_settings_are_checked() -> None:
+    assert method("pacer", threshold=None).needs_costs
+    for options in ({"block": 0}, {"threshold": 2.0}, {"score": "max"}, {"most": 0}, {"rho": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            method("pacer", **options)
