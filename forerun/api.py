@@ -431,6 +431,8 @@ def load(
         if profile is not None and unnamed:
             drawing = profile.sampling.build() if profile.sampling else chosen
             chosen = profile.greedy.build() if profile.greedy else chosen
+            tried = [each.pre_verifier for each in (profile.greedy, profile.sampling) if each is not None]
+            pre_verifier = pre_verifier or next((each for each in tried if each is not None), None)
         if costs is None and target == draft == EMBEDDED:
             costs = profiles.embedded_costs()
     if pre_verifier is None and target == draft == EMBEDDED:

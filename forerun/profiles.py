@@ -59,6 +59,7 @@ class Choice:
         temperature, top_p: what it was chosen for.
         tuned: {method: settings} the best settings of every method that was tried.
         prompts: what it was chosen on.
+        pre_verifier: the folder of the layer that was tried with it, where it is not the embedded pair's own.
         date: in UTC.
     """
 
@@ -70,6 +71,7 @@ class Choice:
     top_p: float
     tuned: dict[str, dict[str, Any]]
     prompts: dict[str, Any]
+    pre_verifier: str | None
     date: str
 
     def build(self) -> Method:
@@ -180,6 +182,14 @@ def embedded_costs() -> Costs | None:
     everywhere."""
     stored = json.loads(read_text(FOLDER / "tuned.json")).get("costs")
     return _costs(stored) if stored else None
+
+
+def known_costs(target: str | Path, draft: str | Path | None, device: str | None, dtype: Any) -> Costs | None:
+    """The costs of a pair from its profile, or those that come with the embedded one."""
+    profile = find(target, draft, device, dtype)
+    if profile is not None:
+        return profile.costs
+    return embedded_costs() if target == draft == EMBEDDED else None
 
 
 def _name(source: str | Path) -> str:

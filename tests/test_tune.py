@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,11 +18,12 @@ from toys import noisy_copy, tiny, tiny_tokenizer
 from forerun import load, profiles
 from forerun.api import Decoder
 from forerun.bench import tune
-from forerun.bench.runners import Outcome, Run
+from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.bench.tune import Prices, calibrate, candidates, choose_effort, finalists, screen
 from forerun.costs import Costs
 from forerun.decode import Step
 from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Method
+from forerun.params import SamplingParams
 from forerun.profiles import Choice, Pair, find, pair_of, read, save
 from forerun.runtime.costs import measure_costs
 
@@ -160,6 +161,40 @@ def test_candidates_fit_the_models() -> None:
     assert len(candidates(True, thin=3)) <= len(with_draft) / 2
 
 
+def test_methods_with_a_trained_layer_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Learned(SD):
+        block: int = 2
+        threshold: float | None = None
+        name: ClassVar[str] = "pacer"
+        layer: ClassVar[str] = "pre-verifier"
+
+    monkeypatch.setitem(tune.METHODS, "pacer", Learned)  # type: ignore[arg-type]
+    assert not any(name.startswith("pacer") for name in candidates(True))
+    assert not any(name.startswith("pacer") for name in candidates(False, layers=["pre-verifier"]))
+    found = candidates(True, layers=["pre-verifier"])
+    assert found["pacer block=4 threshold=None"] == Learned(block=4)
+    assert {tune.kind(method) for method in found.values()} >= {"sd", "pacer block=1", "pacer block=4"}
+
+
+def test_a_layer_is_priced_by_its_calls() -> None:
+    def taken(drafted: int, ms: float) -> Step:
+        return replace(step(1, drafted), policy_seconds=ms / 1000)
+
+    found = tune.policy_ms(outcome([taken(4, 2), taken(6, 6), taken(8, 2), taken(0, 9)]), block=4)
+    assert found == pytest.approx(2.0)  # 2 / 1, 6 / 2 and 2 / 2
+
+
+def test_rows_one_by_one_are_the_rows_together() -> None:
+    decoder = Decoder(tiny("llama"), draft=noisy_copy(tiny("llama"), 0.02), method=SD(3), guard=False)
+    run = decoder_run(decoder, SamplingParams(max_new_tokens=9, temperature=1.0))
+    prompts, seeds = [[1, 2, 3], [4, 5], [6]], [7, 8, 9]
+    together, alone = run(prompts, seeds, None), tune.singly(run)(prompts, seeds, 9)
+    assert together.tokens == alone.tokens and len(alone.steps or []) == 3
+    assert alone.target_forwards == together.target_forwards
+    assert max(each.draft_forwards for row in alone.steps or [] for each in row) <= 3
+
+
 def test_less_is_decoded_where_forwards_are_slow_or_the_budget_is_small() -> None:
     fast, slow = Costs({1: 5.0, 32: 10.0}, {1: 0.4, 32: 1.0}), Costs({1: 500.0, 32: 510.0}, {1: 100.0, 32: 100.0})
     full, guess = choose_effort(1000, True, fast)
@@ -189,6 +224,7 @@ def a_choice(method: Method, temperature: float = 0.0) -> Choice:
         top_p=1.0,
         tuned={"sd": {"gamma": 7}},
         prompts={"dataset": "own.jsonl", "count": 3},
+        pre_verifier=None,
         date="2025-01-01 00:00:00 UTC",
     )
 
@@ -295,6 +331,19 @@ def test_load_uses_the_profile_of_its_pair_and_a_named_method_wins(folder: Path,
     save(pair, "greedy", a_choice(Lookup(4, 2)), COSTS, {})
     save(pair, "sampling", a_choice(AR(), 1.0), COSTS, {})
     assert load(target, draft=draft).draft is None  # nobody needs it
+
+
+def test_a_profile_says_which_layer_was_tried(folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        "forerun.api.Decoder", lambda *arguments: given.append(arguments[-1]) or Decoder(*arguments[:-1])
+    )
+    target, draft = str(folder / "target"), str(folder / "draft")
+    save(pair_of(target, draft, None, None), "greedy", replace(a_choice(SD(4)), pre_verifier="own"), COSTS, {})
+    load(target, draft=draft)
+    load(target, draft=draft, pre_verifier="other")
+    load(target, draft=draft, method="sd")
+    assert given == ["own", "other", None]
 
 
 def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: Path) -> None:
@@ -409,6 +458,12 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tm
     done = forerun(tmp_path, "tune", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert message in done.stderr
+
+
+def test_the_embedded_pair_has_costs_of_its_own(own_home: Path) -> None:
+    costs = profiles.embedded_costs()
+    assert costs is not None and 0 < costs.c < 1
+    assert costs.verify(1) <= costs.verify(8) <= costs.verify(32)
 
 
 def test_the_suite_keeps_away_from_the_home_of_who_runs_it() -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
 from math import ceil
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -26,17 +27,20 @@ from forerun.bench.records import Records
 from forerun.bench.report import summary, versions
 from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.bench.session import load_pair, load_prompts
-from forerun.costs import Costs, interpolated
+from forerun.costs import Costs
 from forerun.decode import Step
 from forerun.loading import load_config
 from forerun.methods import AR, METHODS, Method
 from forerun.model import context_of
 from forerun.profiles import Choice, pair_of, save
 from forerun.runtime.costs import measure_costs
+from forerun.zoo import EMBEDDED, FOLDER
 
-# What is tried: every combination of a method's values, for methods that fit the models.
+# What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
+# they have one, is there.
 GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "sd": {"gamma": tuple(range(1, 13))},
+    "pacer": {"block": (1, 2, 4), "threshold": (None, 0.3, 0.5, 0.7)},
     "cumulative": {"threshold": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)},
     "confidence": {"threshold": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)},
     "heuristic": {"gamma": (3, 5, 8)},
@@ -99,7 +103,7 @@ class Prices:
         # In a batch the draft goes on for other rows; a chain's own forwards are as many as its tokens.
         forwards = min(step.draft_forwards, step.drafted)
         if forwards:
-            ms += forwards * (interpolated(self.costs.draft, 1) + self.token_ms.get(kind, 0.0))
+            ms += forwards * (self.costs.drafting(1) + self.token_ms.get(kind, 0.0))
         return ms
 
     def speedup(self, kind: str, outcomes: Sequence[Outcome]) -> float:
@@ -110,11 +114,13 @@ class Prices:
         return (tokens * self.plain_ms + len(rows) * self.start_ms.get(AR.name, 0.0)) / max(ours, 1e-9)
 
 
-def candidates(draft: bool, thin: int = 1) -> dict[str, Method]:
-    """The settings to try, by the names that tables show; with a draft or without one."""
+def candidates(draft: bool, thin: int = 1, layers: Collection[str] = ()) -> dict[str, Method]:
+    """The settings to try, by the names that tables show: with a draft or without, and with these trained layers."""
     found: dict[str, Method] = {}
     for name, grid in GRID.items():
         if name not in METHODS or (METHODS[name].needs_draft and not draft):
+            continue
+        if getattr(METHODS[name], "layer", None) not in (None, *layers):
             continue
         made = [METHODS[name](**dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
         found |= {label(each): each for each in made[(thin - 1) // 2 :: thin] or made[:1]}
@@ -135,15 +141,15 @@ def kind(method: Method) -> str:
 def seconds(effort: Effort, settings: int, kinds: int, costs: Costs) -> tuple[float, float]:
     """A guess at the time until the finalists are known, and of measuring them on the fewest prompts."""
     plain = effort.tokens * costs.verify(1) / 1000
-    draft = 4 * interpolated(costs.draft, effort.rows) if costs.draft else 0.0
+    draft = 4 * costs.drafting(effort.rows) if costs.draft else 0.0
     batch = effort.tokens / 2 * (costs.verify(5 * effort.rows) + draft) / 1000
     return 2 * kinds * plain + (settings + 2 * ceil(settings / 3)) * batch, 4 * plain * (1 + 0.7 * FINALISTS)
 
 
-def choose_effort(budget: float, draft: bool, costs: Costs) -> tuple[Effort, float]:
+def choose_effort(budget: float, draft: bool, costs: Costs, layers: Collection[str] = ()) -> tuple[Effort, float]:
     """The most that fits the budget in seconds, or the least there is, with the seconds that it is guessed to take."""
     for effort in EFFORTS:
-        tried = candidates(draft, effort.thin)
+        tried = candidates(draft, effort.thin, layers)
         first, last = seconds(effort, len(tried), len({kind(each) for each in tried.values()}), costs)
         if first <= SCREENING * budget and first + last <= budget:
             break
@@ -160,7 +166,7 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
             outcomes[name].append(run([prompt], [seed], tokens))
     steps = {name: [step for each in own for row in each.steps or [] for step in row] for name, own in outcomes.items()}
     step_ms = median(1000 * step.seconds for step in steps[AR.name]) - costs.verify(1)
-    draft_ms = interpolated(costs.draft, 1) if costs.draft else 0.0
+    draft_ms = costs.drafting(1) if costs.draft else 0.0
     token_ms = {}
     for name, own in steps.items():
         each = [
@@ -172,6 +178,28 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
             token_ms[name] = max(median(each), -draft_ms)
     start_ms = {name: 1000 * median(map(_start, own)) for name, own in outcomes.items()}
     return Prices(costs, step_ms, token_ms, start_ms)
+
+
+def policy_ms(outcome: Outcome, block: int) -> float:
+    """Median ms of a call of a length policy's layer, which looks once behind every block."""
+    steps = [step for row in outcome.steps or [] for step in row if step.drafted]
+    return 1000 * median(step.policy_seconds / ceil(step.drafted / block) for step in steps) if steps else 0.0
+
+
+def singly(run: Run) -> Run:
+    """The rows one after the other, for rules that look at costs: these would stop earlier in a batch."""
+
+    def decoded(prompts: Sequence[Sequence[int]], seeds: Sequence[int], tokens: int | None = None) -> Outcome:
+        each = [run([prompt], [seed], tokens) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return Outcome(
+            tokens=[row for one in each for row in one.tokens],
+            seconds=sum(one.seconds for one in each),
+            target_forwards=sum(one.target_forwards for one in each),
+            draft_forwards=sum(one.draft_forwards for one in each),
+            steps=[row for one in each for row in one.steps or []],
+        )
+
+    return decoded
 
 
 def _start(outcome: Outcome) -> float:
@@ -219,13 +247,15 @@ def tune(
     *,
     top_p: float = 1.0,
     budget: float = 150.0,
+    pre_verifier: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Finds the fastest method, stores it in the pair's profile and returns what was found, for JSON.
 
     Of the plan: models, prompts, temperature, and `max_new_tokens` as the most that a prompt is given; its methods say
     no more than whether there is a draft. `files` are the prompts of `read_files`. `budget` is in seconds and may be
-    exceeded where the least that can be done takes longer.
+    exceeded where the least that can be done takes longer. `pre_verifier` is the folder of a layer that was trained for
+    the pair; the embedded pair has its own.
 
     Raises ValueError for prompts and models that cannot be used, the former before weights are loaded.
     """
@@ -236,7 +266,10 @@ def tune(
     (dataset, prompts), *_ = load_prompts(plan, files)[0].items()
     target, draft = load_pair(plan)
     costs = measure_costs(target, draft)
-    effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, costs)
+    layers: dict[str, Any] = {"pre-verifier": pre_verifier} if pre_verifier is not None else {}
+    if not layers and plan.target == plan.draft == EMBEDDED:
+        layers = {path.name: path for path in FOLDER.iterdir() if path.name == "pre-verifier"}
+    effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, costs, [*layers])
     effort = replace(effort, tokens=min(effort.tokens, plan.max_new_tokens))
     prompts = prompts[: effort.prompts]
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
@@ -244,20 +277,31 @@ def tune(
     if guess > budget:
         say(f"about {guess:.0f} s, more than the budget of {budget:.0f} s: this is the least that tells methods apart")
 
-    params = replace(plan.params(), top_p=top_p, max_new_tokens=effort.tokens)
-    methods = candidates(draft is not None, effort.thin)
-    runs = {}
-    for name, each in ({AR.name: AR()} | methods).items():
-        decoder = Decoder(target, None, draft if each.needs_draft else None, each, guard=False)
+    def runner(method: Method) -> Run:
+        own = getattr(method, "layer", None)
+        layer = {"pre_verifier": layers[own]} if own is not None else {}
+        decoder = Decoder(target, None, draft if method.needs_draft else None, method, guard=False, **layer)
         decoder.costs = costs
-        runs[name] = decoder_run(decoder, params)
+        if own is not None:
+            layers[own] = decoder.pre_verifier  # read once for all
+        return decoder_run(decoder, params)
+
+    params = replace(plan.params(), top_p=top_p, max_new_tokens=effort.tokens)
+    methods = candidates(draft is not None, effort.thin, [*layers])
     rows = [list(prompt.tokens or ()) for prompt in prompts]
+    learning: list[Any] = [each for each in methods.values() if hasattr(each, "layer")]
+    if learned := next((each for each in learning if not each.needs_costs), None):
+        costs = replace(costs, policy=policy_ms(runner(learned)(rows[:1], [0], 64), learned.block))
+    runs = {name: runner(each) for name, each in ({AR.name: AR()} | methods).items()}
     kinds = {kind(each): [name for name in methods if kind(methods[name]) == kind(each)] for each in methods.values()}
     middle = {AR.name: runs[AR.name]} | {each: runs[names[len(names) // 2]] for each, names in kinds.items()}
     prices = calibrate(costs, middle, rows[:2], min(effort.tokens, 64))
     turns = [rows[at : at + effort.rows] for at in range(0, min(3 * effort.rows, len(rows)), effort.rows)]
     say(f"{len(methods)} settings on {len(turns[0])} prompts, the better third on {sum(map(len, turns[1:]))} more")
-    ranked, dropped = screen(methods, runs, turns, prices, is_late=lambda: perf_counter() - begun > SCREENING * budget)
+    alone = {name: singly(runs[name]) for name, each in methods.items() if getattr(each, "needs_costs", False)}
+    ranked, dropped = screen(
+        methods, runs | alone, turns, prices, is_late=lambda: perf_counter() - begun > SCREENING * budget
+    )
     final = finalists(methods, list(ranked))
 
     each_ms = effort.tokens * prices.plain_ms * (1 + sum(1 / ranked[name] for name in final))
@@ -298,6 +342,7 @@ def tune(
             "new_tokens": effort.tokens,
             "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         },
+        pre_verifier=str(pre_verifier.resolve()) if pre_verifier is not None else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
     pair = pair_of(plan.target, plan.draft if draft is not None else None, plan.device, plan.dtype)

@@ -39,6 +39,9 @@ def tune(
         typer.Option(help="Prompts of yours, a .jsonl file as for bench; held-out Python code by default."),
     ] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 150.0,
+    pre_verifier: Annotated[
+        Path | None, typer.Option(help="Folder of a pre-verifier that was trained for the pair.")
+    ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
@@ -54,6 +57,10 @@ def tune(
         draft = EMBEDDED
     if data is not None and data.suffix != ".jsonl":
         raise ValueError(f"--data takes a .jsonl file with a prompt a line, not '{data}'")
+    if pre_verifier is not None and draft is None:
+        raise ValueError("--pre-verifier needs a draft: give --draft")
+    if pre_verifier is not None and not (pre_verifier / "config.json").is_file():
+        raise ValueError(f"--pre-verifier takes the folder of a trained layer, and '{pre_verifier}' is none")
     SamplingParams(temperature=temperature, top_p=top_p)
     if not temperature and top_p < 1:
         raise ValueError(f"--top-p {top_p} needs a --temperature above 0: greedy decoding draws nothing")
@@ -77,7 +84,8 @@ def tune(
     quiet(threads)
     from forerun.bench.tune import tune as run
 
-    found = run(plan, files, top_p=top_p, budget=budget, say=(lambda line: None) if as_json else _say)
+    say = (lambda line: None) if as_json else _say
+    found = run(plan, files, top_p=top_p, budget=budget, pre_verifier=pre_verifier, say=say)
     if as_json:
         print(json.dumps(found))
         return
