@@ -87,6 +87,7 @@ def test_calibration_finds_what_the_clock_says_beside_the_table() -> None:
     prices = calibrate(Costs({1: 10.0, 4: 10.0}, {1: 1.0}), runs, [[1], [2]], 16)
     assert prices.step_ms == pytest.approx(1.0)
     assert prices.token_ms == {"sd": pytest.approx((14.5 - 10 - 1) / 3 - 1)}
+    assert prices.load == pytest.approx((33 + 43.5 + 9000 + 11 + 13) / (33 + 58 + 11 + 11))
     assert prices.start_ms == {"ar": pytest.approx(40), "sd": pytest.approx(50), "lookup": pytest.approx(40)}
 
 
@@ -143,6 +144,15 @@ def test_later_prompts_can_change_the_order_unless_it_is_late() -> None:
     assert next(iter(screen(methods, runs, turns, Prices(COSTS), is_late=lambda: True)[0])) == "sd 3"
 
 
+def test_when_it_is_late_in_the_first_turn_a_few_of_everything_have_been_tried() -> None:
+    methods: dict[str, Method] = {f"sd {gamma}": SD(gamma) for gamma in range(1, 41)}
+    runs = stub_runs(methods, lambda method, prompt: 1, [])
+    ranked, dropped = screen(methods, runs, [[[0]], [[1]]], Prices(COSTS), is_late=lambda: True)
+    tried = {methods[name].gamma for name in [*ranked, *dropped]}  # type: ignore[union-attr]
+    assert len(tried) == 2 * tune.FINALISTS and len(ranked) == tune.FINALISTS
+    assert min(tried) < 15 and max(tried) > 25
+
+
 def test_finalists_are_of_different_methods_where_there_are() -> None:
     methods: dict[str, Method] = {
         "a": SD(4), "b": SD(5), "c": SD(6), "d": Cumulative(0.3), "e": Confidence(0.5), "f": Lookup(3),
@@ -182,7 +192,7 @@ def test_a_layer_is_priced_by_its_calls() -> None:
         return replace(step(1, drafted), policy_seconds=ms / 1000)
 
     found = tune.policy_ms(outcome([taken(4, 2), taken(6, 6), taken(8, 2), taken(0, 9)]), block=4)
-    assert found == pytest.approx(2.0)  # 2 / 1, 6 / 2 and 2 / 2
+    assert found == pytest.approx(1.0)  # of 2 / 1, 6 / 2 and 2 / 2 the least disturbed
 
 
 def test_rows_one_by_one_are_the_rows_together() -> None:
@@ -196,11 +206,13 @@ def test_rows_one_by_one_are_the_rows_together() -> None:
 
 
 def test_less_is_decoded_where_forwards_are_slow_or_the_budget_is_small() -> None:
-    fast, slow = Costs({1: 5.0, 32: 10.0}, {1: 0.4, 32: 1.0}), Costs({1: 500.0, 32: 510.0}, {1: 100.0, 32: 100.0})
+    fast = Prices(Costs({1: 5.0, 32: 10.0}, {1: 0.4, 32: 1.0}))
+    slow = Prices(Costs({1: 500.0, 32: 510.0}, {1: 100.0, 32: 100.0}))
     full, guess = choose_effort(1000, True, fast)
     assert (full.tokens, full.prompts, full.thin) == (128, 24, 1) and guess < 1000
     less, guess = choose_effort(60, True, fast)
     assert less.tokens < 128 and guess <= 60
+    assert choose_effort(180, True, replace(fast, load=3.0)) == (less, pytest.approx(3 * guess))
     least, guess = choose_effort(60, True, slow)
     assert least == tune.EFFORTS[-1] and guess > 60
 

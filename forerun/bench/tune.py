@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from itertools import product
 from math import ceil
 from pathlib import Path
-from statistics import median
+from random import Random
 from time import perf_counter
 from typing import Any
 
@@ -33,7 +33,7 @@ from forerun.loading import load_config
 from forerun.methods import AR, METHODS, Method
 from forerun.model import context_of
 from forerun.profiles import Choice, pair_of, save
-from forerun.runtime.costs import measure_costs
+from forerun.runtime.costs import QUIET, measure_costs
 from forerun.zoo import EMBEDDED, FOLDER
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
@@ -47,6 +47,7 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "lookup": {"gamma": (3, 6, 10, 16), "ngram": (2, 3)},
 }
 FINALISTS = 3
+CALIBRATION = 0.1  # share of the budget for what a clock says beside the cost table
 SCREENING = 0.6  # share of the budget until the finalists are known
 
 
@@ -85,12 +86,14 @@ class Prices:
         step_ms: of a step beyond its forwards.
         token_ms: of a drafted token beyond the draft's forward (choosing it, the length rule), by kind of method.
         start_ms: of a prompt, by kind of method.
+        load: the time that decoding took over that which these prices say: more than 1 on a machine that is busy.
     """
 
     costs: Costs
     step_ms: float = 0.0
     token_ms: Mapping[str, float] = field(default_factory=dict)
     start_ms: Mapping[str, float] = field(default_factory=dict)
+    load: float = 1.0
 
     @property
     def plain_ms(self) -> float:
@@ -138,19 +141,19 @@ def kind(method: Method) -> str:
     return method.name if block is None else f"{method.name} block={block}"
 
 
-def seconds(effort: Effort, settings: int, kinds: int, costs: Costs) -> tuple[float, float]:
+def seconds(effort: Effort, settings: int, costs: Costs) -> tuple[float, float]:
     """A guess at the time until the finalists are known, and of measuring them on the fewest prompts."""
     plain = effort.tokens * costs.verify(1) / 1000
     draft = 4 * costs.drafting(effort.rows) if costs.draft else 0.0
     batch = effort.tokens / 2 * (costs.verify(5 * effort.rows) + draft) / 1000
-    return 2 * kinds * plain + (settings + 2 * ceil(settings / 3)) * batch, 4 * plain * (1 + 0.7 * FINALISTS)
+    return (settings + 2 * ceil(settings / 3)) * batch, 4 * plain * (1 + 0.7 * FINALISTS)
 
 
-def choose_effort(budget: float, draft: bool, costs: Costs, layers: Collection[str] = ()) -> tuple[Effort, float]:
+def choose_effort(budget: float, draft: bool, prices: Prices, layers: Collection[str] = ()) -> tuple[Effort, float]:
     """The most that fits the budget in seconds, or the least there is, with the seconds that it is guessed to take."""
     for effort in EFFORTS:
-        tried = candidates(draft, effort.thin, layers)
-        first, last = seconds(effort, len(tried), len({kind(each) for each in tried.values()}), costs)
+        first, last = seconds(effort, len(candidates(draft, effort.thin, layers)), prices.costs)
+        first, last = first * prices.load, last * prices.load
         if first <= SCREENING * budget and first + last <= budget:
             break
     return effort, first + last
@@ -165,7 +168,7 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
         for name, run in runs.items():
             outcomes[name].append(run([prompt], [seed], tokens))
     steps = {name: [step for each in own for row in each.steps or [] for step in row] for name, own in outcomes.items()}
-    step_ms = median(1000 * step.seconds for step in steps[AR.name]) - costs.verify(1)
+    step_ms = undisturbed([1000 * step.seconds for step in steps[AR.name]]) - costs.verify(1)
     draft_ms = costs.drafting(1) if costs.draft else 0.0
     token_ms = {}
     for name, own in steps.items():
@@ -175,15 +178,24 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
             if step.drafted and step.draft_forwards
         ]
         if each:
-            token_ms[name] = max(median(each), -draft_ms)
-    start_ms = {name: 1000 * median(map(_start, own)) for name, own in outcomes.items()}
-    return Prices(costs, step_ms, token_ms, start_ms)
+            token_ms[name] = max(undisturbed(each), -draft_ms)
+    start_ms = {name: 1000 * undisturbed([_start(each) for each in own]) for name, own in outcomes.items()}
+    prices = Prices(costs, step_ms, token_ms, start_ms)
+    took = sum(1000 * step.seconds for own in steps.values() for step in own)
+    modelled = sum(prices.step(name, step) for name, own in steps.items() for step in own)
+    return replace(prices, load=max(1.0, took / max(modelled, 1e-9)))
+
+
+def undisturbed(values: Sequence[float]) -> float:
+    """As `measure_costs` has it."""
+    return sorted(values)[int(QUIET * len(values))]
 
 
 def policy_ms(outcome: Outcome, block: int) -> float:
-    """Median ms of a call of a length policy's layer, which looks once behind every block."""
+    """Of a call of a length policy's layer, which looks once behind every block."""
     steps = [step for row in outcome.steps or [] for step in row if step.drafted]
-    return 1000 * median(step.policy_seconds / ceil(step.drafted / block) for step in steps) if steps else 0.0
+    calls = [1000 * step.policy_seconds / ceil(step.drafted / block) for step in steps]
+    return undisturbed(calls) if calls else 0.0
 
 
 def singly(run: Run) -> Run:
@@ -218,13 +230,18 @@ def screen(
     """Predicted speedups: of the better third, best first, and of the others.
 
     All methods decode the first turn's prompts, the better third decodes those of the others too, until it is late.
+    Where that is so during the first turn, the methods that are left out are a bit of everything.
     """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in methods}
     going, speedups, seed = list(methods), {}, 0
+    Random(0).shuffle(going)
     for number, rows in enumerate(turns):
         if number and is_late():
             break
-        for name in going:
+        for place, name in enumerate(going):
+            if not number and place >= 2 * FINALISTS and is_late():
+                going = going[:place]
+                break
             outcomes[name].append(runs[name](rows, range(seed, seed + len(rows)), tokens))
             speedups[name] = prices.speedup(kind(methods[name]), outcomes[name])
         seed += len(rows)
@@ -269,13 +286,8 @@ def tune(
     layers: dict[str, Any] = {"pre-verifier": pre_verifier} if pre_verifier is not None else {}
     if not layers and plan.target == plan.draft == EMBEDDED:
         layers = {path.name: path for path in FOLDER.iterdir() if path.name == "pre-verifier"}
-    effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, costs, [*layers])
-    effort = replace(effort, tokens=min(effort.tokens, plan.max_new_tokens))
-    prompts = prompts[: effort.prompts]
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
-    if guess > budget:
-        say(f"about {guess:.0f} s, more than the budget of {budget:.0f} s: this is the least that tells methods apart")
 
     def runner(method: Method) -> Run:
         own = getattr(method, "layer", None)
@@ -286,16 +298,25 @@ def tune(
             layers[own] = decoder.pre_verifier  # read once for all
         return decoder_run(decoder, params)
 
-    params = replace(plan.params(), top_p=top_p, max_new_tokens=effort.tokens)
-    methods = candidates(draft is not None, effort.thin, [*layers])
+    params = replace(plan.params(), top_p=top_p)
     rows = [list(prompt.tokens or ()) for prompt in prompts]
+    methods = candidates(draft is not None, layers=[*layers])
+    kinds = {
+        kind(each): [other for other in methods.values() if kind(other) == kind(each)] for each in methods.values()
+    }
+    tokens = max(8, min(64, plan.max_new_tokens, int(1000 * CALIBRATION * budget / (2 * len(kinds) * costs.verify(1)))))
     learning: list[Any] = [each for each in methods.values() if hasattr(each, "layer")]
     if learned := next((each for each in learning if not each.needs_costs), None):
-        costs = replace(costs, policy=policy_ms(runner(learned)(rows[:1], [0], 64), learned.block))
+        costs = replace(costs, policy=policy_ms(runner(learned)(rows[:1], [0], tokens), learned.block))
+    middle = {AR.name: runner(AR())} | {each: runner(of_kind[len(of_kind) // 2]) for each, of_kind in kinds.items()}
+    prices = calibrate(costs, middle, rows[:2], tokens)
+    effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, prices, [*layers])
+    if guess > budget:
+        say(f"about {guess:.0f} s, more than the budget of {budget:.0f} s: this is the least that tells methods apart")
+    params = replace(params, max_new_tokens=min(effort.tokens, plan.max_new_tokens))
+    prompts, rows = prompts[: effort.prompts], rows[: effort.prompts]
+    methods = candidates(draft is not None, effort.thin, [*layers])
     runs = {name: runner(each) for name, each in ({AR.name: AR()} | methods).items()}
-    kinds = {kind(each): [name for name in methods if kind(methods[name]) == kind(each)] for each in methods.values()}
-    middle = {AR.name: runs[AR.name]} | {each: runs[names[len(names) // 2]] for each, names in kinds.items()}
-    prices = calibrate(costs, middle, rows[:2], min(effort.tokens, 64))
     turns = [rows[at : at + effort.rows] for at in range(0, min(3 * effort.rows, len(rows)), effort.rows)]
     say(f"{len(methods)} settings on {len(turns[0])} prompts, the better third on {sum(map(len, turns[1:]))} more")
     alone = {name: singly(runs[name]) for name, each in methods.items() if getattr(each, "needs_costs", False)}
@@ -304,7 +325,7 @@ def tune(
     )
     final = finalists(methods, list(ranked))
 
-    each_ms = effort.tokens * prices.plain_ms * (1 + sum(1 / ranked[name] for name in final))
+    each_ms = prices.load * params.max_new_tokens * prices.plain_ms * (1 + sum(1 / ranked[name] for name in final))
     fits = int(1000 * (budget - (perf_counter() - begun)) / max(each_ms, 1e-3))
     prompts, rounds = prompts[: max(4, fits)], 2 if fits >= 2 * len(prompts) else 1
     say(f"measuring {', '.join(final)} beside ar on {len(prompts)} prompts")
@@ -317,7 +338,7 @@ def tune(
         batch=1,
         seed=plan.seed,
         reference=AR.name if not plan.temperature else None,
-        max_new_tokens=effort.tokens,
+        max_new_tokens=params.max_new_tokens,
         say=lambda line: None,
     )
     measured = {name: found["speedup"] for name, found in summary(records.all, {}).items()}
@@ -339,7 +360,7 @@ def tune(
         prompts={
             "dataset": dataset_name(dataset),
             "count": len(rows),
-            "new_tokens": effort.tokens,
+            "new_tokens": params.max_new_tokens,
             "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         },
         pre_verifier=str(pre_verifier.resolve()) if pre_verifier is not None else None,

@@ -36,7 +36,7 @@ def collect() -> dict[str, Any]:
 
 
 def costs(target: str, draft: str | None, context: int | None, load_options: dict[str, Any]) -> dict[str, Any]:
-    """Median ms of forwards of some lengths for both models, through their fast forwards, and the cost ratio c."""
+    """Undisturbed ms of forwards of some lengths for both models, through their fast forwards, and the cost ratio c."""
     from forerun.api import load
     from forerun.runtime.costs import measure_costs, usual_context
 
@@ -125,7 +125,7 @@ def _costs_table(costs: dict[str, Any]) -> Any:
 
     counts = list(costs["target_ms"])
     table = Table(
-        title=f"median ms of a forward behind {costs['context']} tokens"
+        title=f"undisturbed ms of a forward behind {costs['context']} tokens"
         + (f"; c = {costs['c']:.3f}" if "c" in costs else "")
     )
     table.add_column("new tokens")
