@@ -408,8 +408,8 @@ def forerun(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_tune_then_generate_info_and_bench(folder: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
+def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path) -> None:
+    home = own_home
     pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1"]
     done = forerun(home, "tune", *pair, "--data", str(folder / "own.jsonl"), "--budget", "2", "--json")
     assert done.returncode == 0 and done.stderr == "", done.stderr
