@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,14 +17,15 @@ from forerun.decode import Generation, decode
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
 from forerun.lengths import Look
-from forerun.lengths.pacer import PacerStop
+from forerun.lengths.pacer import SCORES, PacerStop, best_threshold
 from forerun.loading import load_pre_verifier
 from forerun.methods import Pacer, SpecDec, method
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig, scalars_of
+from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig, log_q_of
+from forerun.nn.quick import Array, QuickPreVerifier
 from forerun.sampling import Sampler
-from forerun.train.pre_verifier import auc, labels
+from forerun.train.pre_verifier import auc, loss_of
 from forerun.train.rollout import history, roll_out
 
 COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1)
@@ -42,7 +44,7 @@ def inputs(rows: int, depth: int, seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(*shape, generator=generator)
 
     return {
-        "scalars": -random(rows, depth, 3).abs(),
+        "log_q": -random(rows, depth).abs(),
         "echoes": random(rows, depth, len(SIZES)).sign(),
         "hidden": random(rows, depth, 32),
         "embedded": random(rows, depth, 32),
@@ -64,7 +66,7 @@ def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
     torch.testing.assert_close(torch.cat([said for said, _ in parts], 1), logits)
     torch.testing.assert_close(torch.cat([alive for _, alive in parts], 1), survival)
     if kind == "acceptance":
-        torch.testing.assert_close(survival, logits[..., 0].sigmoid().cumprod(-1))
+        torch.testing.assert_close(survival, logits.sigmoid().cumprod(-1))
 
 
 def test_rows_go_their_own_ways() -> None:
@@ -79,13 +81,34 @@ def test_rows_go_their_own_ways() -> None:
     torch.testing.assert_close(said, whole[[2, 0], 4:])
 
 
-def test_scalars_by_hand() -> None:
-    scores = torch.tensor([[2.0, 1.0, -torch.inf, 0.0], [0.0, -torch.inf, -torch.inf, -torch.inf]])
-    found = scalars_of(scores, torch.tensor([1, 0]))
-    law = scores[0].softmax(-1)[[0, 1, 3]]
-    expected = [law[1].log(), -(law * law.log()).sum(), torch.tensor(1.0)]
-    torch.testing.assert_close(found[0], torch.stack(expected))
-    assert found[1].tolist() == [0.0, 0.0, 30.0]
+def test_log_probabilities_of_cut_laws() -> None:
+    scores = torch.tensor([[2.0, 1.0, -torch.inf, 0.0], [0.0, -torch.inf, -torch.inf, -torch.inf], [0, 0, -99.0, 0]])
+    found = log_q_of(scores, torch.tensor([1, 0, 2]))
+    assert found.tolist() == [float(scores[0].log_softmax(-1)[1]), 0.0, -12.0]
+
+
+@pytest.mark.parametrize("kind", ["survival", "acceptance"])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_the_quick_layer_says_the_same(layers: int, kind: str) -> None:
+    layer = make_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
+    with torch.no_grad():
+        layer.place.normal_()
+        for name, weight in layer.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_()
+    quick = QuickPreVerifier(layer)
+    given, target, runs = inputs(3, 10), torch.randn(3, 32), torch.rand(3, 3) * 9
+    plain, fast = layer.begin(target, runs), quick.begin(target, runs.tolist())
+    for first, last in ((0, 1), (1, 5), (5, 10)):
+        part = {name: value[:, first:last] for name, value in given.items()}
+        with torch.no_grad():
+            logits, survival, plain = layer.step(plain, **part)
+        said, alive, fast = quick.step(fast, **part | {"echoes": part["echoes"].tolist()})
+        torch.testing.assert_close(torch.from_numpy(said), logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(alive), survival, rtol=1e-4, atol=1e-5)
+        rows = [2, 0, 1]
+        plain, fast = plain.select(torch.tensor(rows)), fast.select(rows)
+        given = {name: value[rows] for name, value in given.items()}
 
 
 def test_echoes_against_a_search() -> None:
@@ -162,15 +185,24 @@ def test_history_by_hand() -> None:
     assert found[0].tolist() == [[0, 4, 4], [1, 4, 4], [0, 1, 4], [3, 1, 4], [0, 0, 3], [2, 0, 3]]
 
 
-def test_labels_and_auc_by_hand() -> None:
-    alive, behind = labels(torch.tensor([[1.0, 0.5, 0.0, 1.0]]), 2)
-    assert alive.tolist() == [[1.0, 0.5, 0.0, 0.0]]
-    assert behind.tolist() == [[0.25, 0.0, 0.0, 0.0]]
+def test_auc_by_hand() -> None:
     assert auc(torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0.75
+
+
+def test_loss_by_hand() -> None:
+    logits, accept = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 1.0]])
+    right, wrong = (-logits.sigmoid().log(), -(1 - logits.sigmoid()).log())
+    survival = (right[0, 0] + 3 * wrong[0, 1] + 3 * wrong[0, 2]) / 3  # behind a rejection nothing survives
+    torch.testing.assert_close(loss_of(make_layer(), logits, accept, 3.0), survival)
+    acceptance = (right[0, 0] + 3 * wrong[0, 1]) / 2
+    torch.testing.assert_close(loss_of(make_layer(kind="acceptance"), logits, accept, 3.0), acceptance)
 
 
 def stop(rule: str, block: int, seed: int = 0, most: int = 9, **settings) -> PacerStop:
     layer = make_layer(seed, draft_size=4, token_size=4, **settings)
+    traces = torch.rand(512, 32, generator=torch.Generator().manual_seed(0)) ** 0.1
+    layer.greedy_traces.copy_(255 * traces.cumprod(-1))
+    layer.drawn_traces.copy_(255 * traces.cumprod(-1))
     embeddings = torch.nn.Embedding(4, 4)
     if rule == "auto":
         return PacerStop(layer, embeddings, block, most, costs=COSTS)
@@ -191,7 +223,7 @@ def test_sampling_follows_the_targets_law(rule: str, block: int) -> None:
         Generation(list(PROMPT), len(PROMPT) + NEW, Sampler(False), generator=torch.Generator().manual_seed(row))
         for row in range(2000)
     ]
-    drafter = ChainDrafter(TableLM(DRAFT), stop(rule, block, inputs=("scalars", "history", "echoes"), layers=1))
+    drafter = ChainDrafter(TableLM(DRAFT), stop(rule, block, inputs=("confidence", "history", "echoes"), layers=1))
     steps = [step for batch in decode(TableLM(TARGET), drafter, seqs) for step in batch]
     assert len({step.drafted for step in steps}) > 1
     assert p_value([seq.output[:JOINT] for seq in seqs], joint_law(TARGET, PROMPT, JOINT, None)) > 1e-4
@@ -227,14 +259,14 @@ def test_it_stops_where_the_layer_says() -> None:
     """Every stop recomputed from the whole draft at once, on real models, with every input."""
     target = tiny("llama")
     draft = CausalLM(noisy_copy(target, 0.03))
-    layer = make_layer(3, inputs=INPUTS)
+    layer = make_layer(4, inputs=INPUTS)
     asked: list[tuple[int, list[float]]] = []
 
     class Watching(PacerStop):
-        def _ask(self, look: Look) -> tuple[Tensor, Tensor]:
-            logits, survival = super()._ask(look)
+        def _ask(self, look: Look) -> Array:
+            survival = super()._ask(look)
             asked.append((look.depth, survival[0].tolist()))
-            return logits, survival
+            return survival
 
     policy = Watching(layer, draft.model.get_input_embeddings(), 3, 12, 0.48)
     seq = Generation([5, 6, 7], 103)
@@ -252,25 +284,40 @@ def test_it_stops_where_the_layer_says() -> None:
     assert len(set(stopped)) > 1
 
 
-def test_the_automatic_rule_by_hand() -> None:
-    policy = stop("auto", 2)
-    policy.start([Generation([1], 9)])
-    growth = COSTS.verify(7) - COSTS.verify(5)
-    assert policy._price(1, 4) == pytest.approx(2 * 0.4 + 0.1 + growth)
-    assert policy._rate() == pytest.approx(1 / 4.0)
-    assert policy._price(2, 4) == pytest.approx((2 * COSTS.drafting(2) + 0.1 + COSTS.verify(14) - COSTS.verify(10)) / 2)
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
+    """Against a replay, draft by draft."""
+    traces = np.random.default_rng(0).random((40, 11)).astype(np.float32) ** 0.3
+    traces = traces.cumprod(-1)
+    block, rho = 2, 1.1
+
+    def rate(threshold: float) -> float:
+        tokens = spent = 0.0
+        for said in traces:
+            done = 0
+            while done + block <= 11:
+                done += block
+                part = said[done - block : done]
+                value = {"last": part[-1], "mean": part.mean(), "min": part.min()}[score]
+                if value < threshold * rho ** (done // block - 1):
+                    break
+            tokens += 1 + said[:done].sum()
+            spent += done * COSTS.drafting(rows) + COSTS.verify(rows * (done + 1)) + COSTS.policy * done // block
+        return tokens / spent
+
+    found = best_threshold(traces, block, rho, SCORES[score], COSTS, rows)
+    assert rate(found) >= max(rate(threshold) for threshold in np.linspace(0.02, 0.98, 97)) * 0.99
+    assert rate(found) > 1.02 * min(rate(0.02), rate(0.98))
 
 
 def test_dear_drafts_are_shorter() -> None:
-    def drafted(costs: Costs) -> float:
-        policy = PacerStop(make_layer(0, draft_size=4), torch.nn.Embedding(4, 4), 1, 9, costs=costs)
-        seqs = [Generation(list(PROMPT), len(PROMPT) + 60)]
-        steps = [step for b in decode(TableLM(TARGET), ChainDrafter(TableLM(DRAFT), policy), seqs) for step in b]
-        return sum(step.drafted for step in steps) / len(steps)
+    traces = (0.9 ** torch.arange(1, 33)).expand(512, -1).numpy()
 
     dear = Costs(COSTS.target, {1: 3.0})
     free = Costs({1: 4.0}, {1: 0.0})
-    assert drafted(dear) < drafted(free)
+    shortest, longest = (best_threshold(traces, 1, 1.0, SCORES["last"], costs) for costs in (dear, free))
+    assert longest < 0.1 < 0.8 < shortest
 
 
 @pytest.fixture(scope="module")

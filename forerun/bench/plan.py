@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.bench.choose import ASSISTED, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
-from forerun.methods import Method
+from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, resolve
 
@@ -26,6 +26,7 @@ class Plan:
         limit: prompts a dataset, all where None.
         prompt_tokens: length of the prompts from the standard library.
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
+        pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then say which value was best.
     """
@@ -48,6 +49,8 @@ class Plan:
     prompt_tokens: int = 128
     stop_at_eos: bool = False
     guard: bool = False
+    top_p: float = 1.0
+    pre_verifier: tuple[str, ...] = ()
     tune: str | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +58,16 @@ class Plan:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         self.params()
+        if self.top_p < 1 and not self.temperature:
+            raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding draws nothing")
+        for name, each in self.methods.items():
+            if self.temperature and isinstance(each, Oracle | SeeingOracle):
+                raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
+            if getattr(each, "layer", None) and not self.pre_verifier and (self.target, self.draft) != (EMBEDDED,) * 2:
+                raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
+        for folder in self.pre_verifier:
+            if not (Path(folder) / "config.json").is_file():
+                raise ValueError(f"no pre-verifier in the folder {folder!r}")
         check_datasets(self.datasets, self.data)
         resolve(self.target, "target")
         if self.needs_draft:
@@ -80,6 +93,7 @@ class Plan:
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
+            top_p=self.top_p,
             ignore_eos=not self.stop_at_eos,
             seed=self.seed,
         )
@@ -91,6 +105,7 @@ class Plan:
             "methods": {name: asdict(each) if each else peer_settings(name) for name, each in self.methods.items()},
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
             "data": self.data.name if self.data else None,
+            "pre_verifier": [model_name(folder) for folder in self.pre_verifier],
             "target": model_name(self.target),
             "draft": model_name(self.draft) if self.draft and self.needs_draft else None,
         }
@@ -108,6 +123,8 @@ class Plan:
             value = given[field.name]
             if value is True:
                 words.append(_option(field.name))
+            elif isinstance(value, list):
+                words += [word for each in value for word in (_option(field.name), str(each))]
             elif value not in (None, False, field.default) and (field.name, value) != ("draft", EMBEDDED):
                 words += [_option(field.name), str(value)]
         return shlex.join(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from forerun.bench.report import results, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.files import read_text, write_text
 from forerun.lengths.oracle import Truth
-from forerun.loading import check_draft_tokenizer, load_config, load_model, load_tokenizer
-from forerun.methods import Oracle, SeeingOracle
+from forerun.loading import check_draft_tokenizer, load_config, load_model, load_pre_verifier, load_tokenizer
+from forerun.methods import Oracle, Pacer, SeeingOracle, SpecDec
 from forerun.model import CausalLM, context_of
-from forerun.profiles import identity
+from forerun.nn.pre_verifier import PreVerifier
+from forerun.profiles import identity, known_costs
 from forerun.runtime import prepare
+from forerun.runtime.costs import measure_costs
+from forerun.zoo import FOLDER
 
 
 def bench(
@@ -190,6 +193,19 @@ def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
     return target, prepare(load_model(plan.draft, "draft", **_how(plan)), in_place=True)
 
 
+def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str, PreVerifier]:
+    """The trained layers that the plan's methods need, by what they are for; raises ValueError where one is missing."""
+    wanted = {method.layer for method in plan.methods.values() if isinstance(method, Pacer | SpecDec)}
+    folders: Sequence[str | Path] = plan.pre_verifier or [FOLDER / name for name in sorted(wanted)]
+    found = {}
+    for folder in folders if wanted else ():
+        layer = load_pre_verifier(folder, target, draft)
+        found[Pacer.layer if layer.config.kind == "survival" else SpecDec.layer] = layer
+    for name in sorted(wanted - set(found)):
+        raise ValueError(f"none of --pre-verifier is for {name}; `forerun train pre-verifier` makes one")
+    return found
+
+
 def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Run], CausalLM]:
     """What runs each method, and the model that says the reference's output.
 
@@ -206,13 +222,21 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
             assistant = load_model(plan.draft, "draft", **how)
         peers = Peers(load_model(plan.target, "target", **how), assistant, plan.params())
     runs: dict[str, Run] = {}
-    truth = Truth()
+    truth, layers = Truth(), {}
+    if draft is not None:
+        layers = load_layers(plan, target, draft)
+    costs = None
+    if any(getattr(method, "needs_costs", False) for method in plan.methods.values()):
+        costs = known_costs(plan.target, plan.draft, plan.device, plan.dtype) or measure_costs(target, draft)
     for name, method in plan.methods.items():
         if method is None:
             assert peers is not None
             runs[name] = peers.run(name)
         else:
-            decoder = Decoder(target, tokenizer, draft if method.needs_draft else None, method, plan.guard)
+            drafting = draft if method.needs_draft else None
+            layer = layers.get(getattr(method, "layer", ""))
+            decoder = Decoder(target, tokenizer, drafting, method, plan.guard, pre_verifier=layer)
+            decoder.costs = costs
             decoder.tokenizer = None  # making text is no part of what is measured
             decoder.truth = truth
             runs[name] = decoder_run(decoder, plan.params())

@@ -42,6 +42,10 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
+    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
+    pre_verifier: Annotated[
+        list[str] | None, typer.Option(help="Folder of a trained layer, for pacer or specdec++; repeatable.")
+    ] = None,
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
@@ -78,6 +82,8 @@ def bench(
         prompt_tokens=prompt_tokens,
         stop_at_eos=stop_at_eos,
         guard=guard,
+        top_p=top_p,
+        pre_verifier=tuple(pre_verifier or ()),
         tune=tune,
     )
     check_folder(out, resume)

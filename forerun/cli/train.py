@@ -118,7 +118,7 @@ def pre_verifier(
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     kind: Annotated[str, typer.Option(help="pacer, or specdec++ for that method's head.")] = "pacer",
     inputs: Annotated[str | None, typer.Option(help="What the layer sees, names with commas between.")] = None,
-    width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 32,
+    width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 16,
     layers: Annotated[int, typer.Option(min=0, help="Transformer blocks; 0 for a perceptron.")] = 1,
     sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output.")] = 2048,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens of text a window begins with.")] = 128,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,25 +17,50 @@ from forerun.decode import Generation
 from forerun.draft import Draft
 from forerun.lengths import LengthPolicy, Look
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import USUAL, PreVerifier, State, scalars_of
+from forerun.nn.pre_verifier import USUAL, PreVerifier, log_q_of
+from forerun.nn.quick import Array, QuickState, quick
 from forerun.sampling import Verdict
 
-SCORES: dict[str, Callable[[list[float]], float]] = {
-    "last": lambda block: block[-1],
-    "mean": lambda block: sum(block) / len(block),
-    "min": min,
+SCORES: dict[str, Callable[[Array], Array]] = {
+    "last": lambda blocks: blocks[..., -1],
+    "mean": lambda blocks: blocks.mean(-1),
+    "min": lambda blocks: blocks.min(-1),
 }
-MEMORY = 0.95  # of the rate that a step more is weighed against
+
+
+def best_threshold(
+    traces: Array, block: int, rho: float, score: Callable[[Array], Array], costs: Costs, rows: int = 1
+) -> float:
+    """The threshold under which decoding is fastest, by a table of costs.
+
+    `traces` [N, G] are a calibrated layer's survival of the tokens of drafts. A draft that stops behind n of them is
+    worth 1 + the sum of their survival tokens, and takes n draft forwards, n / block calls of the layer and a forward
+    of the target on n + 1 tokens: the threshold with the largest ratio of the sums over all drafts is the solution of
+    the stopping problem among rules of this form.
+    """
+    blocks = traces.shape[1] // block
+    scores = score(traces[:, : blocks * block].reshape(len(traces), blocks, block))
+    tokens = 1 + traces.cumsum(-1)[:, block - 1 :: block][:, :blocks]
+    ends = block * np.arange(1, blocks + 1)
+    prices = np.array([end * costs.drafting(rows) + costs.verify(rows * (end + 1)) for end in ends])
+    prices = (prices + costs.policy * np.arange(1, blocks + 1)) / rows
+    best, found = -1.0, 0.5
+    for threshold in np.linspace(0.02, 0.98, 49):
+        stops = scores < threshold * rho ** np.arange(blocks)
+        stops[:, -1] = True
+        at = stops.argmax(-1)
+        rate = float(tokens[np.arange(len(at)), at].sum() / prices[at].sum())
+        if rate > best:
+            best, found = rate, float(threshold)
+    return found
 
 
 class PacerStop(LengthPolicy):
     """Drafts in blocks of `block` tokens, at most `most`; stops behind the k-th block (from 0) if the `score` of its
     tokens' survival is below `threshold * rho ** k`.
 
-    Without a threshold it stops where the expected tokens of the next block are fewer than decoding has been making in
-    the time that this block would take, by the table of costs: the block's draft forwards, the layer, and what the
-    target's forward grows by. That is the rule of optimal stopping with a horizon of one block; the rate is a running
-    mean over steps, of tokens and of their time by the same table, so that no clock is read.
+    Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or drawn, by the
+    table of costs and the number of rows (`best_threshold`). No clock is read.
     """
 
     def __init__(
@@ -49,12 +75,12 @@ class PacerStop(LengthPolicy):
         costs: Costs | None = None,
     ) -> None:
         assert threshold is not None or costs is not None
-        self.layer, self.embeddings, self.block, self.most = layer, embeddings, block, most
-        self.threshold, self.rho, self.score, self.costs = threshold, rho, SCORES[score], costs
+        self.layer = quick(layer)
+        self.embeddings, self.block, self.most = embeddings, block, most
+        self.fixed, self.rho, self.score, self.costs = threshold, rho, score, costs
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
         self.echoing, self.embedding = "echoes" in inputs, "token" in inputs
-        self.brought = self.spent = 0.0
 
     def start(self, seqs: Sequence[Generation]) -> None:
         self.seqs = list(seqs)
@@ -63,30 +89,43 @@ class PacerStop(LengthPolicy):
         self.target: Tensor | None = None
         self.looks: list[Look] = []
         self.state_rows: list[int] = []
+        self.mode = "greedy" if seqs[0].sampler.greedy else "drawn"
+        self._set_threshold()
+
+    def _set_threshold(self) -> None:
+        if self.fixed is not None:
+            self.threshold = self.fixed
+            return
+        assert self.costs is not None
+        known, key = self.layer.thresholds, (self.mode, len(self.seqs), self.block, self.rho, self.score)
+        if known.get("costs") != self.costs:
+            known.clear()
+            known["costs"] = self.costs
+        if key not in known:
+            score = SCORES[self.score]
+            known[key] = best_threshold(
+                self.layer.traces[self.mode], self.block, self.rho, score, self.costs, len(self.seqs)
+            )
+        self.threshold = known[key]
 
     def more(self, look: Look) -> list[bool]:
         self.looks.append(look)
         if look.depth < self.most and look.depth % self.block:
             return [True] * len(look.rows)
-        logits, survival = self._ask(look)
-        rows, done = len(look.rows), look.depth
-        if done >= self.most:
-            return [False] * rows
-        if self.threshold is not None:
-            least = self.threshold * self.rho ** (done // self.block - 1)
-            return [self.score(block) >= least for block in survival.tolist()]
-        ahead = (self.block * logits[:, -1, 1].sigmoid()).tolist()
-        least = self._rate() * self._price(rows, done)
-        return [tokens >= least for tokens in ahead]
+        survival = self._ask(look)
+        if look.depth >= self.most:
+            return [False] * len(look.rows)
+        least = self.threshold * self.rho ** (look.depth // self.block - 1)
+        return (SCORES[self.score](survival) >= least).tolist()
 
-    def _ask(self, look: Look) -> tuple[Tensor, Tensor]:
-        """Logits [R, b, 2] and survival [R, b] of the last block of the rows that have come here."""
+    def _ask(self, look: Look) -> Array:
+        """Survival [R, b] of the last block of the rows that have come here."""
         looks, rows = self.looks, look.rows
         self.looks = []
         if look.depth <= self.block:
             self.state = self._begin(rows)
         elif rows != self.state_rows:
-            self.state = self.state.select(torch.tensor([self.state_rows.index(row) for row in rows]))
+            self.state = self.state.select([self.state_rows.index(row) for row in rows])
         self.state_rows = rows
         new = len(looks)
         tokens = [drafted[-new:] for drafted in look.tokens]
@@ -96,43 +135,28 @@ class PacerStop(LengthPolicy):
         def gathered(parts: list[Tensor]) -> Tensor:
             return torch.stack([part if at is None else part[at] for part, at in zip(parts, picks, strict=True)], 1)
 
-        hidden = gathered([each.hidden for each in looks]) if self.wants_draft else None  # type: ignore[misc]
-        echoes = None
-        if self.echoing:
-            echoes = torch.tensor(
-                [self._echo(row, drafted)[-new:] for row, drafted in zip(rows, look.tokens, strict=True)]
-            )
-        logits, survival, self.state = self.layer.step(
+        _, survival, self.state = self.layer.step(
             self.state,
-            scalars_of(gathered([each.scores for each in looks]), ids),
-            echoes,
-            hidden,
+            log_q_of(gathered([each.scores for each in looks]), ids),
+            [self._echo(row, drafted, new) for row, drafted in zip(rows, look.tokens, strict=True)]
+            if self.echoing
+            else None,
+            gathered([each.hidden for each in looks]) if self.wants_draft else None,  # type: ignore[misc]
             self.embeddings(ids) if self.embedding else None,
         )
-        return logits, survival
+        return survival
 
-    def _begin(self, rows: list[int]) -> State:
+    def _begin(self, rows: list[int]) -> QuickState:
         target = None
         if self.wants_target:
-            size = self.layer.config.target_size
+            size = self.layer.target_size
             target = self.target[rows] if self.target is not None else torch.zeros(len(rows), size)
-        return self.layer.begin(target, torch.tensor([self.runs[row] for row in rows]))
+        return self.layer.begin(target, [self.runs[row] for row in rows])
 
-    def _echo(self, row: int, drafted: list[int]) -> list[tuple[int, ...]]:
-        text = self.seqs[row].tokens
-        self.echoes[row].hear(text)
-        return self.echoes[row].answers(text[-max(SIZES) :], drafted)
-
-    def _rate(self) -> float:
-        """Tokens per ms lately; at first that of plain decoding."""
-        assert self.costs is not None
-        return self.brought / self.spent if self.spent else len(self.seqs) / self.costs.verify(len(self.seqs))
-
-    def _price(self, rows: int, done: int) -> float:
-        """ms that a block more of each of `rows` drafts takes, as one row's share."""
-        assert self.costs is not None
-        growth = self.costs.verify(rows * (done + 1 + self.block)) - self.costs.verify(rows * (done + 1))
-        return (self.block * self.costs.drafting(rows) + self.costs.policy + growth) / rows
+    def _echo(self, row: int, drafted: list[int], new: int) -> list[tuple[int, ...]]:
+        text, echo, reach = self.seqs[row].tokens, self.echoes[row], max(SIZES)
+        echo.hear(text)
+        return echo.answers([*text[-reach:], *drafted[:-new]][-reach:], drafted[-new:])
 
     def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
         self.looks = []  # of rows that ended within a block
@@ -144,13 +168,6 @@ class PacerStop(LengthPolicy):
                 runs[:] = [0.0, runs[0], runs[1]]
             else:
                 runs[0] += 1
-        if self.costs is not None:
-            longest = max(draft.drafted for draft in drafts)
-            calls = -(-longest // self.block)
-            spent = longest * self.costs.drafting(len(drafts)) + calls * self.costs.policy
-            spent += self.costs.verify(len(drafts) * (longest + 1))
-            self.spent = MEMORY * self.spent + spent
-            self.brought = MEMORY * self.brought + sum(verdict.accepted + 1 for verdict in verdicts)
 
     def keep(self, rows: list[int]) -> None:
         self.seqs = [self.seqs[row] for row in rows]
@@ -158,3 +175,5 @@ class PacerStop(LengthPolicy):
         self.runs = [self.runs[row] for row in rows]
         if self.target is not None:
             self.target = self.target[rows]
+        if rows:
+            self._set_threshold()

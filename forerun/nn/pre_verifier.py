@@ -16,9 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.nn.echo import SIZES
 
-INPUTS = ("hidden", "token", "scalars", "target", "history", "echoes")
+INPUTS = ("confidence", "echoes", "history", "hidden", "token", "target")
 KINDS = ("survival", "acceptance")
-SCALARS, HISTORY = 4, 3
+CONFIDENCE, HISTORY = 2, 3
+LEAST = -12.0  # a log-probability
+TRACES = 512
 USUAL = 4.0  # the length of a run of accepted tokens that was not seen
 
 
@@ -29,7 +31,6 @@ class PreVerifierConfig(PreTrainedConfig):
         draft_size, target_size: width of the two models' LM-head inputs; token_size that of the draft's embeddings.
         width, layers, heads: of the layer itself; 0 layers leave a perceptron that sees one token at a time.
         depth: places in a draft that are told apart; later ones count as the last.
-        ahead: how many tokens the second output looks ahead.
         inputs: which of INPUTS it sees.
         kind: "survival": it says itself whether the target is still there at a token. "acceptance": whether the target
             takes a token if it took those before; survival is the product (SpecDec++, arXiv 2405.19715).
@@ -38,18 +39,22 @@ class PreVerifierConfig(PreTrainedConfig):
     """
 
     model_type = "forerun-pre-verifier"
+    inputs: list[str]
+    kind: str
+    draft: dict[str, Any]
+    target: dict[str, Any]
+    recipe: dict[str, Any]
 
     def __init__(
         self,
         draft_size: int = 64,
         token_size: int = 64,
         target_size: int = 64,
-        width: int = 32,
+        width: int = 16,
         layers: int = 1,
         heads: int = 4,
         depth: int = 32,
-        ahead: int = 4,
-        inputs: Sequence[str] = ("scalars", "history", "echoes"),
+        inputs: Sequence[str] = ("confidence", "echoes", "history"),
         kind: str = "survival",
         draft: dict[str, Any] | None = None,
         target: dict[str, Any] | None = None,
@@ -58,19 +63,14 @@ class PreVerifierConfig(PreTrainedConfig):
     ) -> None:
         self.draft_size, self.token_size, self.target_size = draft_size, token_size, target_size
         self.width, self.layers, self.heads, self.depth = width, layers, heads, depth
-        self.ahead, self.inputs, self.kind = ahead, list(inputs), kind
+        self.inputs, self.kind = list(inputs), kind
         self.draft, self.target, self.recipe = draft or {}, target or {}, recipe or {}
         super().__init__(**kwargs)
 
 
-def scalars_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """[.., 3] from processed scores [.., V] and the tokens [..] chosen by them: the token's log-probability, the law's
-    entropy in nats, and the log of the ratio between its two largest probabilities."""
-    best = scores.topk(2).values
-    logs = scores - scores.logsumexp(-1, keepdim=True)
-    entropy = -(logs.exp() * logs.clamp(min=-100)).sum(-1)  # top-p leaves logs of -inf
-    margin = (best[..., 0] - best[..., 1]).clamp(max=30.0)  # and perhaps a single token
-    return torch.stack([logs.gather(-1, tokens[..., None])[..., 0], entropy, margin], -1)
+def log_q_of(scores: Tensor, tokens: Tensor) -> Tensor:
+    """[..] log-probabilities of tokens [..] under processed scores [.., V], at least LEAST."""
+    return scores.softmax(-1).gather(-1, tokens[..., None])[..., 0].log().clamp(min=LEAST)
 
 
 class State(NamedTuple):
@@ -89,10 +89,13 @@ class State(NamedTuple):
 
 
 class PreVerifier(PreTrainedModel):
-    """u_i = W [norm(g_i); norm(e_i); scalars_i; echoes_i; norm(h); history] + P[i] for the i-th token of a draft, then
-    pre-norm transformer blocks that are causal over this draft only, or without them a perceptron, then two numbers a
-    token: whether the target will still be with the draft there, and what share of the `ahead` tokens behind it will
-    do as well."""
+    """u_i = W [norm(g_i); norm(e_i); confidence_i; echoes_i; norm(h); history] + P[i] for the i-th token of a draft,
+    then pre-norm transformer blocks that are causal over this draft only, or without them a perceptron, then one number
+    a token: whether the target will still be with the draft there.
+
+    It carries what it said of some drafts that it has not learnt from, `greedy_traces` and `drawn_traces` [TRACES, G]
+    in 255ths: with a table of costs they tell where stopping pays.
+    """
 
     config_class = PreVerifierConfig
     config: PreVerifierConfig
@@ -103,7 +106,7 @@ class PreVerifier(PreTrainedModel):
         sizes = {
             "hidden": config.draft_size,
             "token": config.token_size,
-            "scalars": SCALARS,
+            "confidence": CONFIDENCE,
             "echoes": len(SIZES),
             "target": config.target_size,
             "history": HISTORY,
@@ -112,7 +115,11 @@ class PreVerifier(PreTrainedModel):
         self.place = nn.Parameter(torch.zeros(config.depth, width))
         self.blocks = nn.ModuleList([Block(width, config.heads) for _ in range(config.layers)])
         self.middle = None if config.layers else nn.Linear(width, width)
-        self.leave = nn.Linear(width, 2)
+        self.leave = nn.Linear(width, 1)
+        self.greedy_traces: Tensor
+        self.drawn_traces: Tensor
+        self.register_buffer("greedy_traces", torch.zeros(TRACES, config.depth, dtype=torch.uint8))
+        self.register_buffer("drawn_traces", torch.zeros(TRACES, config.depth, dtype=torch.uint8))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -139,27 +146,24 @@ class PreVerifier(PreTrainedModel):
         return State(base, 0, zeros, zeros, ())
 
     def step(
-        self, state: State, scalars: Tensor, echoes: Tensor | None, hidden: Tensor | None, embedded: Tensor | None
+        self, state: State, log_q: Tensor, echoes: Tensor | None, hidden: Tensor | None, embedded: Tensor | None
     ) -> tuple[Tensor, Tensor, State]:
-        """Goes on by b tokens of N drafts: two logits for each [N, b, 2], their survival [N, b], and the new state.
-
-        The first logit is that of survival or, by `config.kind`, of acceptance; the second that of the share of the
-        `config.ahead` tokens behind that will survive.
+        """Goes on by b tokens of N drafts: logits [N, b], of survival or, by `config.kind`, of acceptance; the survival
+        [N, b] that follows; and the new state.
 
         Args:
-            scalars: [N, b, 3] of `scalars_of`.
+            log_q: [N, b] of `log_q_of`.
             echoes: [N, b, E] of `forerun.nn.echo`.
             hidden: [N, b, d] the draft's LM-head inputs that gave the tokens.
             embedded: [N, b, e] the tokens' embeddings.
         """
-        logs, entropy, margin = scalars.float().clamp(min=-12.0).unbind(-1)
-        sums = logs.cumsum(-1) + state.log_q[:, None]
-        new, last = logs.shape[1], self.config.depth - 1
+        log_q = log_q.float()
+        sums = log_q.cumsum(-1) + state.log_q[:, None]
+        new, last = log_q.shape[1], self.config.depth - 1
         places = [min(at, last) for at in range(state.places, state.places + new)]
         x = self.place[places] + state.base[:, None]
-        if "scalars" in self.enter:
-            parts = [logs, sums.clamp(min=-20.0) / 2, entropy, margin.clamp(max=12.0) / 4]
-            x = x + self.enter["scalars"](torch.stack(parts, -1))
+        if "confidence" in self.enter:
+            x = x + self.enter["confidence"](torch.stack([log_q, sums.clamp(min=-20.0) / 2], -1))
         if "echoes" in self.enter:
             assert echoes is not None
             x = x + self.enter["echoes"](echoes.float())
@@ -174,9 +178,9 @@ class PreVerifier(PreTrainedModel):
             x, kept = block(x, state.past[number] if state.past else None)
             past.append(kept)
         if self.middle is not None:
-            x = functional.gelu(self.middle(functional.gelu(x)))
-        logits = self.leave(normed(x))
-        log_survival = functional.logsigmoid(logits[..., 0])
+            x = functional.relu(self.middle(functional.relu(x)))
+        logits = self.leave(normed(x))[..., 0]
+        log_survival = functional.logsigmoid(logits)
         if self.config.kind == "acceptance":
             log_survival = log_survival.cumsum(-1) + state.log_survival[:, None]
         new_state = State(state.base, state.places + new, sums[:, -1], log_survival[:, -1], tuple(past))
@@ -206,7 +210,7 @@ class Block(nn.Module):
             mask = torch.ones(new, size, dtype=torch.bool, device=x.device).tril(size - new)
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, new, width))
-        return x + self.down(functional.gelu(self.up(normed(x)))), (k, v)
+        return x + self.down(functional.relu(self.up(normed(x)))), (k, v)
 
 
 def normed(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from forerun.files import write_text
 from forerun.loading import load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
-from forerun.nn.pre_verifier import PreVerifier, PreVerifierConfig
+from forerun.nn.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.sampling import Sampler
 from forerun.train.data import read_texts, tokenize
 from forerun.train.loop import TrainConfig, claim, train
@@ -107,6 +107,7 @@ def train_pre_verifier(
         draft_size=sizes[0],
         token_size=embeddings.shape[-1],
         target_size=sizes[1],
+        depth=recipe.depth,
         draft=drafting.fingerprint,
         target=verifying.fingerprint,
         recipe=asdict(recipe) | {"target": target, "draft": draft, "data": list(data)},
@@ -129,6 +130,12 @@ def train_pre_verifier(
     kinds = {"greedy": gather(shards[::2]), "sampling": gather(shards[1::2])}
     _fit(model, list(kinds.values()), embeddings, recipe, work / out.name, say)
     model.eval()
+    for name, buffer in (("greedy", model.greedy_traces), ("sampling", model.drawn_traces)):
+        _, spare = split(kinds[name], recipe.held)
+        _, survival = run(model, spare, torch.arange(min(TRACES, len(spare["accept"]))), embeddings)
+        survival = survival[torch.arange(TRACES) % len(survival)]  # no longer ones than there are
+        survival = functional.pad(survival, (0, recipe.depth - survival.shape[1]))
+        buffer.copy_((255 * survival.detach()).round())
     found = {name: measure(model, split(drafts, recipe.held)[1], embeddings) for name, drafts in kinds.items()}
     model.config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
     save(model, found, out)
@@ -226,33 +233,24 @@ def split(drafts: dict[str, Tensor], share: float) -> tuple[dict[str, Tensor], d
 
 
 def run(layer: PreVerifier, drafts: dict[str, Tensor], rows: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [R, G, 2] and survival [R, G] of some of the drafts."""
+    """Logits [R, G] and survival [R, G] of some of the drafts."""
     device, inputs = embeddings.device, layer.config.inputs
-    taken = {name: drafts[name][rows].to(device) for name in ("target", "history", "scalars", "echoes")}
+    taken = {name: drafts[name][rows].to(device) for name in ("target", "history", "log_q", "echoes")}
     hidden = drafts["hidden"][rows].to(device) if "hidden" in inputs else None
     embedded = embeddings[drafts["tokens"][rows].long().to(device)] if "token" in inputs else None
     state = layer.begin(taken["target"], taken["history"])
-    logits, survival, _ = layer.step(state, taken["scalars"], taken["echoes"], hidden, embedded)
+    logits, survival, _ = layer.step(state, taken["log_q"], taken["echoes"], hidden, embedded)
     return logits, survival
 
 
-def labels(accept: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
-    """Survival [N, G] of tokens, and the mean survival [N, G] of the `ahead` tokens behind each; beyond the end of a
-    draft the last one's counts on."""
-    alive = accept.cumprod(-1)
-    longer = torch.cat([alive, alive[:, -1:].expand(-1, ahead)], -1)
-    return alive, torch.stack([longer[:, j : j + alive.shape[1]] for j in range(1, ahead + 1)]).mean(0)
-
-
 def loss_of(layer: PreVerifier, logits: Tensor, accept: Tensor, weight: float) -> Tensor:
-    """Cross-entropy of both outputs; `weight` is that of rejections, 1 for calibrated answers."""
-    alive, behind = labels(accept, layer.config.ahead)
-    wanted, seen = alive, torch.ones_like(alive)
+    """Cross-entropy of logits [N, G] with survival or acceptance; `weight` is that of rejections, 1 for calibrated
+    answers."""
+    wanted, seen = accept.cumprod(-1), torch.ones_like(accept)
     if layer.config.kind == "acceptance":  # of tokens whose predecessors were all accepted
-        wanted, seen = accept, torch.cat([torch.ones_like(alive[:, :1]), alive[:, :-1]], -1)
-    each = functional.binary_cross_entropy_with_logits(logits[..., 0], wanted, reduction="none")
-    each = each * seen * (1 + (weight - 1) * (1 - wanted))
-    return each.sum() / seen.sum() + functional.binary_cross_entropy_with_logits(logits[..., 1], behind)
+        wanted, seen = accept, torch.cat([seen[:, :1], wanted[:, :-1]], -1)
+    each = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    return (each * seen * (1 + (weight - 1) * (1 - wanted))).sum() / seen.sum()
 
 
 def _fit(

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import USUAL, scalars_of
+from forerun.nn.pre_verifier import USUAL, log_q_of
 from forerun.sampling import Sampler
 
 
@@ -24,8 +24,7 @@ class Rollouts:
         accept: [N, G] the probability that the target accepts each token if it has accepted those before it; without
             sampling 0 or 1.
         hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
-        scalars: [N, G, 3] of the law each token was chosen from: its log-probability, the law's entropy in nats, and
-            the log of the ratio between its two largest probabilities.
+        log_q: [N, G] their log-probabilities under the laws that they were chosen from.
         target: [N, D] the target's LM-head input that gave the anchor: the last that is known when drafting begins.
         history: [N, 3] how many tokens went well since the last rejection, before that, and before that; see `history`.
         echoes: [N, G, 5] whether each token follows what was said before; see `forerun.nn.echo`.
@@ -35,7 +34,7 @@ class Rollouts:
     tokens: Tensor
     accept: Tensor
     hidden: Tensor
-    scalars: Tensor
+    log_q: Tensor
     target: Tensor
     history: Tensor
     echoes: Tensor
@@ -80,7 +79,7 @@ def roll_out(
     past = history(kept, first, anchors)
     logits, hidden = follows.branch(anchors)
     p_logits = judge.branch(anchors)[0]
-    tokens, accept, states, scalars = [], [], [], []
+    tokens, accept, states, log_q = [], [], [], []
     for step in range(depth):
         scores = _scores(sampler, logits)
         if sampler.greedy:
@@ -94,7 +93,7 @@ def roll_out(
         tokens.append(chosen)
         accept.append(accepted)
         states.append(hidden)
-        scalars.append(scalars_of(scores, chosen))
+        log_q.append(log_q_of(scores, chosen))
         if step + 1 < depth:
             logits, hidden = follows.extend(chosen)
             if not sampler.greedy:
@@ -104,7 +103,7 @@ def roll_out(
         tokens=drafted.flatten(0, 1),
         accept=torch.stack(accept, -1).flatten(0, 1),
         hidden=torch.stack(states, -2).flatten(0, 1),
-        scalars=torch.stack(scalars, -2).flatten(0, 1),
+        log_q=torch.stack(log_q, -1).flatten(0, 1),
         target=known.flatten(0, 1),
         history=past.flatten(0, 1),
         echoes=echoes(windows, anchors, drafted).flatten(0, 1),

@@ -1,0 +1,151 @@
+"""A pre-verifier's steps in NumPy: on so few numbers torch spends its time between operations.
+
+The same arithmetic as forerun/nn/pre_verifier.py and tested equal to it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from forerun.nn.echo import SIZES
+from forerun.nn.pre_verifier import CONFIDENCE, PreVerifier
+
+Array = np.ndarray
+OWN = {"confidence": CONFIDENCE, "echoes": len(SIZES)}
+EPS = float(np.finfo(np.float32).eps)
+
+
+class QuickState(NamedTuple):
+    """As `State`, in arrays."""
+
+    base: Array
+    places: int
+    log_q: Array
+    log_survival: Array
+    past: tuple[tuple[Array, Array], ...]
+
+    def select(self, rows: list[int]) -> QuickState:
+        past = tuple((keys[rows], values[rows]) for keys, values in self.past)
+        return QuickState(self.base[rows], self.places, self.log_q[rows], self.log_survival[rows], past)
+
+
+class QuickPreVerifier:
+    """`begin` and `step` of a PreVerifier; do not train it afterwards."""
+
+    def __init__(self, layer: PreVerifier) -> None:
+        config = layer.config
+        self.width, self.heads, self.acceptance = config.width, config.heads, config.kind == "acceptance"
+        self.target_size = config.target_size
+        self.thresholds: dict[Any, Any] = {}  # that have been worked out from the traces
+        weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
+        self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
+        # One product for both of the small inputs.
+        own = [self.enter.get(name, np.zeros((size, self.width), np.float32)) for name, size in OWN.items()]
+        self.own = np.concatenate(own)
+        self.place = weights["place"]
+        self.blocks = [
+            [
+                np.ascontiguousarray(weights[f"blocks.{number}.{name}"].T)
+                for name in ("qkv.weight", "out.weight", "up.weight", "up.bias", "down.weight", "down.bias")
+            ]
+            for number in range(config.layers)
+        ]
+        for block in self.blocks:
+            block[0][:, : self.width] *= (self.width // self.heads) ** -0.5
+        self.middle = None
+        if not self.blocks:
+            self.middle = weights["middle.weight"].T, weights["middle.bias"]
+        self.leave = weights["leave.weight"][0], weights["leave.bias"]
+        self.traces = {name: weights[f"{name}_traces"] / 255 for name in ("greedy", "drawn")}
+
+    def begin(self, target: Tensor | None, history: list[list[float]]) -> QuickState:
+        base = np.zeros((len(history), self.width), np.float32)
+        if "history" in self.enter:
+            base = base + np.log1p(np.array(history, np.float32)) @ self.enter["history"]
+        if "target" in self.enter:
+            assert target is not None
+            base = base + normed(target.float().cpu().numpy()) @ self.enter["target"]
+        zeros = np.zeros(len(history), np.float32)
+        return QuickState(base, 0, zeros, zeros, ())
+
+    def step(
+        self,
+        state: QuickState,
+        log_q: Tensor,
+        echoes: list[list[tuple[int, ...]]] | None,
+        hidden: Tensor | None,
+        embedded: Tensor | None,
+    ) -> tuple[Array, Array, QuickState]:
+        chosen = log_q.cpu().numpy()
+        sums = chosen.cumsum(-1) + state.log_q[:, None]
+        new, last = chosen.shape[1], len(self.place) - 1
+        if state.places + new <= last:
+            place = self.place[state.places : state.places + new]
+        else:
+            place = self.place[[min(at, last) for at in range(state.places, state.places + new)]]
+        own = np.zeros((*chosen.shape, len(self.own)), np.float32)
+        own[..., 0] = chosen
+        own[..., 1] = np.maximum(sums, -20.0) / 2
+        if echoes is not None:
+            own[..., 2:] = echoes
+        x = own @ self.own
+        x += place
+        x += state.base[:, None]
+        if "hidden" in self.enter:
+            assert hidden is not None
+            x = x + normed(hidden.float().cpu().numpy()) @ self.enter["hidden"]
+        if "token" in self.enter:
+            assert embedded is not None
+            x = x + normed(embedded.detach().float().cpu().numpy()) @ self.enter["token"]
+        past = []
+        for number, block in enumerate(self.blocks):
+            x, kept = self._block(x, block, state.past[number] if state.past else None)
+            past.append(kept)
+        if self.middle is not None:
+            x = np.maximum(np.maximum(x, 0) @ self.middle[0] + self.middle[1], 0)
+        logits = normed(x) @ self.leave[0] + self.leave[1]
+        log_survival = -np.logaddexp(0, -logits)
+        if self.acceptance:
+            log_survival = log_survival.cumsum(-1) + state.log_survival[:, None]
+        new_state = QuickState(state.base, state.places + new, sums[:, -1], log_survival[:, -1], tuple(past))
+        return logits, np.exp(log_survival), new_state
+
+    def _block(
+        self, x: Array, block: list[Array], past: tuple[Array, Array] | None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        qkv, out, up, up_bias, down, down_bias = block
+        rows, new, width = x.shape
+        heads = self.heads
+        q, k, v = (normed(x) @ qkv).reshape(rows, new, 3, heads, width // heads).transpose(2, 0, 3, 1, 4)
+        if past is not None:
+            k, v = np.concatenate([past[0], k], 2), np.concatenate([past[1], v], 2)
+        scores = q @ k.swapaxes(-1, -2)
+        if new > 1:
+            scores += causal(new, k.shape[2])
+        law = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = law @ v / law.sum(-1, keepdims=True)
+        x = x + mixed.swapaxes(1, 2).reshape(rows, new, width) @ out
+        return x + np.maximum(normed(x) @ up + up_bias, 0) @ down + down_bias, (k, v)
+
+
+@cache
+def causal(new: int, size: int) -> Array:
+    """[new, size] what hides later tokens from the last `new` of `size`."""
+    return np.triu(np.full((new, size), -np.inf, np.float32), size - new + 1)
+
+
+def quick(layer: PreVerifier) -> QuickPreVerifier:
+    """The layer's quick form, made once."""
+    made = getattr(layer, "_quick", None)
+    if made is None:
+        made = layer._quick = QuickPreVerifier(layer)  # type: ignore[assignment]
+    return made
+
+
+def normed(x: Array) -> Array:
+    """RMSNorm without a gain."""
+    return x / np.sqrt(np.einsum("...i,...i->...", x, x)[..., None] / x.shape[-1] + EPS)
