@@ -22,7 +22,7 @@ from forerun.loading import load_pre_verifier
 from forerun.methods import Pacer, SpecDec, method
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig, log_q_of
+from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.nn.quick import Array, QuickPreVerifier
 from forerun.sampling import Sampler
 from forerun.train.pre_verifier import auc, loss_of
@@ -81,12 +81,6 @@ def test_rows_go_their_own_ways() -> None:
     torch.testing.assert_close(said, whole[[2, 0], 4:])
 
 
-def test_log_probabilities_of_cut_laws() -> None:
-    scores = torch.tensor([[2.0, 1.0, -torch.inf, 0.0], [0.0, -torch.inf, -torch.inf, -torch.inf], [0, 0, -99.0, 0]])
-    found = log_q_of(scores, torch.tensor([1, 0, 2]))
-    assert found.tolist() == [float(scores[0].log_softmax(-1)[1]), 0.0, -12.0]
-
-
 @pytest.mark.parametrize("kind", ["survival", "acceptance"])
 @pytest.mark.parametrize("layers", [0, 2])
 def test_the_quick_layer_says_the_same(layers: int, kind: str) -> None:
@@ -103,7 +97,7 @@ def test_the_quick_layer_says_the_same(layers: int, kind: str) -> None:
         part = {name: value[:, first:last] for name, value in given.items()}
         with torch.no_grad():
             logits, survival, plain = layer.step(plain, **part)
-        said, alive, fast = quick.step(fast, **part | {"echoes": part["echoes"].tolist()})
+        said, alive, fast = quick.step(fast, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
         torch.testing.assert_close(torch.from_numpy(said), logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(torch.from_numpy(alive), survival, rtol=1e-4, atol=1e-5)
         rows = [2, 0, 1]

@@ -7,6 +7,7 @@ what the layer sees (forerun/nn/pre_verifier.py), are ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import log
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from forerun.decode import Generation
 from forerun.draft import Draft
 from forerun.lengths import LengthPolicy, Look
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import USUAL, PreVerifier, log_q_of
+from forerun.nn.pre_verifier import LEAST, USUAL, PreVerifier, chances_of
 from forerun.nn.quick import Array, QuickState, quick
 from forerun.sampling import Verdict
 
@@ -135,9 +136,10 @@ class PacerStop(LengthPolicy):
         def gathered(parts: list[Tensor]) -> Tensor:
             return torch.stack([part if at is None else part[at] for part, at in zip(parts, picks, strict=True)], 1)
 
+        chances = chances_of(gathered([each.scores for each in looks]), ids).tolist()
         _, survival, self.state = self.layer.step(
             self.state,
-            log_q_of(gathered([each.scores for each in looks]), ids),
+            [[log(max(chance, LEAST)) for chance in row] for row in chances],
             [self._echo(row, drafted, new) for row, drafted in zip(rows, look.tokens, strict=True)]
             if self.echoing
             else None,

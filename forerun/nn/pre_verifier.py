@@ -18,8 +18,9 @@ from forerun.nn.echo import SIZES
 
 INPUTS = ("confidence", "echoes", "history", "hidden", "token", "target")
 KINDS = ("survival", "acceptance")
-CONFIDENCE, HISTORY = 2, 3
-LEAST = -12.0  # a log-probability
+CONFIDENCE, ECHOES, HISTORY = 3, 3 * len(SIZES), 3
+COUNTED = 4.0  # echoes of a kind, at most
+LEAST = 6e-6  # a token's probability, as it is told to the layer
 TRACES = 512
 USUAL = 4.0  # the length of a run of accepted tokens that was not seen
 
@@ -29,7 +30,7 @@ class PreVerifierConfig(PreTrainedConfig):
 
     Attributes:
         draft_size, target_size: width of the two models' LM-head inputs; token_size that of the draft's embeddings.
-        width, layers, heads: of the layer itself; 0 layers leave a perceptron that sees one token at a time.
+        width, layers, heads: of the layer itself; 0 layers leave a perceptron with one hidden layer more.
         depth: places in a draft that are told apart; later ones count as the last.
         inputs: which of INPUTS it sees.
         kind: "survival": it says itself whether the target is still there at a token. "acceptance": whether the target
@@ -50,8 +51,8 @@ class PreVerifierConfig(PreTrainedConfig):
         draft_size: int = 64,
         token_size: int = 64,
         target_size: int = 64,
-        width: int = 16,
-        layers: int = 1,
+        width: int = 32,
+        layers: int = 0,
         heads: int = 4,
         depth: int = 32,
         inputs: Sequence[str] = ("confidence", "echoes", "history"),
@@ -68,9 +69,9 @@ class PreVerifierConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-def log_q_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """[..] log-probabilities of tokens [..] under processed scores [.., V], at least LEAST."""
-    return scores.softmax(-1).gather(-1, tokens[..., None])[..., 0].log().clamp(min=LEAST)
+def chances_of(scores: Tensor, tokens: Tensor) -> Tensor:
+    """[..] probabilities of tokens [..] under processed scores [.., V]."""
+    return scores.softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
 
 class State(NamedTuple):
@@ -79,13 +80,16 @@ class State(NamedTuple):
     base: Tensor  # [N, width] what does not change along a draft
     places: int  # tokens so far
     log_q: Tensor  # [N] sum of their log-probabilities
+    least: Tensor  # [N] the smallest of these
+    counts: Tensor  # [N, 2, E] how many of them broke an echo, and how many had none to follow
     log_survival: Tensor  # [N] of the last of them; for the kind "acceptance"
     past: tuple[tuple[Tensor, Tensor], ...]  # keys and values [N, H, places, width / H] of each block
 
     def select(self, rows: Tensor) -> State:
         """Only these drafts."""
         past = tuple((keys[rows], values[rows]) for keys, values in self.past)
-        return State(self.base[rows], self.places, self.log_q[rows], self.log_survival[rows], past)
+        running = self.log_q[rows], self.least[rows], self.counts[rows], self.log_survival[rows]
+        return State(self.base[rows], self.places, *running, past)
 
 
 class PreVerifier(PreTrainedModel):
@@ -107,7 +111,7 @@ class PreVerifier(PreTrainedModel):
             "hidden": config.draft_size,
             "token": config.token_size,
             "confidence": CONFIDENCE,
-            "echoes": len(SIZES),
+            "echoes": ECHOES,
             "target": config.target_size,
             "history": HISTORY,
         }
@@ -143,7 +147,7 @@ class PreVerifier(PreTrainedModel):
             assert target is not None
             base = base + self.enter["target"](normed(target))
         zeros = torch.zeros(len(history), device=history.device)
-        return State(base, 0, zeros, zeros, ())
+        return State(base, 0, zeros, zeros, zeros.new_zeros(len(zeros), 2, len(SIZES)), zeros, ())
 
     def step(
         self, state: State, log_q: Tensor, echoes: Tensor | None, hidden: Tensor | None, embedded: Tensor | None
@@ -152,21 +156,27 @@ class PreVerifier(PreTrainedModel):
         [N, b] that follows; and the new state.
 
         Args:
-            log_q: [N, b] of `log_q_of`.
+            log_q: [N, b] logs of `chances_of`, those of LEAST at the least.
             echoes: [N, b, E] of `forerun.nn.echo`.
             hidden: [N, b, d] the draft's LM-head inputs that gave the tokens.
             embedded: [N, b, e] the tokens' embeddings.
         """
         log_q = log_q.float()
         sums = log_q.cumsum(-1) + state.log_q[:, None]
+        least = torch.minimum(log_q.cummin(-1).values, state.least[:, None])
+        counts = state.counts
         new, last = log_q.shape[1], self.config.depth - 1
         places = [min(at, last) for at in range(state.places, state.places + new)]
         x = self.place[places] + state.base[:, None]
         if "confidence" in self.enter:
-            x = x + self.enter["confidence"](torch.stack([log_q, sums.clamp(min=-20.0) / 2], -1))
+            x = x + self.enter["confidence"](torch.stack([log_q, sums.clamp(min=-20.0) / 2, least], -1))
         if "echoes" in self.enter:
             assert echoes is not None
-            x = x + self.enter["echoes"](echoes.float())
+            echoes = echoes.float()
+            running = torch.stack([echoes < 0, echoes == 0], 2).float().cumsum(1) + counts[:, None]  # [N, b, 2, E]
+            counts = running[:, -1]
+            told = torch.cat([echoes[:, :, None], running.clamp(max=COUNTED)], 2)
+            x = x + self.enter["echoes"](told.flatten(2))
         if "hidden" in self.enter:
             assert hidden is not None
             x = x + self.enter["hidden"](normed(hidden))
@@ -179,11 +189,13 @@ class PreVerifier(PreTrainedModel):
             past.append(kept)
         if self.middle is not None:
             x = functional.relu(self.middle(functional.relu(x)))
-        logits = self.leave(normed(x))[..., 0]
+        logits = self.leave(x if self.middle is not None else normed(x))[..., 0]
         log_survival = functional.logsigmoid(logits)
         if self.config.kind == "acceptance":
             log_survival = log_survival.cumsum(-1) + state.log_survival[:, None]
-        new_state = State(state.base, state.places + new, sums[:, -1], log_survival[:, -1], tuple(past))
+        new_state = State(
+            state.base, state.places + new, sums[:, -1], least[:, -1], counts, log_survival[:, -1], tuple(past)
+        )
         return logits, log_survival.exp(), new_state
 
 

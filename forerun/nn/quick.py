@@ -12,25 +12,28 @@ import numpy as np
 from torch import Tensor
 
 from forerun.nn.echo import SIZES
-from forerun.nn.pre_verifier import CONFIDENCE, PreVerifier
+from forerun.nn.pre_verifier import CONFIDENCE, COUNTED, ECHOES, PreVerifier
 
 Array = np.ndarray
-OWN = {"confidence": CONFIDENCE, "echoes": len(SIZES)}
+OWN = {"confidence": CONFIDENCE, "echoes": ECHOES}
 EPS = float(np.finfo(np.float32).eps)
 
 
 class QuickState(NamedTuple):
-    """As `State`, in arrays."""
+    """As `State`; what runs along a draft is a list a row: the sum and the least of the log-probabilities, then the
+    counts of broken and of missing echoes."""
 
     base: Array
     places: int
-    log_q: Array
+    running: list[list[float]]
     log_survival: Array
     past: tuple[tuple[Array, Array], ...]
 
     def select(self, rows: list[int]) -> QuickState:
         past = tuple((keys[rows], values[rows]) for keys, values in self.past)
-        return QuickState(self.base[rows], self.places, self.log_q[rows], self.log_survival[rows], past)
+        return QuickState(
+            self.base[rows], self.places, [self.running[row] for row in rows], self.log_survival[rows], past
+        )
 
 
 class QuickPreVerifier:
@@ -69,30 +72,25 @@ class QuickPreVerifier:
         if "target" in self.enter:
             assert target is not None
             base = base + normed(target.float().cpu().numpy()) @ self.enter["target"]
-        zeros = np.zeros(len(history), np.float32)
-        return QuickState(base, 0, zeros, zeros, ())
+        running = [[0.0] * (2 + 2 * len(SIZES)) for _ in history]
+        return QuickState(base, 0, running, np.zeros(len(history), np.float32), ())
 
     def step(
         self,
         state: QuickState,
-        log_q: Tensor,
+        log_q: list[list[float]],
         echoes: list[list[tuple[int, ...]]] | None,
         hidden: Tensor | None,
         embedded: Tensor | None,
     ) -> tuple[Array, Array, QuickState]:
-        chosen = log_q.cpu().numpy()
-        sums = chosen.cumsum(-1) + state.log_q[:, None]
-        new, last = chosen.shape[1], len(self.place) - 1
+        new, last = len(log_q[0]), len(self.place) - 1
+        heard = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
+        told = [_told(*row) for row in zip(log_q, state.running, heard, strict=True)]
         if state.places + new <= last:
             place = self.place[state.places : state.places + new]
         else:
             place = self.place[[min(at, last) for at in range(state.places, state.places + new)]]
-        own = np.zeros((*chosen.shape, len(self.own)), np.float32)
-        own[..., 0] = chosen
-        own[..., 1] = np.maximum(sums, -20.0) / 2
-        if echoes is not None:
-            own[..., 2:] = echoes
-        x = own @ self.own
+        x = np.array([features for features, _ in told], np.float32) @ self.own
         x += place
         x += state.base[:, None]
         if "hidden" in self.enter:
@@ -105,13 +103,13 @@ class QuickPreVerifier:
         for number, block in enumerate(self.blocks):
             x, kept = self._block(x, block, state.past[number] if state.past else None)
             past.append(kept)
-        if self.middle is not None:
-            x = np.maximum(np.maximum(x, 0) @ self.middle[0] + self.middle[1], 0)
-        logits = normed(x) @ self.leave[0] + self.leave[1]
+        x = normed(x) if self.middle is None else np.maximum(np.maximum(x, 0) @ self.middle[0] + self.middle[1], 0)
+        logits = x @ self.leave[0] + self.leave[1]
         log_survival = -np.logaddexp(0, -logits)
         if self.acceptance:
             log_survival = log_survival.cumsum(-1) + state.log_survival[:, None]
-        new_state = QuickState(state.base, state.places + new, sums[:, -1], log_survival[:, -1], tuple(past))
+        running = [run for _, run in told]
+        new_state = QuickState(state.base, state.places + new, running, log_survival[:, -1], tuple(past))
         return logits, np.exp(log_survival), new_state
 
     def _block(
@@ -130,6 +128,26 @@ class QuickPreVerifier:
         mixed = law @ v / law.sum(-1, keepdims=True)
         x = x + mixed.swapaxes(1, 2).reshape(rows, new, width) @ out
         return x + np.maximum(normed(x) @ up + up_bias, 0) @ down + down_bias, (k, v)
+
+
+def _told(
+    log_q: list[float], running: list[float], echoes: list[tuple[int, ...]]
+) -> tuple[list[list[float]], list[float]]:
+    """The features [b, CONFIDENCE + ECHOES] of one row's tokens, and what runs on behind them."""
+    total, least, *counts = running
+    size = len(SIZES)
+    features = []
+    for at, value in enumerate(log_q):
+        total += value
+        least = min(least, value)
+        for i, echo in enumerate(echoes[at]):
+            if echo < 0:
+                counts[i] += 1
+            elif echo == 0:
+                counts[size + i] += 1
+        capped = counts if max(counts) <= COUNTED else [min(count, COUNTED) for count in counts]
+        features.append([value, max(total, -20.0) / 2, least, *echoes[at], *capped])
+    return features, [total, least, *counts]
 
 
 @cache

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import USUAL, log_q_of
+from forerun.nn.pre_verifier import LEAST, USUAL, chances_of
 from forerun.sampling import Sampler
 
 
@@ -93,7 +93,7 @@ def roll_out(
         tokens.append(chosen)
         accept.append(accepted)
         states.append(hidden)
-        log_q.append(log_q_of(scores, chosen))
+        log_q.append(chances_of(scores, chosen).clamp(min=LEAST).log())
         if step + 1 < depth:
             logits, hidden = follows.extend(chosen)
             if not sampler.greedy:
