@@ -119,7 +119,11 @@ class Decoder:
         self.tokenizer, self.guard = tokenizer, guard
         self._paces: dict[tuple[Method, bool], Pace] = {}  # drawing costs and accepts otherwise than greedy decoding
         self.truth = Truth()  # stays empty unless the method is an oracle
-        self.method = method if method is not None else methods.method(methods.default_method(draft is not None))
+        self.method = (
+            method
+            if method is not None
+            else methods.method(methods.default_method(draft is not None, pre_verifier is not None))
+        )
         self.sampling_method = sampling_method
         self.costs: Costs | None = None  # measured when a method first asks for them
         for each in (self.method, sampling_method):
@@ -396,7 +400,8 @@ def load(
         draft: likewise; with the embedded target its own draft is the default.
         method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
-            decoding and for sampling. Else "sd" with a draft and "lookup" without. Models that are given as objects,
+            decoding and for sampling. Else "pacer" with a draft and its pre-verifier, "sd" with a draft, and "lookup"
+            without. Models that are given as objects,
             `device_map` and fast=False have no such profiles.
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
@@ -419,7 +424,8 @@ def load(
     """
     if draft is None and isinstance(target, str) and target == EMBEDDED:
         draft = EMBEDDED
-    chosen = methods.method(method or methods.default_method(draft is not None), **options)
+    layered = pre_verifier is not None or target == draft == EMBEDDED
+    chosen = methods.method(method or methods.default_method(draft is not None, layered, options), **options)
     if chosen.needs_draft and draft is None:
         raise ValueError(_NO_DRAFT.format(chosen.name))
     unnamed = method is None and not options

@@ -5,6 +5,7 @@ Importing this needs no torch, so that the command line can refuse a bad setting
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -341,6 +342,8 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
         raise ValueError(f"{name}.{key} must be of type {kind}, not {value!r}") from None
 
 
-def default_method(has_draft: bool) -> str:
-    """The method of who names none."""
+def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
+    """The method of who names none; settings that only `sd` knows mean that."""
+    if has_draft and has_layer and {*options} <= {field.name for field in fields(Pacer)}:
+        return Pacer.name
     return "sd" if has_draft else "lookup"

@@ -39,7 +39,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
     """Decode held-out standard-library code twice, plainly and faster, and compare."""
-    settings = parse_method(method or default_method(True), gamma)
+    settings = parse_method(method or default_method(True, True, ["gamma"] * (gamma is not None)), gamma)
     is_named = method is not None or gamma is not None
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=0)
     quiet(threads)

@@ -67,6 +67,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
+    pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")] = None,
     guard: GuardOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -81,7 +82,10 @@ def generate(
     ] = None,
 ) -> None:
     """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, red corrected."""
-    settings = parse_method(method or default_method(bool(draft) or target == EMBEDDED), gamma, method_arg)
+    layered = pre_verifier is not None or (target == EMBEDDED and draft in (None, EMBEDDED))
+    given = [*["gamma"] * (gamma is not None), *(each.partition("=")[0] for each in method_arg or [])]
+    unnamed = default_method(bool(draft) or target == EMBEDDED, layered, given)
+    settings = parse_method(method or unnamed, gamma, method_arg)
     is_named = method is not None or gamma is not None or bool(method_arg)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -118,6 +122,7 @@ def generate(
         device_map=device_map,
         trust_remote_code=trust_remote_code,
         guard=guard,
+        pre_verifier=pre_verifier,
     )
     if as_json:
         result = decoder.generate(text, params)
