@@ -117,7 +117,7 @@ class Pacer(_Drafting):
     below `threshold * rho ** k`; with a threshold of None ("auto"), where the next block is not worth its time.
     """
 
-    block: int = 2
+    block: int = 4
     threshold: float | None = None
     rho: float = 1.0
     score: str = "last"
