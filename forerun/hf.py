@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -32,7 +33,9 @@ from forerun.decode import Generation, Step
 from forerun.loading import encode
 from forerun.methods import Method
 from forerun.metrics import Stats, summarise
+from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import is_untouched
+from forerun.runtime.costs import measure_costs
 from forerun.sampling import Sampler
 
 _KEPT = "_forerun_kept"  # the attribute of a target that its decoder is kept in
@@ -51,6 +54,7 @@ def custom_generate(
     token_streamer: BaseStreamer | None = None,
     stats: list[Stats] | None = None,
     guard: bool | None = None,
+    pre_verifier: str | Path | PreVerifier | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """`model.generate(..., custom_generate=forerun.custom_generate)` calls this and passes on what is described below.
@@ -61,10 +65,13 @@ def custom_generate(
 
     Args:
         draft: a smaller model with the same vocabulary.
-        method: a name from `forerun.methods.METHODS` or its dataclass. Default: "sd" with a draft, else "lookup".
+        method: a name from `forerun.methods.METHODS` or its dataclass. Default: "pacer" with a draft and
+            its pre-verifier, "sd" with a draft, else "lookup".
         token_streamer: is given the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
         guard: as in `forerun.load`. Default: for greedy decoding, as torch's seed is to say what is drawn.
+        pre_verifier: the trained layer of "pacer" or "specdec++", a folder (read in every call) or the layer. Costs
+            that a method asks for are measured in the first call, and kept as the models are.
 
     Returns:
         ids [B * num_return_sequences, longest], padded on the right, or GenerateDecoderOnlyOutput with them alone.
@@ -79,7 +86,7 @@ def custom_generate(
     padding = _padding(input_ids, model_kwargs)
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
-    decoder = _decoder(model, draft, method)
+    decoder = _decoder(model, draft, method, pre_verifier)
     decoder.guard = guard
     prompts = [row[count:] for row, count in zip(input_ids.tolist(), padding, strict=True)]
     context = decoder.target.context
@@ -186,8 +193,13 @@ class _Kept:
         return type(None), ()
 
 
-def _decoder(model: PreTrainedModel, draft: PreTrainedModel | None, method: str | Method | None) -> Decoder:
-    """The decoder kept on the model, where it still fits, or a new one.
+def _decoder(
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    method: str | Method | None,
+    pre_verifier: str | Path | PreVerifier | None,
+) -> Decoder:
+    """A decoder of what is kept on the model, where that still fits, or of what is prepared now.
 
     On the model, so that it goes with it: a weak dictionary would hold a target by its own decoder.
     """
@@ -196,14 +208,21 @@ def _decoder(model: PreTrainedModel, draft: PreTrainedModel | None, method: str 
     for part in (model, draft):
         if part is not None and part.training:
             raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
-    chosen = methods.method(method or methods.default_method(draft is not None))
+    chosen = methods.method(method or methods.default_method(draft is not None, pre_verifier is not None))
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):
         kept = vars(model)[_KEPT] = None  # two copies of the weights are enough
-        kept = vars(model)[_KEPT] = _Kept(Decoder(model, None, needed, chosen), model, needed)
+        prepared = Decoder(model, None, needed, chosen, pre_verifier=pre_verifier)
+        kept = vars(model)[_KEPT] = _Kept(prepared, model, needed)
     decoder = copy.copy(kept.decoder)
-    decoder.method = chosen
+    decoder.method, decoder.pre_verifier = chosen, None
+    if getattr(chosen, "layer", None) is not None:
+        decoder.pre_verifier = Decoder(
+            decoder.target, None, decoder.draft, chosen, pre_verifier=pre_verifier
+        ).pre_verifier
+    if getattr(chosen, "needs_costs", False) and decoder.costs is None:
+        decoder.costs = kept.decoder.costs = measure_costs(decoder.target, decoder.draft)
     return decoder
 
 

@@ -113,11 +113,13 @@ class Lookup:
 class Pacer(_Drafting):
     """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
 
+    A block of None ("auto") is the size that costs speak for; 4 where a threshold is given.
+
     Behind the k-th block (from 0) it stops where the `score` of its tokens' survival, their last, mean or min, is
     below `threshold * rho ** k`; with a threshold of None ("auto"), where the next block is not worth its time.
     """
 
-    block: int = 4
+    block: int | None = None
     threshold: float | None = None
     rho: float = 1.0
     score: str = "last"
@@ -126,7 +128,8 @@ class Pacer(_Drafting):
     layer: ClassVar[str] = "pre-verifier"  # the trained layer of the embedded pair
 
     def __post_init__(self) -> None:
-        _at_least("block", self.block, 1)
+        if self.block is not None:
+            _at_least("block", self.block, 1)
         if self.threshold is not None:
             _between("threshold", self.threshold, 0, 1)
         _between("rho", self.rho, 0, 10)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import TableLM, joint_law, noisy_copy, p_value, random_table, tiny
+from toys import COSTS, LAYERS, TableLM, joint_law, noisy_copy, p_value, random_layer, random_table, tiny
 
 from forerun import Decoder
 from forerun.costs import Costs
@@ -17,24 +17,21 @@ from forerun.decode import Generation, decode
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
 from forerun.lengths import Look
-from forerun.lengths.pacer import SCORES, PacerStop, best_threshold
+from forerun.lengths.pacer import BLOCKS, SCORES, PacerStop, best_threshold
 from forerun.loading import load_pre_verifier
 from forerun.methods import Pacer, SpecDec, method
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
+from forerun.nn.pre_verifier import INPUTS
 from forerun.nn.quick import Array, QuickPreVerifier
 from forerun.sampling import Sampler
 from forerun.train.pre_verifier import auc, loss_of
 from forerun.train.rollout import history, roll_out
 
-COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1)
 
-
-def make_layer(seed: int = 0, **settings) -> PreVerifier:
-    torch.manual_seed(seed)
-    sizes = {"draft_size": 32, "token_size": 32, "target_size": 32} | settings
-    return PreVerifier(PreVerifierConfig(**sizes)).eval()
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 def inputs(rows: int, depth: int, seed: int = 0) -> dict[str, Tensor]:
@@ -54,7 +51,7 @@ def inputs(rows: int, depth: int, seed: int = 0) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["survival", "acceptance"])
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
-    layer = make_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
+    layer = random_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
     given, target, runs = inputs(3, 10), torch.randn(3, 32), torch.rand(3, 3) * 9
     with torch.no_grad():
         logits, survival, _ = layer.step(layer.begin(target, runs), **given)
@@ -70,7 +67,7 @@ def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
 
 
 def test_rows_go_their_own_ways() -> None:
-    layer = make_layer(inputs=INPUTS)
+    layer = random_layer(inputs=INPUTS)
     given, target, runs = inputs(3, 6), torch.randn(3, 32), torch.rand(3, 3)
     with torch.no_grad():
         whole, _, _ = layer.step(layer.begin(target, runs), **given)
@@ -84,7 +81,7 @@ def test_rows_go_their_own_ways() -> None:
 @pytest.mark.parametrize("kind", ["survival", "acceptance"])
 @pytest.mark.parametrize("layers", [0, 2])
 def test_the_quick_layer_says_the_same(layers: int, kind: str) -> None:
-    layer = make_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
+    layer = random_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
     with torch.no_grad():
         layer.place.normal_()
         for name, weight in layer.named_parameters():
@@ -97,9 +94,9 @@ def test_the_quick_layer_says_the_same(layers: int, kind: str) -> None:
         part = {name: value[:, first:last] for name, value in given.items()}
         with torch.no_grad():
             logits, survival, plain = layer.step(plain, **part)
-        said, alive, fast = quick.step(fast, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
-        torch.testing.assert_close(torch.from_numpy(said), logits, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(torch.from_numpy(alive), survival, rtol=1e-4, atol=1e-5)
+        said, fast = quick.step(fast, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
+        expected = survival if kind == "acceptance" else logits
+        torch.testing.assert_close(torch.from_numpy(said), expected, rtol=1e-4, atol=1e-5)
         rows = [2, 0, 1]
         plain, fast = plain.select(torch.tensor(rows)), fast.select(rows)
         given = {name: value[rows] for name, value in given.items()}
@@ -187,19 +184,16 @@ def test_loss_by_hand() -> None:
     logits, accept = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 1.0]])
     right, wrong = (-logits.sigmoid().log(), -(1 - logits.sigmoid()).log())
     survival = (right[0, 0] + 3 * wrong[0, 1] + 3 * wrong[0, 2]) / 3  # behind a rejection nothing survives
-    torch.testing.assert_close(loss_of(make_layer(), logits, accept, 3.0), survival)
+    torch.testing.assert_close(loss_of(random_layer(), logits, accept, 3.0), survival)
     acceptance = (right[0, 0] + 3 * wrong[0, 1]) / 2
-    torch.testing.assert_close(loss_of(make_layer(kind="acceptance"), logits, accept, 3.0), acceptance)
+    torch.testing.assert_close(loss_of(random_layer(kind="acceptance"), logits, accept, 3.0), acceptance)
 
 
-def stop(rule: str, block: int, seed: int = 0, most: int = 9, **settings) -> PacerStop:
-    layer = make_layer(seed, draft_size=4, token_size=4, **settings)
-    traces = torch.rand(512, 32, generator=torch.Generator().manual_seed(0)) ** 0.1
-    layer.greedy_traces.copy_(255 * traces.cumprod(-1))
-    layer.drawn_traces.copy_(255 * traces.cumprod(-1))
+def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings) -> PacerStop:
+    layer = random_layer(seed=seed, draft_size=4, token_size=4, **settings)
     embeddings = torch.nn.Embedding(4, 4)
     if rule == "auto":
-        return PacerStop(layer, embeddings, block, most, costs=COSTS)
+        return PacerStop(layer, embeddings, block, most, rho=1.05, costs=COSTS)
     return PacerStop(layer, embeddings, block, most, 0.45, 1.05, rule)
 
 
@@ -253,14 +247,14 @@ def test_it_stops_where_the_layer_says() -> None:
     """Every stop recomputed from the whole draft at once, on real models, with every input."""
     target = tiny("llama")
     draft = CausalLM(noisy_copy(target, 0.03))
-    layer = make_layer(4, inputs=INPUTS)
+    layer = random_layer(seed=4, inputs=INPUTS)
     asked: list[tuple[int, list[float]]] = []
 
     class Watching(PacerStop):
         def _ask(self, look: Look) -> Array:
-            survival = super()._ask(look)
-            asked.append((look.depth, survival[0].tolist()))
-            return survival
+            said = super()._ask(look)
+            asked.append((look.depth, (1 / (1 + np.exp(-said[0]))).tolist()))
+            return said
 
     policy = Watching(layer, draft.model.get_input_embeddings(), 3, 12, 0.48)
     seq = Generation([5, 6, 7], 103)
@@ -297,12 +291,25 @@ def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
                 if value < threshold * rho ** (done // block - 1):
                     break
             tokens += 1 + said[:done].sum()
-            spent += done * COSTS.drafting(rows) + COSTS.verify(rows * (done + 1)) + COSTS.policy * done // block
+            spent += done * COSTS.drafting(rows) + COSTS.verify(rows * (done + 1)) + COSTS.policy * (done // block)
         return tokens / spent
 
-    found = best_threshold(traces, block, rho, SCORES[score], COSTS, rows)
+    found, tokens_per_ms = best_threshold(traces, block, rho, SCORES[score], COSTS, rows)
     assert rate(found) >= max(rate(threshold) for threshold in np.linspace(0.02, 0.98, 97)) * 0.99
     assert rate(found) > 1.02 * min(rate(0.02), rate(0.98))
+    assert tokens_per_ms == pytest.approx(rate(found) * rows, rel=1e-4)
+
+
+def test_the_automatic_block_is_the_best() -> None:
+    policy = stop("auto", None)
+    policy.start([Generation([1], 9)])
+    last = SCORES["last"]
+    rates = {block: best_threshold(policy.layer.traces["greedy"], block, 1.05, last, COSTS) for block in BLOCKS}
+    assert policy.block == max(rates, key=lambda block: rates[block][1])
+    assert policy.threshold == rates[policy.block][0]
+    policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
+    policy.start([Generation([1], 9)])
+    assert (policy.block, policy.threshold) == (4, 0.5)
 
 
 def test_dear_drafts_are_shorter() -> None:
@@ -310,7 +317,7 @@ def test_dear_drafts_are_shorter() -> None:
 
     dear = Costs(COSTS.target, {1: 3.0})
     free = Costs({1: 4.0}, {1: 0.0})
-    shortest, longest = (best_threshold(traces, 1, 1.0, SCORES["last"], costs) for costs in (dear, free))
+    shortest, longest = (best_threshold(traces, 1, 1.0, SCORES["last"], costs)[0] for costs in (dear, free))
     assert longest < 0.1 < 0.8 < shortest
 
 
@@ -319,7 +326,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM, C
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
     folder = tmp_path_factory.mktemp("layer")
-    layer = make_layer(target=CausalLM(target).fingerprint, draft=CausalLM(draft).fingerprint)
+    layer = random_layer(target, draft)
     layer.config.recipe = {"target": "T", "draft": "D"}
     layer.save_pretrained(folder)
     return folder, CausalLM(target), CausalLM(draft)
@@ -328,7 +335,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM, C
 def test_files_come_back(trained: tuple[Path, CausalLM, CausalLM]) -> None:
     folder, target, draft = trained
     loaded = load_pre_verifier(folder, target, draft)
-    for name, value in make_layer().state_dict().items():
+    for name, value in random_layer().state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
     other_type = CausalLM(noisy_copy(target.model, 0).to(torch.bfloat16))
@@ -373,12 +380,7 @@ def test_each_mistake_has_its_own_message(trained: tuple[Path, CausalLM, CausalL
 def test_equality_on_real_models(architecture: str, method: Pacer | SpecDec) -> None:
     target = tiny(architecture)
     draft = noisy_copy(target, 0.03)
-    layer = make_layer(
-        inputs=("hidden",) if isinstance(method, SpecDec) else INPUTS,
-        kind="acceptance" if isinstance(method, SpecDec) else "survival",
-        target=CausalLM(target).fingerprint,
-        draft=CausalLM(draft).fingerprint,
-    )
+    layer = random_layer(target, draft, **LAYERS[method.name])
     prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
     plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
     decoder = Decoder(target, None, draft, method, guard=False, pre_verifier=layer)

@@ -13,7 +13,10 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
+from forerun.costs import Costs
 from forerun.draft import Draft
+from forerun.model import fingerprint
+from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.zoo.tokenizer import train_tokenizer
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
@@ -125,6 +128,29 @@ def noisy_copy(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTraine
         for weight in noisy.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator) * scale)
     return noisy
+
+
+COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1)
+LAYERS: dict[str, dict[str, Any]] = {  # settings of the layer that a method needs
+    "pacer": {"inputs": INPUTS},
+    "specdec++": {"inputs": ("hidden",), "kind": "acceptance"},
+}
+
+
+def random_layer(
+    target: PreTrainedModel | None = None, draft: PreTrainedModel | None = None, seed: int = 0, **settings: Any
+) -> PreVerifier:
+    """An untrained pre-verifier for these models, or for whatever has their widths; of all inputs it sees the usual."""
+    sizes: dict[str, Any] = {"draft_size": 32, "token_size": 32, "target_size": 32}
+    for part, model in (("target", target), ("draft", draft)):
+        if model is not None:
+            sizes |= {part: fingerprint(model), f"{part}_size": model.config.hidden_size}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layer = PreVerifier(PreVerifierConfig(**sizes | settings)).eval()
+        for traces in layer.buffers():  # [N, G], survival in 255ths
+            traces.copy_(255 * torch.rand(traces.shape).pow(0.1).cumprod(-1))
+    return layer
 
 
 @cache

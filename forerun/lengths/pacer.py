@@ -7,7 +7,7 @@ what the layer sees (forerun/nn/pre_verifier.py), are ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import log
+from math import inf, log
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from forerun.nn.pre_verifier import LEAST, USUAL, PreVerifier, chances_of
 from forerun.nn.quick import Array, QuickState, quick
 from forerun.sampling import Verdict
 
+BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 SCORES: dict[str, Callable[[Array], Array]] = {
     "last": lambda blocks: blocks[..., -1],
     "mean": lambda blocks: blocks.mean(-1),
@@ -31,21 +32,22 @@ SCORES: dict[str, Callable[[Array], Array]] = {
 
 def best_threshold(
     traces: Array, block: int, rho: float, score: Callable[[Array], Array], costs: Costs, rows: int = 1
-) -> float:
-    """The threshold under which decoding is fastest, by a table of costs.
+) -> tuple[float, float]:
+    """The threshold under which decoding is fastest by a table of costs, and its tokens per ms.
 
     `traces` [N, G] are a calibrated layer's survival of the tokens of drafts. A draft that stops behind n of them is
     worth 1 + the sum of their survival tokens, and takes n draft forwards, n / block calls of the layer and a forward
     of the target on n + 1 tokens: the threshold with the largest ratio of the sums over all drafts is the solution of
     the stopping problem among rules of this form.
     """
+    block = min(block, traces.shape[1])
     blocks = traces.shape[1] // block
     scores = score(traces[:, : blocks * block].reshape(len(traces), blocks, block))
     tokens = 1 + traces.cumsum(-1)[:, block - 1 :: block][:, :blocks]
     ends = block * np.arange(1, blocks + 1)
     prices = np.array([end * costs.drafting(rows) + costs.verify(rows * (end + 1)) for end in ends])
     prices = (prices + costs.policy * np.arange(1, blocks + 1)) / rows
-    best, found = -1.0, 0.5
+    best, found = 0.0, 0.5
     for threshold in np.linspace(0.02, 0.98, 49):
         stops = scores < threshold * rho ** np.arange(blocks)
         stops[:, -1] = True
@@ -53,7 +55,7 @@ def best_threshold(
         rate = float(tokens[np.arange(len(at)), at].sum() / prices[at].sum())
         if rate > best:
             best, found = rate, float(threshold)
-    return found
+    return found, best
 
 
 class PacerStop(LengthPolicy):
@@ -61,14 +63,15 @@ class PacerStop(LengthPolicy):
     tokens' survival is below `threshold * rho ** k`.
 
     Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or drawn, by the
-    table of costs and the number of rows (`best_threshold`). No clock is read.
+    table of costs and the number of rows (`best_threshold`), and without a block as well the best of BLOCKS. No clock
+    is read.
     """
 
     def __init__(
         self,
         layer: PreVerifier,
         embeddings: nn.Module,
-        block: int,
+        block: int | None,
         most: int,
         threshold: float | None = None,
         rho: float = 1.0,
@@ -77,7 +80,8 @@ class PacerStop(LengthPolicy):
     ) -> None:
         assert threshold is not None or costs is not None
         self.layer = quick(layer)
-        self.embeddings, self.block, self.most = embeddings, block, most
+        self.embeddings, self.most = embeddings, most
+        self.blocks = BLOCKS if block is None and threshold is None else (block or BLOCK,)
         self.fixed, self.rho, self.score, self.costs = threshold, rho, score, costs
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
@@ -95,32 +99,40 @@ class PacerStop(LengthPolicy):
 
     def _set_threshold(self) -> None:
         if self.fixed is not None:
-            self.threshold = self.fixed
+            self.block, self.threshold = self.blocks[0], self.fixed
             return
         assert self.costs is not None
-        known, key = self.layer.thresholds, (self.mode, len(self.seqs), self.block, self.rho, self.score)
+        known, key = self.layer.thresholds, (self.mode, len(self.seqs), self.blocks, self.rho, self.score)
         if known.get("costs") != self.costs:
             known.clear()
             known["costs"] = self.costs
         if key not in known:
-            score = SCORES[self.score]
-            known[key] = best_threshold(
-                self.layer.traces[self.mode], self.block, self.rho, score, self.costs, len(self.seqs)
-            )
-        self.threshold = known[key]
+            traces, score = self.layer.traces[self.mode], SCORES[self.score]
+            found = {
+                block: best_threshold(traces, block, self.rho, score, self.costs, len(self.seqs))
+                for block in self.blocks
+            }
+            block = max(found, key=lambda block: found[block][1])
+            known[key] = block, found[block][0]
+        self.block, self.threshold = known[key]
 
     def more(self, look: Look) -> list[bool]:
         self.looks.append(look)
         if look.depth < self.most and look.depth % self.block:
             return [True] * len(look.rows)
-        survival = self._ask(look)
+        said = self._ask(look)
         if look.depth >= self.most:
             return [False] * len(look.rows)
-        least = self.threshold * self.rho ** (look.depth // self.block - 1)
-        return (SCORES[self.score](survival) >= least).tolist()
+        least = min(self.threshold * self.rho ** (look.depth // self.block - 1), 1.0)
+        if not self.layer.acceptance:  # what it said are logits, and their order is all that counts
+            if self.score == "mean":
+                said = 1 / (1 + np.exp(-said))
+            else:
+                least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
+        return (SCORES[self.score](said) >= least).tolist()
 
     def _ask(self, look: Look) -> Array:
-        """Survival [R, b] of the last block of the rows that have come here."""
+        """What the layer says [R, b] of the last block of the rows that have come here."""
         looks, rows = self.looks, look.rows
         self.looks = []
         if look.depth <= self.block:
@@ -137,7 +149,7 @@ class PacerStop(LengthPolicy):
             return torch.stack([part if at is None else part[at] for part, at in zip(parts, picks, strict=True)], 1)
 
         chances = chances_of(gathered([each.scores for each in looks]), ids).tolist()
-        _, survival, self.state = self.layer.step(
+        said, self.state = self.layer.step(
             self.state,
             [[log(max(chance, LEAST)) for chance in row] for row in chances],
             [self._echo(row, drafted, new) for row, drafted in zip(rows, look.tokens, strict=True)]
@@ -146,7 +158,7 @@ class PacerStop(LengthPolicy):
             gathered([each.hidden for each in looks]) if self.wants_draft else None,  # type: ignore[misc]
             self.embeddings(ids) if self.embedding else None,
         )
-        return survival
+        return said
 
     def _begin(self, rows: list[int]) -> QuickState:
         target = None

@@ -6,34 +6,36 @@ The same arithmetic as forerun/nn/pre_verifier.py and tested equal to it.
 from __future__ import annotations
 
 from functools import cache
+from math import log1p
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from forerun.nn.echo import SIZES
-from forerun.nn.pre_verifier import CONFIDENCE, COUNTED, ECHOES, PreVerifier
+from forerun.nn.pre_verifier import CONFIDENCE, COUNTED, ECHOES, HISTORY, PreVerifier
 
 Array = np.ndarray
-OWN = {"confidence": CONFIDENCE, "echoes": ECHOES}
+OWN = {"confidence": CONFIDENCE, "echoes": ECHOES, "history": HISTORY}
 EPS = float(np.finfo(np.float32).eps)
 
 
 class QuickState(NamedTuple):
-    """As `State`; what runs along a draft is a list a row: the sum and the least of the log-probabilities, then the
-    counts of broken and of missing echoes."""
+    """As `State`, with a base [N or 1, depth, width] for each place, and the history and what runs along a draft as a
+    list a row: the sum and the least of the log-probabilities, then the counts of broken and of missing echoes."""
 
     base: Array
     places: int
+    runs: list[list[float]]
     running: list[list[float]]
     log_survival: Array
     past: tuple[tuple[Array, Array], ...]
 
     def select(self, rows: list[int]) -> QuickState:
         past = tuple((keys[rows], values[rows]) for keys, values in self.past)
-        return QuickState(
-            self.base[rows], self.places, [self.running[row] for row in rows], self.log_survival[rows], past
-        )
+        base = self.base if len(self.base) == 1 else self.base[rows]
+        runs, running = ([part[row] for row in rows] for part in (self.runs, self.running))
+        return QuickState(base, self.places, runs, running, self.log_survival[rows], past)
 
 
 class QuickPreVerifier:
@@ -46,7 +48,7 @@ class QuickPreVerifier:
         self.thresholds: dict[Any, Any] = {}  # that have been worked out from the traces
         weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
         self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
-        # One product for both of the small inputs.
+        # One product for all of the small inputs.
         own = [self.enter.get(name, np.zeros((size, self.width), np.float32)) for name, size in OWN.items()]
         self.own = np.concatenate(own)
         self.place = weights["place"]
@@ -66,14 +68,13 @@ class QuickPreVerifier:
         self.traces = {name: weights[f"{name}_traces"] / 255 for name in ("greedy", "drawn")}
 
     def begin(self, target: Tensor | None, history: list[list[float]]) -> QuickState:
-        base = np.zeros((len(history), self.width), np.float32)
-        if "history" in self.enter:
-            base = base + np.log1p(np.array(history, np.float32)) @ self.enter["history"]
+        base = self.place[None]
         if "target" in self.enter:
             assert target is not None
-            base = base + normed(target.float().cpu().numpy()) @ self.enter["target"]
+            base = base + (normed(target.float().cpu().numpy()) @ self.enter["target"])[:, None]
+        runs = [[log1p(run) for run in row] for row in history]
         running = [[0.0] * (2 + 2 * len(SIZES)) for _ in history]
-        return QuickState(base, 0, running, np.zeros(len(history), np.float32), ())
+        return QuickState(base, 0, runs, running, np.zeros(len(history), np.float32), ())
 
     def step(
         self,
@@ -82,35 +83,41 @@ class QuickPreVerifier:
         echoes: list[list[tuple[int, ...]]] | None,
         hidden: Tensor | None,
         embedded: Tensor | None,
-    ) -> tuple[Array, Array, QuickState]:
+    ) -> tuple[Array, QuickState]:
+        """What the layer says [N, b] and the new state: logits of survival, or survival itself for the kind
+        "acceptance"."""
         new, last = len(log_q[0]), len(self.place) - 1
         heard = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
-        told = [_told(*row) for row in zip(log_q, state.running, heard, strict=True)]
-        if state.places + new <= last:
-            place = self.place[state.places : state.places + new]
-        else:
-            place = self.place[[min(at, last) for at in range(state.places, state.places + new)]]
+        told = [_told(*row) for row in zip(log_q, state.runs, state.running, heard, strict=True)]
         x = np.array([features for features, _ in told], np.float32) @ self.own
-        x += place
-        x += state.base[:, None]
+        if state.places + new <= last:
+            x += state.base[:, state.places : state.places + new]
+        else:
+            x += state.base[:, [min(at, last) for at in range(state.places, state.places + new)]]
         if "hidden" in self.enter:
             assert hidden is not None
-            x = x + normed(hidden.float().cpu().numpy()) @ self.enter["hidden"]
+            x += normed(hidden.float().cpu().numpy()) @ self.enter["hidden"]
         if "token" in self.enter:
             assert embedded is not None
-            x = x + normed(embedded.detach().float().cpu().numpy()) @ self.enter["token"]
+            x += normed(embedded.detach().float().cpu().numpy()) @ self.enter["token"]
         past = []
         for number, block in enumerate(self.blocks):
             x, kept = self._block(x, block, state.past[number] if state.past else None)
             past.append(kept)
-        x = normed(x) if self.middle is None else np.maximum(np.maximum(x, 0) @ self.middle[0] + self.middle[1], 0)
-        logits = x @ self.leave[0] + self.leave[1]
-        log_survival = -np.logaddexp(0, -logits)
+        if self.middle is None:
+            x = normed(x)
+        else:
+            np.maximum(x, 0, out=x)
+            x = x @ self.middle[0]
+            x += self.middle[1]
+            np.maximum(x, 0, out=x)
+        said = x @ self.leave[0] + self.leave[1]
+        log_survival = state.log_survival
         if self.acceptance:
-            log_survival = log_survival.cumsum(-1) + state.log_survival[:, None]
+            every = log_survival[:, None] - np.logaddexp(0, -said).cumsum(-1)
+            said, log_survival = np.exp(every), every[:, -1]
         running = [run for _, run in told]
-        new_state = QuickState(state.base, state.places + new, running, log_survival[:, -1], tuple(past))
-        return logits, np.exp(log_survival), new_state
+        return said, QuickState(state.base, state.places + new, state.runs, running, log_survival, tuple(past))
 
     def _block(
         self, x: Array, block: list[Array], past: tuple[Array, Array] | None
@@ -131,9 +138,9 @@ class QuickPreVerifier:
 
 
 def _told(
-    log_q: list[float], running: list[float], echoes: list[tuple[int, ...]]
+    log_q: list[float], runs: list[float], running: list[float], echoes: list[tuple[int, ...]]
 ) -> tuple[list[list[float]], list[float]]:
-    """The features [b, CONFIDENCE + ECHOES] of one row's tokens, and what runs on behind them."""
+    """The features [b, CONFIDENCE + ECHOES + HISTORY] of one row's tokens, and what runs on behind them."""
     total, least, *counts = running
     size = len(SIZES)
     features = []
@@ -146,7 +153,7 @@ def _told(
             elif echo == 0:
                 counts[size + i] += 1
         capped = counts if max(counts) <= COUNTED else [min(count, COUNTED) for count in counts]
-        features.append([value, max(total, -20.0) / 2, least, *echoes[at], *capped])
+        features.append([value, max(total, -20.0) / 2, least, *echoes[at], *capped, *runs])
     return features, [total, least, *counts]
 
 

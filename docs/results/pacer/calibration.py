@@ -1,0 +1,50 @@
+"""How well the pre-verifier of the embedded pair tells survival on the 40 test prompts: AUC and ECE, drafts from every
+place of the target's own output."""
+
+from __future__ import annotations
+
+import torch
+from transformers import GenerationConfig
+
+from forerun.api import Decoder
+from forerun.loading import load_model, load_pre_verifier, load_tokenizer
+from forerun.methods import AR
+from forerun.model import CausalLM
+from forerun.nn.pre_verifier import PreVerifier
+from forerun.sampling import Sampler
+from forerun.train.pre_verifier import TEMPERATURE, TOP_P, measure
+from forerun.train.rollout import Rollouts, roll_out
+from forerun.zoo import EMBEDDED, FOLDER
+from forerun.zoo.corpus import held_out_prompts
+
+NEW = 128
+
+
+def drafts_of(target: CausalLM, draft: CausalLM, windows: torch.Tensor, depth: int, sampler: Sampler) -> list[Rollouts]:
+    generator = torch.Generator().manual_seed(0)
+    first = windows.shape[1] - NEW
+    return [roll_out(target, draft, rows, first, None, depth, sampler, generator) for rows in windows.split(4)]
+
+
+def main() -> None:
+    target, draft = (CausalLM(load_model(EMBEDDED, part)) for part in ("target", "draft"))
+    layer: PreVerifier = load_pre_verifier(FOLDER / "pre-verifier", target, draft)
+    prompts = held_out_prompts(load_tokenizer(EMBEDDED), "test", 40, 128)
+    law = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
+    drawn = Sampler(False, target.processors(law, 128))
+    decoder = Decoder(target.model, method=AR())
+    for name, depth, options in (
+        ("greedy", 20, {}),
+        ("sampling", 10, {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": 0}),
+    ):
+        done = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True, **options)
+        windows = torch.tensor([prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)])
+        parts = drafts_of(target, draft, windows, depth, drawn if options else Sampler())
+        names = ("tokens", "accept", "hidden", "log_q", "target", "history", "echoes")
+        drafts = {each: torch.cat([getattr(part, each) for part in parts]) for each in names}
+        found = measure(layer, drafts, draft.model.get_input_embeddings().weight.detach())
+        print(f"{name}: AUC {found['auc']}, ECE {found['ece']}, {found['drafts']} drafts")
+
+
+if __name__ == "__main__":
+    main()
