@@ -195,7 +195,7 @@ def test_stored_settings_are_of_the_embedded_pair_and_of_how_it_draws(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "turbo"], "unknown method 'turbo'; there are ar, sd, lookup"),
+        (["--methods", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, specdec"),
         (["--method-arg", "sd.gamma"], "--method-arg takes METHOD.NAME=VALUE, not 'sd.gamma'"),
         (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int, not 'x'"),
         (["--method-arg", "sd.gamma=0"], "gamma must be an integer of at least 1, not 0"),

@@ -21,7 +21,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, lookup"),
+        (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, specdec"),
         (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
@@ -75,9 +75,9 @@ def test_json_is_one_object() -> None:
     assert result["method"] == "sd"
 
 
-@pytest.mark.parametrize("method", ["sd", "lookup"])
+@pytest.mark.parametrize("method", ["sd", "lookup", "pacer"])
 def test_demo_shows_equal_output(method: str) -> None:
-    done = run("demo", "--prompts", "1", "--max-new-tokens", "24", "--method", method, "--json")
+    done = run("demo", "--prompts", "1", "--max-new-tokens", "24", "--method", method, "--no-guard", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["prompts"][0]["equal"] is True
@@ -93,7 +93,10 @@ def test_demo_prints_a_table() -> None:
 
 def test_info_and_version() -> None:
     facts = json.loads(run("info", "--json").stdout)
-    assert set(facts["methods"]) == {"ar", "sd", "lookup"}
+    assert set(facts["methods"]) == {
+        *("ar", "sd", "pacer", "specdec++", "lookup", "heuristic", "confidence", "cumulative", "svip", "adaedl"),
+        *("oracle", "seeing-oracle"),
+    }
     assert facts["embedded"]["gate"]
     assert run("--version").stdout == f"forerun {forerun.__version__}\n"
     assert "embedded target" in run("info").stdout

@@ -7,14 +7,14 @@ from functools import cache
 
 import pytest
 import torch
-from toys import ARCHITECTURES, CORE, VOCAB, noisy_copy, tiny
+from toys import ARCHITECTURES, CORE, COSTS, LAYERS, VOCAB, noisy_copy, random_layer, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from forerun import Decoder
 from forerun.decode import Generation, Proposal, decode
 from forerun.draft import Draft
 from forerun.drafters.plain import PlainDrafter
-from forerun.methods import AR, SD, Lookup, Method
+from forerun.methods import AR, SD, Cumulative, Lookup, Method, Pacer
 from forerun.model import CausalLM
 
 NEW = 28  # with the prompts: longer than the sliding window of the toys
@@ -54,6 +54,8 @@ METHODS: dict[str, tuple[Method, str]] = {
     "sd, a draft that agrees sometimes": (SD(4), "noisy"),
     "sd, a draft that never agrees": (SD(2), "random"),
     "lookup": (Lookup(6, 2), "none"),
+    "pacer": (Pacer(), "noisy"),
+    "cumulative": (Cumulative(0.2), "noisy"),
 }
 
 
@@ -65,7 +67,10 @@ CASES += [(name, method, "plain") for name in ARCHITECTURES if name not in CORE 
 @pytest.mark.parametrize(("architecture", "method", "config"), CASES)
 def test_greedy_output_equals_transformers(architecture: str, method: str, config: str) -> None:
     how, kind = METHODS[method]
-    decoder = Decoder(target(architecture), None, draft(architecture, kind), how, guard=False)
+    small = draft(architecture, kind)
+    layer = random_layer(target(architecture), small, **LAYERS[method]) if method in LAYERS else None
+    decoder = Decoder(target(architecture), None, small, how, guard=False, pre_verifier=layer)
+    decoder.costs = COSTS
     wanted = expected(architecture, config)
     together = decoder.generate(PROMPTS, GenerationConfig(**CONFIGS[config]))
     assert [row.tokens for row in together] == wanted

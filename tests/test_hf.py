@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from toys import CONTEXT, VOCAB, noisy_copy, tiny, tiny_tokenizer
+from toys import CONTEXT, COSTS, LAYERS, VOCAB, noisy_copy, random_layer, tiny, tiny_tokenizer
 from transformers import (
     DynamicCache,
     PreTrainedModel,
@@ -30,8 +30,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import forerun
+from forerun import hf
 from forerun.hf import _KEPT
-from forerun.methods import SD
+from forerun.methods import SD, Cumulative, Pacer
+from forerun.nn.pre_verifier import PreVerifier
 
 NEW = 28
 _generator = torch.Generator().manual_seed(2)
@@ -47,6 +49,11 @@ def target(architecture: str = "llama") -> PreTrainedModel:
 @cache
 def draft(architecture: str = "llama") -> PreTrainedModel:
     return noisy_copy(tiny(architecture), 0.04)
+
+
+@cache
+def layer(architecture: str = "llama") -> PreVerifier:
+    return random_layer(target(architecture), draft(architecture), **LAYERS["pacer"])
 
 
 def padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
@@ -81,9 +88,35 @@ def test_greedy_output_equals_transformers(architecture: str, settings: str) -> 
         assert fast(model, padded(prompts), **options).tolist() == wanted
         assert fast(model, padded(prompts), **options, method="ar").tolist() == wanted
         assert fast(model, padded(prompts), **options, method=SD(2), draft=model).tolist() == wanted
-        assert len(stats) == len(prompts)
-        assert 0 < sum(row.accepted for row in stats) <= sum(row.tested for row in stats)
+        paced = {"draft": draft(architecture), "method": Pacer(threshold=0.4), "pre_verifier": layer(architecture)}
+        assert fast(model, padded(prompts), **options, **paced, stats=stats).tolist() == wanted
+        cumulative = {"draft": draft(architecture), "method": Cumulative(0.2)}
+        assert fast(model, padded(prompts), **options, **cumulative, stats=stats).tolist() == wanted
+        assert len(stats) == 3 * len(prompts)
+        for taken in zip(*[iter(stats)] * len(prompts), strict=True):
+            assert 0 < sum(row.accepted for row in taken) <= sum(row.tested for row in taken)
     assert len({tuple(row[-NEW:]) for row in wanted}) == len(wanted)
+
+
+def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = tiny("llama"), []
+    monkeypatch.setattr(hf, "measure_costs", lambda *models, **options: asked.append(models) or COSTS)
+    wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft()).tolist()
+    layer().save_pretrained(tmp_path)
+    for method, given in (("pacer", layer()), ("pacer", tmp_path), (None, str(tmp_path))):
+        stats: list[Any] = []
+        options = {"draft": draft(), "method": method, "pre_verifier": given, "stats": stats}
+        assert fast(model, padded(PROMPTS), **GREEDY, **options).tolist() == wanted
+        assert len({row.drafted for row in stats}) > 1
+    assert len(asked) == 1
+    for name in LAYERS:
+        with pytest.raises(ValueError, match="needs a pre-verifier"):
+            fast(model, **GREEDY, draft=draft(), method=name)
+    other = noisy_copy(model, 0.04, seed=1)
+    with pytest.raises(ValueError, match="belongs to another draft"):
+        fast(model, **GREEDY, draft=other, method="pacer", pre_verifier=layer())
 
 
 def test_no_mask_is_all_ones_and_max_length_counts_the_prompt() -> None:
@@ -294,7 +327,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"token_type_ids": torch.zeros(1, 7).long(), "architecture": "gpt2"}, "token_type_ids is not supported; only tok"),
     ({"draft": "my-draft"}, "draft must be a loaded transformers model, not 'my-draft'"),
     ({"method": "sd"}, "method 'sd' needs a draft model: give a draft"),
-    ({"method": "magic"}, "unknown method 'magic'; there are ar, sd, lookup"),
+    ({"method": "magic"}, "unknown method 'magic'; there are ar, sd, pacer, specdec"),
     ({"token_streamer": Recorder(), "num_return_sequences": 2, "do_sample": True}, "takes a single sequence, not 2"),
     ({"input_ids": torch.full((1, CONTEXT), 5)}, "prompt 0 has 256 tokens; the target's context of 256 leaves room"),
 ]
