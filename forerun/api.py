@@ -126,6 +126,7 @@ class Decoder:
         )
         self.sampling_method = sampling_method
         self.costs: Costs | None = None  # measured when a method first asks for them
+        self.clocked = False  # whether they were, so that they are others in every process
         for each in (self.method, sampling_method):
             if each is not None and each.needs_draft and self.draft is None:
                 raise ValueError(_NO_DRAFT.format(each.name))
@@ -139,7 +140,9 @@ class Decoder:
                         f"method {each.name!r} needs a pre-verifier: train one with `forerun train pre-verifier`"
                     )
                 assert self.draft is not None
-                self.pre_verifier = load_pre_verifier(pre_verifier, self.target, self.draft)
+                self.pre_verifier = load_pre_verifier(
+                    pre_verifier, self.target, self.draft, getattr(each, "kind", None)
+                )
 
     def method_for(self, greedy: bool) -> Method:
         """What decodes: greedy output and drawn output may have methods of their own."""
@@ -245,8 +248,9 @@ class Decoder:
         greedy = seqs[0].sampler.greedy
         method = self.method_for(greedy)
         if self.costs is None and getattr(method, "needs_costs", False):
-            self.costs = measure_costs(self.target, self.draft)
-        drafter = method.build(Parts(target, draft, self.pre_verifier, self.costs, self.truth))
+            self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
+        costs = None if seeded and not greedy and self.clocked else self.costs
+        drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth))
         guard = self.guard if self.guard is not None else greedy or not seeded
         if guard and not isinstance(method, AR):
             drafter = Guarded(drafter, self._paces.setdefault((method, greedy), Pace()))

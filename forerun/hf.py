@@ -222,7 +222,8 @@ def _decoder(
             decoder.target, None, decoder.draft, chosen, pre_verifier=pre_verifier
         ).pre_verifier
     if getattr(chosen, "needs_costs", False) and decoder.costs is None:
-        decoder.costs = kept.decoder.costs = measure_costs(decoder.target, decoder.draft)
+        decoder.costs = kept.decoder.costs = measure_costs(decoder.target, decoder.draft, layer=decoder.pre_verifier)
+        decoder.clocked = kept.decoder.clocked = True
     return decoder
 
 

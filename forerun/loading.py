@@ -125,11 +125,13 @@ def load_model(
     return model if placed else model.to(device)
 
 
-def load_pre_verifier(source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM) -> PreVerifier:
-    """The trained layer of a folder (or of a name in the embedded pair's), for just this target and draft.
+def load_pre_verifier(
+    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, kind: str | None = None
+) -> PreVerifier:
+    """The trained layer of a folder, for just this target and draft.
 
     Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, and a layer that was trained for another target or draft.
+    fields, a layer of another `kind` (see PreVerifierConfig), and one that was trained for another target or draft.
     """
     if isinstance(source, PreVerifier):
         layer, name = source, "the pre-verifier"
@@ -156,6 +158,8 @@ def load_pre_verifier(source: str | Path | PreVerifier, target: CausalLM, draft:
         if found["missing_keys"] or found.get("unexpected_keys"):
             first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
             raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
+    if layer.config.kind not in ((kind,) if kind is not None else ("survival", "acceptance")):
+        raise ValueError(f"{name} tells {layer.config.kind!r}; the method needs {kind or 'survival or acceptance'!r}")
     for part, model in (("target", target), ("draft", draft)):
         if not same_model(getattr(layer.config, part), model.fingerprint):
             trained = layer.config.recipe.get(part)

@@ -116,7 +116,7 @@ class Pacer(_Drafting):
     A block of None ("auto") is the size that costs speak for; 4 where a threshold is given.
 
     Behind the k-th block (from 0) it stops where the `score` of its tokens' survival, their last, mean or min, is
-    below `threshold * rho ** k`; with a threshold of None ("auto"), where the next block is not worth its time.
+    below `threshold * rho ** k`; a threshold of None ("auto") is the one that costs speak for.
     """
 
     block: int | None = None
@@ -126,6 +126,7 @@ class Pacer(_Drafting):
     most: int = 32
     name: ClassVar[str] = "pacer"
     layer: ClassVar[str] = "pre-verifier"  # the trained layer of the embedded pair
+    kind: ClassVar[str] = "survival"
 
     def __post_init__(self) -> None:
         if self.block is not None:
@@ -165,6 +166,7 @@ class SpecDec(_Drafting):
     most: int = 32
     name: ClassVar[str] = "specdec++"
     layer: ClassVar[str] = "specdec++"
+    kind: ClassVar[str] = "acceptance"
 
     def __post_init__(self) -> None:
         _between("threshold", self.threshold, 0, 1)

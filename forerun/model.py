@@ -46,8 +46,10 @@ def context_of(config: PreTrainedConfig) -> int | None:
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """What tells a model from others, whatever its dtype: its shape and a few of its weights."""
     config = model.config.get_text_config(decoder=True)
-    shape = {name: getattr(config, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
-    weights = [weight for _, weight in sorted(model.named_parameters()) if not weight.is_meta]
+    shape = {
+        name: getattr(config, name, None) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+    }
+    weights = [weight for _, weight in sorted(model.named_parameters()) if weight.numel() and not weight.is_meta]
     chosen = weights[:: max(1, len(weights) // 16)]
     places = [weight.detach().flatten()[weight.numel() // 3].float() for weight in chosen]
     return shape | {"weights": [round(float(place), 6) for place in places]}
@@ -78,7 +80,6 @@ class CausalLM:
         """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
         self._forward = forward
         self.model = model.eval()
-        self.fingerprint = fingerprint(model)  # now, as packed weights no longer tell
         self.device: torch.device = model.device  # transformers looks through the parameters at every asking
         self.config = config = model.config.get_text_config(decoder=True)
         name = type(model).__name__
@@ -100,6 +101,7 @@ class CausalLM:
                 f"attention implementation {model.config._attn_implementation!r} takes no tree masks; "
                 'load the model with attn_implementation="sdpa" or "eager"'
             )
+        self.fingerprint = fingerprint(model)  # now, as packed weights no longer tell
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.window: int | None = getattr(config, "sliding_window", None)
         if "sliding_attention" not in kinds and getattr(config, "layer_types", None):

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import COSTS, LAYERS, TableLM, joint_law, noisy_copy, p_value, random_layer, random_table, tiny
+from toys import (
+    COSTS,
+    LAYERS,
+    TableLM,
+    joint_law,
+    noisy_copy,
+    p_value,
+    random_layer,
+    random_table,
+    tiny,
+    tiny_tokenizer,
+)
 
 from forerun import Decoder
 from forerun.costs import Costs
@@ -25,7 +38,7 @@ from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import INPUTS
 from forerun.nn.quick import Array, QuickPreVerifier
 from forerun.sampling import Sampler
-from forerun.train.pre_verifier import auc, loss_of
+from forerun.train.pre_verifier import Recipe, auc, loss_of, train_pre_verifier
 from forerun.train.rollout import history, roll_out
 
 
@@ -304,7 +317,7 @@ def test_the_automatic_block_is_the_best() -> None:
     policy = stop("auto", None)
     policy.start([Generation([1], 9)])
     last = SCORES["last"]
-    rates = {block: best_threshold(policy.layer.traces["greedy"], block, 1.05, last, COSTS) for block in BLOCKS}
+    rates = {block: best_threshold(policy.layer.traces["greedy"][:, :9], block, 1.05, last, COSTS) for block in BLOCKS}
     assert policy.block == max(rates, key=lambda block: rates[block][1])
     assert policy.threshold == rates[policy.block][0]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
@@ -397,3 +410,85 @@ def test_settings_are_checked() -> None:
     for options in ({"block": 0}, {"threshold": 2.0}, {"score": "max"}, {"most": 0}, {"rho": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             method("pacer", **options)
+
+
+def test_drawn_rows_do_not_depend_on_their_neighbours_or_ends() -> None:
+    def sampled(rows: list[int]) -> list[list[int]]:
+        seqs = [
+            Generation(
+                list(PROMPT),
+                len(PROMPT) + 5 + 3 * row,
+                Sampler(False),
+                generator=torch.Generator().manual_seed(7 + row),
+            )
+            for row in rows
+        ]
+        drafter = ChainDrafter(TableLM(DRAFT), stop("auto", None))
+        for _ in decode(TableLM(TARGET), drafter, seqs):
+            pass
+        return [seq.output for seq in seqs]
+
+    together = sampled(list(range(6)))
+    assert together == [sampled([row])[0] for row in range(6)]
+
+
+def test_training_resumes_and_its_layer_loads(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    target = tiny("llama", vocab=len(tokenizer))
+    for name, model in (("target", target), ("draft", noisy_copy(target, 0.02))):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b): return a + b\n" * 200)
+    recipe = Recipe(sequences=4, prompt=16, output=40, anchors=6, depth=8, drawn_depth=4, steps=6, batch=8, held=0.5)
+
+    def run(out: str) -> None:
+        train_pre_verifier(
+            str(tmp_path / "target"),
+            str(tmp_path / "draft"),
+            [str(text)],
+            tmp_path / out,
+            recipe,
+            say=lambda line: None,
+        )
+
+    run("whole")
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == ["README.md", "config.json", "model.safetensors", "reliability.png", "work"]
+    (tmp_path / "resumed" / "work").mkdir(parents=True)
+    for part in ("own-output", "config.json"):
+        source, copy = tmp_path / "whole" / "work" / part, tmp_path / "resumed" / "work" / part
+        shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
+    (tmp_path / "resumed" / "work" / "rollouts").mkdir()
+    shutil.copy(tmp_path / "whole/work/rollouts/00000.safetensors", tmp_path / "resumed/work/rollouts")
+    run("resumed")
+    models = [CausalLM(tiny("llama", vocab=len(tokenizer))), CausalLM(noisy_copy(target, 0.02))]
+    layers = [load_pre_verifier(tmp_path / out, *models) for out in ("whole", "resumed")]
+    for (name, one), (_, other) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+    assert layers[0].greedy_traces.any() and layers[0].drawn_traces[:, :4].any()
+    decoder = Decoder(*[model.model for model in models[:1]], None, models[1].model, Pacer(), pre_verifier=layers[0])
+    assert decoder.generate([5, 6, 7], max_new_tokens=12).tokens
+
+
+def test_what_training_refuses(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    for name, architecture, vocab in (("target", "llama", 0), ("windowed", "mistral", 0), ("padded", "llama", 8)):
+        tiny(architecture, vocab=len(tokenizer) + vocab).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b): return a + b\n" * 200)
+    recipe = Recipe(sequences=4, prompt=16, output=40)
+
+    def run(draft: str, recipe: Recipe) -> None:
+        folders = [str(tmp_path / name) for name in ("target", draft)]
+        train_pre_verifier(*folders, [str(text)], tmp_path / "out", recipe, say=lambda line: None)
+
+    with pytest.raises(ValueError, match="at least 2, one greedy and one drawn, not 1"):
+        run("target", replace(recipe, sequences=1))
+    with pytest.raises(ValueError, match="more than the target's context of 256"):
+        run("target", replace(recipe, output=400))
+    with pytest.raises(ValueError, match="the draft sees 16 tokens back"):
+        run("windowed", recipe)
+    with pytest.raises(ValueError, match="embeddings must be of one size"):
+        run("padded", recipe)

@@ -227,7 +227,9 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
         layers = load_layers(plan, target, draft)
     costs = None
     if any(getattr(method, "needs_costs", False) for method in plan.methods.values()):
-        costs = known_costs(plan.target, plan.draft, plan.device, plan.dtype) or measure_costs(target, draft)
+        costs = known_costs(plan.target, plan.draft, plan.device, plan.dtype) or measure_costs(
+            target, draft, layer=layers.get(Pacer.layer)
+        )
     for name, method in plan.methods.items():
         if method is None:
             assert peers is not None

@@ -12,7 +12,10 @@ from forerun.methods import METHODS, Method, method, parse_value
 # Colour of a token by where it came from; what the target chose itself stays plain.
 STYLES = {"draft": "green", "lookup": "cyan", "correction": "bold red", "bonus": ""}
 
-METHOD_HELP = f"{', '.join(METHODS)}; what `forerun tune` chose by default, else sd, or lookup without a draft."
+METHOD_HELP = (
+    f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer, sd without a pre-verifier, or lookup "
+    "without a draft."
+)
 MethodOption = Annotated[str | None, typer.Option(help=METHOD_HELP)]
 GammaOption = Annotated[int | None, typer.Option(help="Draft length of the method; short for --method-arg gamma=N.")]
 MethodArgOption = Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")]

@@ -64,7 +64,7 @@ class PacerStop(LengthPolicy):
 
     Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or drawn, by the
     table of costs and the number of rows (`best_threshold`), and without a block as well the best of BLOCKS. No clock
-    is read.
+    is read. Without costs it is 0.5.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class PacerStop(LengthPolicy):
         score: str = "last",
         costs: Costs | None = None,
     ) -> None:
-        assert threshold is not None or costs is not None
         self.layer = quick(layer)
         self.embeddings, self.most = embeddings, most
         self.blocks = BLOCKS if block is None and threshold is None else (block or BLOCK,)
@@ -98,20 +97,19 @@ class PacerStop(LengthPolicy):
         self._set_threshold()
 
     def _set_threshold(self) -> None:
-        if self.fixed is not None:
-            self.block, self.threshold = self.blocks[0], self.fixed
+        if self.fixed is not None or self.costs is None:
+            self.block = self.blocks[0] if self.fixed is not None else BLOCK
+            self.threshold = self.fixed if self.fixed is not None else 0.5
             return
-        assert self.costs is not None
-        known, key = self.layer.thresholds, (self.mode, len(self.seqs), self.blocks, self.rho, self.score)
+        # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
+        count = len(self.seqs) if self.mode == "greedy" else 1
+        known, key = self.layer.thresholds, (self.mode, count, self.blocks, self.most, self.rho, self.score)
         if known.get("costs") != self.costs:
             known.clear()
             known["costs"] = self.costs
         if key not in known:
-            traces, score = self.layer.traces[self.mode], SCORES[self.score]
-            found = {
-                block: best_threshold(traces, block, self.rho, score, self.costs, len(self.seqs))
-                for block in self.blocks
-            }
+            traces, score = self.layer.traces[self.mode][:, : self.most], SCORES[self.score]
+            found = {block: best_threshold(traces, block, self.rho, score, self.costs, count) for block in self.blocks}
             block = max(found, key=lambda block: found[block][1])
             known[key] = block, found[block][0]
         self.block, self.threshold = known[key]

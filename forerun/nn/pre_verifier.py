@@ -7,7 +7,7 @@ and its training here are ours; docs/results/pacer.md has the ablations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from forerun.nn.echo import SIZES
 
 INPUTS = ("confidence", "echoes", "history", "hidden", "token", "target")
-KINDS = ("survival", "acceptance")
 CONFIDENCE, ECHOES, HISTORY = 3, 3 * len(SIZES), 3
 COUNTED = 4.0  # echoes of a kind, at most
 LEAST = 6e-6  # a token's probability, as it is told to the layer
@@ -40,11 +39,12 @@ class PreVerifierConfig(PreTrainedConfig):
     """
 
     model_type = "forerun-pre-verifier"
-    inputs: list[str]
-    kind: str
-    draft: dict[str, Any]
-    target: dict[str, Any]
-    recipe: dict[str, Any]
+    if TYPE_CHECKING:  # annotations of a configuration are fields to some versions of transformers
+        inputs: list[str]
+        kind: str
+        draft: dict[str, Any]
+        target: dict[str, Any]
+        recipe: dict[str, Any]
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from forerun.files import write_text
-from forerun.loading import load_model, load_tokenizer
+from forerun.loading import check_draft_tokenizer, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.sampling import Sampler
@@ -87,7 +88,10 @@ def train_pre_verifier(
     rank, ranks, wait = _processes()
     how: dict[str, Any] = {"device": device or (f"cuda:{rank}" if torch.cuda.device_count() > rank else None)}
     how["trust_remote_code"] = trust_remote_code
+    if recipe.sequences < 2:
+        raise ValueError(f"sequences must be at least 2, one greedy and one drawn, not {recipe.sequences}")
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    check_draft_tokenizer(tokenizer, draft, trust_remote_code=trust_remote_code)
     texts = [text for source in data if source != SPARE for text in read_texts([source])]
     if SPARE in data:
         texts += spare_files(tokenizer)
@@ -101,6 +105,16 @@ def train_pre_verifier(
         if context is not None and length > context:
             raise ValueError(f"prompt + output is {length} tokens, more than the {name}'s context of {context}")
     verifying, drafting = CausalLM(big), CausalLM(small)
+    if verifying.vocab_size != drafting.vocab_size:
+        raise ValueError(
+            f"embeddings must be of one size to train a pre-verifier; the target's has {verifying.vocab_size} entries, "
+            f"the draft's {drafting.vocab_size}"
+        )
+    for name, runner in (("target", verifying), ("draft", drafting)):
+        if runner.window is not None and runner.window < length + recipe.depth:
+            raise ValueError(
+                f"the {name} sees {runner.window} tokens back: prompt + output + {recipe.depth} must not be more"
+            )
     embeddings: Tensor = small.get_input_embeddings().get_parameter("weight").detach()
     sizes = [model.head.get_parameter("weight").shape[-1] for model in (drafting, verifying)]
     config = PreVerifierConfig(
@@ -128,15 +142,15 @@ def train_pre_verifier(
     nn.Module.to(model, big.device)
     shards = sorted((work / "rollouts").glob("*.safetensors"))
     kinds = {"greedy": gather(shards[::2]), "sampling": gather(shards[1::2])}
-    _fit(model, list(kinds.values()), embeddings, recipe, work / out.name, say)
+    _fit(model, list(kinds.values()), embeddings, recipe, work / "training" / out.resolve().name, say)
     model.eval()
     for name, buffer in (("greedy", model.greedy_traces), ("sampling", model.drawn_traces)):
-        _, spare = split(kinds[name], recipe.held)
-        _, survival = run(model, spare, torch.arange(min(TRACES, len(spare["accept"]))), embeddings)
-        survival = survival[torch.arange(TRACES) % len(survival)]  # no longer ones than there are
+        _, spare = split(kinds[name], recipe)
+        chosen = torch.arange(TRACES) * len(spare["accept"]) // TRACES  # from all windows
+        _, survival = run(model, spare, chosen, embeddings)
         survival = functional.pad(survival, (0, recipe.depth - survival.shape[1]))
         buffer.copy_((255 * survival.detach()).round())
-    found = {name: measure(model, split(drafts, recipe.held)[1], embeddings) for name, drafts in kinds.items()}
+    found = {name: measure(model, split(drafts, recipe)[1], embeddings) for name, drafts in kinds.items()}
     model.config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
     save(model, found, out)
     for name, each in found.items():
@@ -154,7 +168,7 @@ def _processes() -> tuple[int, int, Callable[[], None]]:
         return 0, 1, lambda: None
     from accelerate import PartialState
 
-    state = PartialState()
+    state = PartialState(timeout=timedelta(days=2))  # the others wait while the first makes the target's own output
     return state.process_index, state.num_processes, state.wait_for_everyone
 
 
@@ -166,7 +180,7 @@ def _own(target: CausalLM, stream: np.ndarray, work: Path, recipe: Recipe, say: 
         work,
         sequences=recipe.sequences,
         length=length - 1,
-        rows=ROWS,
+        rows=min(ROWS, recipe.sequences // 2),
         seed=recipe.seed + SEED,
         temperatures=(0.0, TEMPERATURE),
         top_p=TOP_P,
@@ -225,10 +239,10 @@ def gather(shards: Sequence[Path]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in _FIELDS}
 
 
-def split(drafts: dict[str, Tensor], share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Drafts to learn from and the last `share` of them, which come from other windows."""
-    count = len(drafts["accept"])
-    cut = count - max(1, round(count * share))
+def split(drafts: dict[str, Tensor], recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Drafts to learn from and the last `held` share of them, which come from other windows."""
+    windows = len(drafts["accept"]) // recipe.anchors
+    cut = recipe.anchors * (windows - max(1, round(windows * recipe.held)))
     return {k: v[:cut] for k, v in drafts.items()}, {k: v[cut:] for k, v in drafts.items()}
 
 
@@ -262,7 +276,7 @@ def _fit(
     say: Callable[[str], None],
 ) -> None:
     """Trains on greedy and drawn drafts in turns of one batch each."""
-    parts = [split(drafts, recipe.held) for drafts in kinds]
+    parts = [split(drafts, recipe) for drafts in kinds]
 
     def batch(step: int) -> Tensor:
         kind = step % len(parts)
@@ -295,8 +309,9 @@ def _fit(
         save_every=500,
         compile=False,
     )
-    settings = {**layer.config.to_diff_dict(), "recipe": None, "draft": None, "target": None}
-    claim(work / "settings", json.dumps([settings, recipe.weight, recipe.held], sort_keys=True, default=str))
+    own = ("width", "layers", "heads", "depth", "inputs", "kind")
+    settings = {name: getattr(layer.config, name) for name in own} | {"weight": recipe.weight, "held": recipe.held}
+    claim(work / "settings", json.dumps(settings))
     train(layer, loss, batch, evaluate, config, work, say)
 
 
