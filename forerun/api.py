@@ -134,15 +134,20 @@ class Decoder:
             check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
         self.pre_verifier: PreVerifier | None = None
         for each in (self.method, sampling_method):
-            if each is not None and getattr(each, "layer", None) is not None:
-                if pre_verifier is None:
-                    raise ValueError(
-                        f"method {each.name!r} needs a pre-verifier: train one with `forerun train pre-verifier`"
-                    )
-                assert self.draft is not None
-                self.pre_verifier = load_pre_verifier(
-                    pre_verifier, self.target, self.draft, getattr(each, "kind", None)
-                )
+            if each is not None and each.layer is not None:
+                self.pre_verifier = self.layer_for(each, self.pre_verifier or pre_verifier)
+
+    def layer_for(self, method: Method, pre_verifier: str | Path | PreVerifier | None) -> PreVerifier | None:
+        """The trained layer that a method of this decoder needs, if any; raises ValueError where it is not given or
+        does not fit."""
+        if method.layer is None:
+            return None
+        if pre_verifier is None:
+            raise ValueError(
+                f"method {method.name!r} needs a pre-verifier: train one with `forerun train pre-verifier`"
+            )
+        assert self.draft is not None
+        return load_pre_verifier(pre_verifier, self.target, self.draft, method.kind)
 
     def method_for(self, greedy: bool) -> Method:
         """What decodes: greedy output and drawn output may have methods of their own."""
@@ -247,7 +252,7 @@ class Decoder:
         target, draft = self.target.fresh(), self.draft.fresh() if self.draft is not None else None
         greedy = seqs[0].sampler.greedy
         method = self.method_for(greedy)
-        if self.costs is None and getattr(method, "needs_costs", False):
+        if self.costs is None and method.needs_costs:
             self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
         costs = None if seeded and not greedy and self.clocked else self.costs
         drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth))
@@ -339,8 +344,7 @@ class Decoder:
 
 def bundled_layer(*chosen: Method | None) -> Path | None:
     """The folder of the trained layer that comes with the embedded pair for the first of the methods that needs one."""
-    names = [getattr(each, "layer", None) for each in chosen]
-    return next((FOLDER / name for name in names if name is not None), None)
+    return next((FOLDER / each.layer for each in chosen if each is not None and each.layer is not None), None)
 
 
 def check_supported(config: GenerationConfig, copies: bool = False) -> None:
@@ -405,8 +409,7 @@ def load(
         method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
             decoding and for sampling. Else "pacer" with a draft and its pre-verifier, "sd" with a draft, and "lookup"
-            without. Models that are given as objects,
-            `device_map` and fast=False have no such profiles.
+            without. Models that are given as objects, `device_map` and fast=False have no such profiles.
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
         device: default: cuda if there is one.
@@ -435,7 +438,7 @@ def load(
     unnamed = method is None and not options
     costs, drawing = None, None
     named = [isinstance(source, str | Path) for source in (target, draft) if source is not None]
-    if all(named) and fast and device_map is None and (unnamed or getattr(chosen, "needs_costs", False)):
+    if all(named) and fast and device_map is None and (unnamed or chosen.needs_costs):
         profile = profiles.find(target, draft, device, dtype)  # type: ignore[arg-type]
         costs = profile.costs if profile is not None else None
         if profile is not None and unnamed:

@@ -215,13 +215,11 @@ def _decoder(
         kept = vars(model)[_KEPT] = None  # two copies of the weights are enough
         prepared = Decoder(model, None, needed, chosen, pre_verifier=pre_verifier)
         kept = vars(model)[_KEPT] = _Kept(prepared, model, needed)
-    decoder = copy.copy(kept.decoder)
-    decoder.method, decoder.pre_verifier = chosen, None
-    if getattr(chosen, "layer", None) is not None:
-        decoder.pre_verifier = Decoder(
-            decoder.target, None, decoder.draft, chosen, pre_verifier=pre_verifier
-        ).pre_verifier
-    if getattr(chosen, "needs_costs", False) and decoder.costs is None:
+        decoder = copy.copy(prepared)
+    else:
+        decoder = copy.copy(kept.decoder)
+        decoder.method, decoder.pre_verifier = chosen, decoder.layer_for(chosen, pre_verifier)
+    if chosen.needs_costs and decoder.costs is None:
         decoder.costs = kept.decoder.costs = measure_costs(decoder.target, decoder.draft, layer=decoder.pre_verifier)
         decoder.clocked = kept.decoder.clocked = True
     return decoder

@@ -36,7 +36,26 @@ class Parts:
     truth: Truth | None = None
 
 
-class _Drafting:
+class _Settings:
+    """What is asked of every method.
+
+    Attributes:
+        needs_draft: whether it drafts with a model.
+        layer, kind: the trained layer it needs, by the name of the embedded pair's, and what that has to tell (see
+            PreVerifierConfig).
+        needs_costs: whether it reckons with a table of costs.
+    """
+
+    needs_draft: ClassVar[bool] = False
+    layer: ClassVar[str | None] = None
+    kind: ClassVar[str | None] = None
+
+    @property
+    def needs_costs(self) -> bool:
+        return False
+
+
+class _Drafting(_Settings):
     """A chain drawn from the draft model, as long as the method's policy says."""
 
     needs_draft: ClassVar[bool] = True
@@ -62,11 +81,10 @@ def _between(name: str, value: float, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True)
-class AR:
+class AR(_Settings):
     """Plain autoregressive decoding, the baseline."""
 
     name: ClassVar[str] = "ar"
-    needs_draft: ClassVar[bool] = False
 
     def build(self, parts: Parts) -> Drafter:
         from forerun.drafters.plain import PlainDrafter
@@ -91,13 +109,12 @@ class SD(_Drafting):
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(_Settings):
     """Prompt lookup: proposes up to `gamma` tokens that once followed the last `ngram` or fewer tokens."""
 
     gamma: int = 8
     ngram: int = 3
     name: ClassVar[str] = "lookup"
-    needs_draft: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _at_least("gamma", self.gamma, 1)
@@ -125,8 +142,8 @@ class Pacer(_Drafting):
     score: str = "last"
     most: int = 32
     name: ClassVar[str] = "pacer"
-    layer: ClassVar[str] = "pre-verifier"  # the trained layer of the embedded pair
-    kind: ClassVar[str] = "survival"
+    layer: ClassVar[str | None] = "pre-verifier"
+    kind: ClassVar[str | None] = "survival"
 
     def __post_init__(self) -> None:
         if self.block is not None:
@@ -165,8 +182,8 @@ class SpecDec(_Drafting):
     threshold: float = 0.3
     most: int = 32
     name: ClassVar[str] = "specdec++"
-    layer: ClassVar[str] = "specdec++"
-    kind: ClassVar[str] = "acceptance"
+    layer: ClassVar[str | None] = "specdec++"
+    kind: ClassVar[str | None] = "acceptance"
 
     def __post_init__(self) -> None:
         _between("threshold", self.threshold, 0, 1)

@@ -63,7 +63,8 @@ class Plan:
         for name, each in self.methods.items():
             if self.temperature and isinstance(each, Oracle | SeeingOracle):
                 raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
-            if getattr(each, "layer", None) and not self.pre_verifier and (self.target, self.draft) != (EMBEDDED,) * 2:
+            has_layer = self.pre_verifier or self.target == self.draft == EMBEDDED
+            if each is not None and each.layer and not has_layer:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
         for folder in self.pre_verifier:
             if not (Path(folder) / "config.json").is_file():

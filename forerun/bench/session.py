@@ -193,14 +193,14 @@ def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
     return target, prepare(load_model(plan.draft, "draft", **_how(plan)), in_place=True)
 
 
-def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str, PreVerifier]:
+def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | None, PreVerifier]:
     """The trained layers that the plan's methods need, by what they are for; raises ValueError where one is missing."""
-    wanted = {method.layer for method in plan.methods.values() if isinstance(method, Pacer | SpecDec)}
+    wanted = {method.layer for method in plan.methods.values() if method is not None and method.layer is not None}
     folders: Sequence[str | Path] = plan.pre_verifier or [FOLDER / name for name in sorted(wanted)]
-    found = {}
+    found: dict[str | None, PreVerifier] = {}
     for folder in folders if wanted else ():
         layer = load_pre_verifier(folder, target, draft)
-        found[Pacer.layer if layer.config.kind == "survival" else SpecDec.layer] = layer
+        found |= {each.layer: layer for each in (Pacer, SpecDec) if each.kind == layer.config.kind}
     for name in sorted(wanted - set(found)):
         raise ValueError(f"none of --pre-verifier is for {name}; `forerun train pre-verifier` makes one")
     return found
@@ -226,7 +226,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
     if draft is not None:
         layers = load_layers(plan, target, draft)
     costs = None
-    if any(getattr(method, "needs_costs", False) for method in plan.methods.values()):
+    if any(method is not None and method.needs_costs for method in plan.methods.values()):
         costs = known_costs(plan.target, plan.draft, plan.device, plan.dtype) or measure_costs(
             target, draft, layer=layers.get(Pacer.layer)
         )
@@ -236,7 +236,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
             runs[name] = peers.run(name)
         else:
             drafting = draft if method.needs_draft else None
-            layer = layers.get(getattr(method, "layer", ""))
+            layer = layers.get(method.layer)
             decoder = Decoder(target, tokenizer, drafting, method, plan.guard, pre_verifier=layer)
             decoder.costs = costs
             decoder.tokenizer = None  # making text is no part of what is measured

@@ -19,7 +19,7 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
-from forerun.api import Decoder
+from forerun.api import Decoder, bundled_layer
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import measure
 from forerun.bench.plan import Plan
@@ -30,11 +30,11 @@ from forerun.bench.session import load_pair, load_prompts
 from forerun.costs import Costs
 from forerun.decode import Step
 from forerun.loading import load_config
-from forerun.methods import AR, METHODS, Method
+from forerun.methods import AR, METHODS, Method, Pacer
 from forerun.model import context_of
 from forerun.profiles import Choice, pair_of, save
 from forerun.runtime.costs import QUIET, measure_costs
-from forerun.zoo import EMBEDDED, FOLDER
+from forerun.zoo import EMBEDDED
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
 # they have one, is there.
@@ -117,13 +117,13 @@ class Prices:
         return (tokens * self.plain_ms + len(rows) * self.start_ms.get(AR.name, 0.0)) / max(ours, 1e-9)
 
 
-def candidates(draft: bool, thin: int = 1, layers: Collection[str] = ()) -> dict[str, Method]:
+def candidates(draft: bool, thin: int = 1, layers: Collection[str | None] = ()) -> dict[str, Method]:
     """The settings to try, by the names that tables show: with a draft or without, and with these trained layers."""
     found: dict[str, Method] = {}
     for name, grid in GRID.items():
         if name not in METHODS or (METHODS[name].needs_draft and not draft):
             continue
-        if getattr(METHODS[name], "layer", None) not in (None, *layers):
+        if METHODS[name].layer not in (None, *layers):
             continue
         made = [METHODS[name](**dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
         found |= {label(each): each for each in made[(thin - 1) // 2 :: thin] or made[:1]}
@@ -149,7 +149,9 @@ def seconds(effort: Effort, settings: int, costs: Costs) -> tuple[float, float]:
     return (settings + 2 * ceil(settings / 3)) * batch, 4 * plain * (1 + 0.7 * FINALISTS)
 
 
-def choose_effort(budget: float, draft: bool, prices: Prices, layers: Collection[str] = ()) -> tuple[Effort, float]:
+def choose_effort(
+    budget: float, draft: bool, prices: Prices, layers: Collection[str | None] = ()
+) -> tuple[Effort, float]:
     """The most that fits the budget in seconds, or the least there is, with the seconds that it is guessed to take."""
     for effort in EFFORTS:
         first, last = seconds(effort, len(candidates(draft, effort.thin, layers)), prices.costs)
@@ -283,14 +285,14 @@ def tune(
     (dataset, prompts), *_ = load_prompts(plan, files)[0].items()
     target, draft = load_pair(plan)
     costs = measure_costs(target, draft)
-    layers: dict[str, Any] = {"pre-verifier": pre_verifier} if pre_verifier is not None else {}
-    if not layers and plan.target == plan.draft == EMBEDDED:
-        layers = {path.name: path for path in FOLDER.iterdir() if path.name == "pre-verifier"}
+    if pre_verifier is None and plan.target == plan.draft == EMBEDDED:
+        pre_verifier = bundled_layer(Pacer())
+    layers: dict[str | None, Any] = {Pacer.layer: pre_verifier} if pre_verifier is not None else {}
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
 
     def runner(method: Method) -> Run:
-        own = getattr(method, "layer", None)
+        own = method.layer
         layer = {"pre_verifier": layers[own]} if own is not None else {}
         decoder = Decoder(target, None, draft if method.needs_draft else None, method, guard=False, **layer)
         decoder.costs = costs
@@ -305,7 +307,7 @@ def tune(
         kind(each): [other for other in methods.values() if kind(other) == kind(each)] for each in methods.values()
     }
     tokens = max(8, min(64, plan.max_new_tokens, int(1000 * CALIBRATION * budget / (2 * len(kinds) * costs.verify(1)))))
-    learning: list[Any] = [each for each in methods.values() if hasattr(each, "layer")]
+    learning: list[Any] = [each for each in methods.values() if each.layer is not None]
     if learned := next((each for each in learning if not each.needs_costs), None):
         costs = replace(costs, policy=policy_ms(runner(learned)(rows[:1], [0], tokens), learned.block))
     middle = {AR.name: runner(AR())} | {each: runner(of_kind[len(of_kind) // 2]) for each, of_kind in kinds.items()}
@@ -319,7 +321,7 @@ def tune(
     runs = {name: runner(each) for name, each in ({AR.name: AR()} | methods).items()}
     turns = [rows[at : at + effort.rows] for at in range(0, min(3 * effort.rows, len(rows)), effort.rows)]
     say(f"{len(methods)} settings on {len(turns[0])} prompts, the better third on {sum(map(len, turns[1:]))} more")
-    alone = {name: singly(runs[name]) for name, each in methods.items() if getattr(each, "needs_costs", False)}
+    alone = {name: singly(runs[name]) for name, each in methods.items() if each.needs_costs}
     ranked, dropped = screen(
         methods, runs | alone, turns, prices, is_late=lambda: perf_counter() - begun > SCREENING * budget
     )

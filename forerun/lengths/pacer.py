@@ -80,7 +80,8 @@ class PacerStop(LengthPolicy):
     ) -> None:
         self.layer = quick(layer)
         self.embeddings, self.most = embeddings, most
-        self.blocks = BLOCKS if block is None and threshold is None else (block or BLOCK,)
+        free = threshold is None and costs is not None
+        self.blocks = BLOCKS if block is None and free else (block or BLOCK,)
         self.fixed, self.rho, self.score, self.costs = threshold, rho, score, costs
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
@@ -98,8 +99,7 @@ class PacerStop(LengthPolicy):
 
     def _set_threshold(self) -> None:
         if self.fixed is not None or self.costs is None:
-            self.block = self.blocks[0] if self.fixed is not None else BLOCK
-            self.threshold = self.fixed if self.fixed is not None else 0.5
+            self.block, self.threshold = self.blocks[0], self.fixed if self.fixed is not None else 0.5
             return
         # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
         count = len(self.seqs) if self.mode == "greedy" else 1

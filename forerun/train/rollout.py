@@ -40,10 +40,6 @@ class Rollouts:
     echoes: Tensor
     anchors: Tensor
 
-    def survival(self) -> Tensor:
-        """[N, G] probability that the target is still with the draft at each token."""
-        return self.accept.cumprod(-1)
-
 
 @torch.inference_mode()
 def roll_out(
