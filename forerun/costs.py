@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -14,16 +14,27 @@ class Costs:
         target, draft: {new tokens: ms}; at least one entry each, none without a draft. In a batch, rows count as so
             many more tokens.
         policy: ms of one call of the length policy's layer, where it has one.
+        glance: ms of reading off how probable a draft's token was to the draft.
+        drawing, judging: ms that a draft's token and a node under the target's eyes take longer where tokens are drawn.
     """
 
     target: dict[int, float]
     draft: dict[int, float]
     policy: float = 0.0
+    glance: float = 0.0
+    drawing: float = 0.0
+    judging: float = 0.0
 
     @property
     def c(self) -> float:
         """Draft forward / target forward, of one token each."""
         return self.draft[min(self.draft)] / self.target[min(self.target)]
+
+    @property
+    def drawn(self) -> Costs:
+        """The table of forwards whose tokens are drawn."""
+        target = {tokens: ms + self.judging * tokens for tokens, ms in self.target.items()}
+        return replace(self, target=target, draft={rows: ms + self.drawing * rows for rows, ms in self.draft.items()})
 
     def verify(self, tokens: float) -> float:
         """ms of a target forward of that many tokens."""

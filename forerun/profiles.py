@@ -184,14 +184,6 @@ def embedded_costs() -> Costs | None:
     return _costs(stored) if stored else None
 
 
-def known_costs(target: str | Path, draft: str | Path | None, device: str | None, dtype: Any) -> Costs | None:
-    """The costs of a pair from its profile, or those that come with the embedded one."""
-    profile = find(target, draft, device, dtype)
-    if profile is not None:
-        return profile.costs
-    return embedded_costs() if target == draft == EMBEDDED else None
-
-
 def _name(source: str | Path) -> str:
     folder = Path(source).expanduser()
     return folder.resolve().name if source != EMBEDDED and folder.is_dir() else str(source)

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from forerun.draft import Draft
@@ -30,12 +31,40 @@ _PREFIX_FREE = (
 )
 
 
+class QuickTopP(logits_process.TopPLogitsWarper):
+    """Transformers' top-p without its sort of tokens by their scores, which on a CPU takes as long as a small draft
+    model's forward: probabilities alone sort ten times as fast, and tell from which one on tokens stay."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        law = scores.softmax(-1)
+        if law.device.type != "cpu":
+            return super().__call__(input_ids, scores)  # type: ignore[arg-type]
+        least = []
+        for ascending in np.sort(law.numpy(), -1):
+            first = int(ascending.cumsum(dtype=np.float64).searchsorted(1 - self.top_p, "right"))
+            first = min(first, len(ascending) - self.min_tokens_to_keep)
+            if first and ascending[first - 1] == ascending[first]:  # which of equals stay is for the sort to say
+                return super().__call__(input_ids, scores)  # type: ignore[arg-type]
+            least.append(ascending[first])
+        return scores.masked_fill(law < torch.tensor(np.array(least))[:, None], self.filter_value)
+
+
+def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
+    if type(processor) is not logits_process.TopPLogitsWarper:
+        return processor
+    return QuickTopP(processor.top_p, processor.filter_value, processor.min_tokens_to_keep)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or a draw."""
 
     greedy: bool = True
     processors: LogitsProcessorList | None = None
+
+    def __post_init__(self) -> None:
+        if self.processors:
+            object.__setattr__(self, "processors", LogitsProcessorList(map(_quickened, self.processors)))
 
     def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
         """Processed float32 scores [N, V] of logits [N, V]; `prefix(i)` gives the tokens before the i-th choice.
@@ -47,8 +76,9 @@ class Sampler:
             return scores
         scores = scores.clone()  # some processors write in place
         if self.prefix_free:
-            nothing = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-            return self.processors(nothing, scores)  # type: ignore[arg-type]
+            for processor in self.processors:  # one by one: their list asks each for its signature every time
+                scores = processor(None, scores)  # type: ignore[arg-type]
+            return scores
         prefixes = [prefix(i) for i in range(len(scores))]
         by_length = defaultdict(list)
         for i, tokens in enumerate(prefixes):
@@ -61,7 +91,7 @@ class Sampler:
     @property
     def prefix_free(self) -> bool:
         """Whether its processors look at the scores alone."""
-        return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
+        return all(type(processor) in (*_PREFIX_FREE, QuickTopP) for processor in self.processors or ())
 
 
 def choose(

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "lengths": LOOP | {"nn", "costs"},  # of decode: the record Generation
     "drafters": LOOP | {"nn", "lengths"},  # of decode: Drafter and the records Generation and Proposal
     "methods": LOOP | {"nn", "lengths", "drafters", "costs"},
-    "runtime": GROUND | {"nn", "costs"},
+    "runtime": GROUND | {"nn", "costs", "lengths"},
     "zoo": GROUND | {"nn"},
     "profiles": {"methods", "costs", "files", "zoo"},
     "loading": GROUND | {"nn", "runtime", "zoo"},

@@ -317,12 +317,29 @@ def test_the_automatic_block_is_the_best() -> None:
     policy = stop("auto", None)
     policy.start([Generation([1], 9)])
     last = SCORES["last"]
-    rates = {block: best_threshold(policy.layer.traces["greedy"][:, :9], block, 1.05, last, COSTS) for block in BLOCKS}
-    assert policy.block == max(rates, key=lambda block: rates[block][1])
+    said, _ = policy.layer.traces["greedy"][..., :9]
+    rates = {block: best_threshold(said, block, 1.05, last, COSTS) for block in BLOCKS}
+    assert policy.block == max(rates, key=lambda block: rates[block][1]) and policy.cheap is None
     assert policy.threshold == rates[policy.block][0]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
     policy.start([Generation([1], 9)])
     assert (policy.block, policy.threshold) == (4, 0.5)
+
+
+def test_a_layer_that_does_not_pay_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its calls are dear, or the draft's own probabilities tell as much, these decide."""
+    layer = random_layer(draft_size=4)
+    for price, cheap in ((0.0, False), (50.0, True)):
+        costs = replace(COSTS, policy=price, glance=0.01)
+        policy = PacerStop(layer, torch.nn.Embedding(4, 4), None, 9, costs=costs)
+        policy.start([Generation([1], 9)])
+        assert (policy.cheap is not None) is cheap
+        if cheap:
+            assert policy.cheap.threshold == policy.threshold
+            monkeypatch.setattr(policy, "_ask", None)
+            wide = Look([0], [[2]], torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
+            narrow = Look([0], [[2, 1]], torch.tensor([[0.0, -9.0, 9.0, 0.0]]))
+            assert [policy.more(look) for look in (wide, narrow)] == [[True], [False]]
 
 
 def test_dear_drafts_are_shorter() -> None:

@@ -293,3 +293,22 @@ def test_draws_follow_the_law_and_never_give_what_has_no_probability() -> None:
     counts = torch.bincount(torch.tensor([draw(law, generator) for _ in range(4000)]), minlength=6)
     assert not counts[law == 0].any()
     assert chisquare(counts[law > 0].numpy(), (law[law > 0] / law.sum() * 4000).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("least", [1, 3])
+def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    slow, fast = hf.TopPLogitsWarper(top_p, -9.0, least), sampling.QuickTopP(top_p, -9.0, least)
+    counts = set()
+    for width in (0.1, 1.0, 5.0):
+        scores = width * torch.randn(4, 200, generator=generator)
+        masked = scores.clone()
+        masked[:, ::2] = -torch.inf
+        for given in (scores, masked, scores.round()):  # the last has many equal ones
+            kept = slow(None, given)  # type: ignore[arg-type]
+            assert torch.equal(fast(None, given), kept)  # type: ignore[arg-type]
+            counts |= set((kept > -9.0).sum(-1).tolist())
+    assert min(counts) >= least and len(counts) > 3
+    sampler = Sampler(False, LogitsProcessorList([slow]))
+    assert type(sampler.processors[0]) is sampling.QuickTopP and sampler.prefix_free  # type: ignore[index]

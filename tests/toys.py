@@ -130,7 +130,7 @@ def noisy_copy(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTraine
     return noisy
 
 
-COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1)
+COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, glance=9.0)
 LAYERS: dict[str, dict[str, Any]] = {  # settings of the layer that a method needs
     "pacer": {"inputs": INPUTS},
     "specdec++": {"inputs": ("hidden",), "kind": "acceptance"},

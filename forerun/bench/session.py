@@ -26,7 +26,7 @@ from forerun.loading import check_draft_tokenizer, load_config, load_model, load
 from forerun.methods import Oracle, Pacer, SeeingOracle, SpecDec
 from forerun.model import CausalLM, context_of
 from forerun.nn.pre_verifier import PreVerifier
-from forerun.profiles import identity, known_costs
+from forerun.profiles import identity
 from forerun.runtime import prepare
 from forerun.runtime.costs import measure_costs
 from forerun.zoo import FOLDER
@@ -227,9 +227,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
         layers = load_layers(plan, target, draft)
     costs = None
     if any(method is not None and method.needs_costs for method in plan.methods.values()):
-        costs = known_costs(plan.target, plan.draft, plan.device, plan.dtype) or measure_costs(
-            target, draft, layer=layers.get(Pacer.layer)
-        )
+        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))  # of this machine, at this time
     for name, method in plan.methods.items():
         if method is None:
             assert peers is not None

@@ -7,6 +7,7 @@ what the layer sees (forerun/nn/pre_verifier.py), are ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf, log
 
 import numpy as np
@@ -17,6 +18,7 @@ from forerun.costs import Costs
 from forerun.decode import Generation
 from forerun.draft import Draft
 from forerun.lengths import LengthPolicy, Look
+from forerun.lengths.confidence import CumulativeStop
 from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import LEAST, USUAL, PreVerifier, chances_of
 from forerun.nn.quick import Array, QuickState, quick
@@ -31,18 +33,25 @@ SCORES: dict[str, Callable[[Array], Array]] = {
 
 
 def best_threshold(
-    traces: Array, block: int, rho: float, score: Callable[[Array], Array], costs: Costs, rows: int = 1
+    traces: Array,
+    block: int,
+    rho: float,
+    score: Callable[[Array], Array],
+    costs: Costs,
+    rows: int = 1,
+    evidence: Array | None = None,
 ) -> tuple[float, float]:
     """The threshold under which decoding is fastest by a table of costs, and its tokens per ms.
 
     `traces` [N, G] are a calibrated layer's survival of the tokens of drafts. A draft that stops behind n of them is
     worth 1 + the sum of their survival tokens, and takes n draft forwards, n / block calls of the layer and a forward
     of the target on n + 1 tokens: the threshold with the largest ratio of the sums over all drafts is the solution of
-    the stopping problem among rules of this form.
+    the stopping problem among rules of this form. `evidence` [N, G] is what the rule goes by instead of them.
     """
     block = min(block, traces.shape[1])
     blocks = traces.shape[1] // block
-    scores = score(traces[:, : blocks * block].reshape(len(traces), blocks, block))
+    evidence = traces if evidence is None else evidence
+    scores = score(evidence[:, : blocks * block].reshape(len(traces), blocks, block))
     tokens = 1 + traces.cumsum(-1)[:, block - 1 :: block][:, :blocks]
     ends = block * np.arange(1, blocks + 1)
     prices = np.array([end * costs.drafting(rows) + costs.verify(rows * (end + 1)) for end in ends])
@@ -63,8 +72,9 @@ class PacerStop(LengthPolicy):
     tokens' survival is below `threshold * rho ** k`.
 
     Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or drawn, by the
-    table of costs and the number of rows (`best_threshold`), and without a block as well the best of BLOCKS. No clock
-    is read. Without costs it is 0.5.
+    table of costs and the number of rows (`best_threshold`), and without a block as well the best of BLOCKS; where even
+    so the layer's calls would cost more than they bring, it goes by the product of the draft's own probabilities, token
+    by token (`cheap`). No clock is read. Without costs the threshold is 0.5.
     """
 
     def __init__(
@@ -95,6 +105,7 @@ class PacerStop(LengthPolicy):
         self.looks: list[Look] = []
         self.state_rows: list[int] = []
         self.mode = "greedy" if seqs[0].sampler.greedy else "drawn"
+        self.cheap: CumulativeStop | None = None
         self._set_threshold()
 
     def _set_threshold(self) -> None:
@@ -102,19 +113,27 @@ class PacerStop(LengthPolicy):
             self.block, self.threshold = self.blocks[0], self.fixed if self.fixed is not None else 0.5
             return
         # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
-        count = len(self.seqs) if self.mode == "greedy" else 1
+        greedy = self.mode == "greedy"
+        count, costs = (len(self.seqs), self.costs) if greedy else (1, self.costs.drawn)
         known, key = self.layer.thresholds, (self.mode, count, self.blocks, self.most, self.rho, self.score)
         if known.get("costs") != self.costs:
             known.clear()
             known["costs"] = self.costs
         if key not in known:
-            traces, score = self.layer.traces[self.mode][:, : self.most], SCORES[self.score]
-            found = {block: best_threshold(traces, block, self.rho, score, self.costs, count) for block in self.blocks}
+            traces, products = self.layer.traces[self.mode][..., : self.most]
+            score = SCORES[self.score]
+            found = {block: best_threshold(traces, block, self.rho, score, costs, count) for block in self.blocks}
+            if len(self.blocks) > 1:
+                glancing = replace(costs, policy=costs.glance)
+                found[0] = best_threshold(traces, 1, 1.0, SCORES["last"], glancing, count, products)
             block = max(found, key=lambda block: found[block][1])
             known[key] = block, found[block][0]
         self.block, self.threshold = known[key]
+        self.cheap = None if self.block else CumulativeStop(self.threshold, self.most)
 
     def more(self, look: Look) -> list[bool]:
+        if self.cheap is not None:
+            return self.cheap.more(look)
         self.looks.append(look)
         if look.depth < self.most and look.depth % self.block:
             return [True] * len(look.rows)
@@ -146,7 +165,8 @@ class PacerStop(LengthPolicy):
         def gathered(parts: list[Tensor]) -> Tensor:
             return torch.stack([part if at is None else part[at] for part, at in zip(parts, picks, strict=True)], 1)
 
-        chances = chances_of(gathered([each.scores for each in looks]), ids).tolist()
+        scores = looks[0].scores[:, None] if new == 1 else gathered([each.scores for each in looks])
+        chances = chances_of(scores, ids).tolist()
         said, self.state = self.layer.step(
             self.state,
             [[log(max(chance, LEAST)) for chance in row] for row in chances],

@@ -97,8 +97,9 @@ class PreVerifier(PreTrainedModel):
     then pre-norm transformer blocks that are causal over this draft only, or without them a perceptron, then one number
     a token: whether the target will still be with the draft there.
 
-    It carries what it said of some drafts that it has not learnt from, `greedy_traces` and `drawn_traces` [TRACES, G]
-    in 255ths: with a table of costs they tell where stopping pays.
+    It carries what it said of some drafts that it has not learnt from, and beside it the products of the draft's own
+    probabilities, `greedy_traces` and `drawn_traces` [2, TRACES, G] in 255ths: with a table of costs they tell where
+    stopping pays, and whether the layer does.
     """
 
     config_class = PreVerifierConfig
@@ -122,8 +123,8 @@ class PreVerifier(PreTrainedModel):
         self.leave = nn.Linear(width, 1)
         self.greedy_traces: Tensor
         self.drawn_traces: Tensor
-        self.register_buffer("greedy_traces", torch.zeros(TRACES, config.depth, dtype=torch.uint8))
-        self.register_buffer("drawn_traces", torch.zeros(TRACES, config.depth, dtype=torch.uint8))
+        self.register_buffer("greedy_traces", torch.zeros(2, TRACES, config.depth, dtype=torch.uint8))
+        self.register_buffer("drawn_traces", torch.zeros(2, TRACES, config.depth, dtype=torch.uint8))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -67,7 +67,7 @@ class QuickPreVerifier:
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
         traces = {name: weights[f"{name}_traces"] / 255 for name in ("greedy", "drawn")}
         # Drafts that were shorter leave columns without an entry.
-        self.traces = {name: value[:, : max(1, int(value.any(0).sum()))] for name, value in traces.items()}
+        self.traces = {name: value[..., : max(1, int(value.any((0, 1)).sum()))] for name, value in traces.items()}
 
     def begin(self, target: Tensor | None, history: list[list[float]]) -> QuickState:
         base = self.place[None]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log
+from statistics import median
 from time import perf_counter
 
 import torch
+from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from forerun.costs import Costs
 from forerun.draft import Draft
+from forerun.lengths import Look
+from forerun.lengths.confidence import drawn
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES
 from forerun.nn.pre_verifier import LEAST, PreVerifier, chances_of
 from forerun.nn.quick import quick
+from forerun.sampling import Sampler, accept, choose
 
+_TOP_P = LogitsProcessorList([TopPLogitsWarper(0.95)])
 COUNTS = (1, 2, 4, 8, 16, 32)
 RUN = 10
 QUIET = 0.2  # the share of forwards that are taken to be undisturbed, on a machine that has more to do
@@ -38,14 +44,42 @@ def measure_costs(
     if context is None:
         context = usual_context(target, draft)
     table = _table(target, context), _table(draft, context) if draft is not None else {}
-    return Costs(*table, policy=_layer_cost(layer, draft) if layer is not None and draft is not None else 0.0)
+    layered = _layer_costs(layer, draft) if layer is not None and draft is not None else (0.0, 0.0)
+    return Costs(*table, *layered, *_drawing_costs(target, draft))
 
 
 @torch.inference_mode()
-def _layer_cost(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> float:
-    """Median ms of a pre-verifier's call on four tokens, between forwards of the draft: it never finds a warm cache."""
+def _drawing_costs(target: CausalLM, draft: CausalLM | None, repeats: int = 20) -> tuple[float, float]:
+    """How many ms longer a token takes that is drawn with top-p, drafted and as one of four that are judged; each
+    behind a forward of its model, so that it finds no warm cache."""
+    samplers = [Sampler(greedy, None if greedy else _TOP_P) for greedy in (True, False)]
+    draft = (draft or target).fresh()
+    draft.start([[0]])
+    target = target.fresh()
+    target.start([[0]])
+    seconds: dict[tuple[bool, bool], list[float]] = {}
+    for sampler in samplers * repeats:
+        scores = draft.forward([Draft.root(0)])[0]
+        begun = perf_counter()
+        choose([sampler], scores, lambda row: [], [None])
+        seconds.setdefault((sampler.greedy, True), []).append(perf_counter() - begun)
+    for sampler in samplers * max(3, repeats // 4):
+        chain = Draft.chain(0, [0] * 3)
+        (scores,) = target.forward([chain])
+        begun = perf_counter()
+        accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, None)
+        seconds.setdefault((sampler.greedy, False), []).append(perf_counter() - begun)
+    middle = {key: 1000 * median(taken) for key, taken in seconds.items()}
+    drawing, judging = (max(0.0, middle[False, drafted] - middle[True, drafted]) for drafted in (True, False))
+    return round(drawing, 4), round(judging / 4, 4)
+
+
+@torch.inference_mode()
+def _layer_costs(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> tuple[float, float]:
+    """Median ms of a pre-verifier's call on four tokens, and of reading a token's probability, between forwards of the
+    draft: they never find a warm cache."""
     fast, draft = quick(layer), draft.fresh()
-    config, seconds = layer.config, []
+    config, calls, glances = layer.config, [], []
     draft.start([[0]])
     hidden, embedded = torch.zeros(1, 4, config.draft_size), torch.zeros(1, 4, config.token_size)
     echoes = [[(0,) * len(SIZES)] * 4]
@@ -55,8 +89,12 @@ def _layer_cost(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> float
         state = fast.begin(torch.zeros(1, config.target_size), [[1.0, 1.0, 1.0]])
         chances = chances_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
         fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden, embedded)
-        seconds.append(perf_counter() - begun)
-    return round(1000 * sorted(seconds)[repeats // 2], 4)
+        calls.append(perf_counter() - begun)
+        (scores,) = draft.forward([Draft.root(0)])
+        begun = perf_counter()
+        drawn(Look([0], [[0]], scores))
+        glances.append(perf_counter() - begun)
+    return round(1000 * median(calls), 4), round(1000 * median(glances), 4)
 
 
 def usual_context(*models: CausalLM | None) -> int:

@@ -148,8 +148,8 @@ def train_pre_verifier(
         _, spare = split(kinds[name], recipe)
         chosen = torch.arange(TRACES) * len(spare["accept"]) // TRACES  # from all windows
         _, survival = run(model, spare, chosen, embeddings)
-        survival = functional.pad(survival, (0, recipe.depth - survival.shape[1]))
-        buffer.copy_((255 * survival.detach()).round())
+        both = torch.stack([survival.detach().cpu(), spare["log_q"][chosen].cumsum(-1).exp()])
+        buffer.copy_((255 * functional.pad(both, (0, recipe.depth - both.shape[-1]))).round())
     found = {name: measure(model, split(drafts, recipe)[1], embeddings) for name, drafts in kinds.items()}
     model.config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
     save(model, found, out)
