@@ -25,6 +25,7 @@ from forerun import methods, profiles
 from forerun.costs import Costs
 from forerun.decode import Generation, Step, decode
 from forerun.drafters.guard import Guarded, Pace
+from forerun.drafters.phrases import PhrasePool
 from forerun.lengths.oracle import Truth
 from forerun.loading import (
     DeviceMap,
@@ -118,6 +119,7 @@ class Decoder:
             )
         self.tokenizer, self.guard = tokenizer, guard
         self._paces: dict[tuple[Method, bool], Pace] = {}  # drawing costs and accepts otherwise than greedy decoding
+        self.pools: dict[tuple[int, int], PhrasePool] = {}  # phrases that outlive a call
         self.truth = Truth()  # stays empty unless the method is an oracle
         self.method = (
             method
@@ -148,6 +150,31 @@ class Decoder:
             )
         assert self.draft is not None
         return load_pre_verifier(pre_verifier, self.target, self.draft, method.kind)
+
+    def read_phrases(self, path: str | Path) -> None:
+        """Begins with the phrases of a file that `save_phrases` wrote.
+
+        Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and where the method has
+        no use for phrases of that form.
+        """
+        pool = PhrasePool.load(path, self.target.vocab_size)
+        shape = pool.span, pool.most
+        if shape != self._phrases():
+            raise ValueError(
+                f"the phrases in {path} have {shape[0]} tokens, {shape[1]} for each token at most; method "
+                f"{self.method.name!r} is set to {self._phrases()}: see ngram and guesses"
+            )
+        self.pools[shape] = pool
+
+    def save_phrases(self, path: str | Path) -> None:
+        """Writes what the method has gathered, for `read_phrases`: whole or not at all."""
+        shape = self._phrases()
+        self.pools.get(shape, PhrasePool(*shape)).save(path, self.target.vocab_size)
+
+    def _phrases(self) -> tuple[int, int]:
+        if self.method.phrases is None:
+            raise ValueError(f"method {self.method.name!r} does not draft by phrases")
+        return self.method.phrases
 
     def method_for(self, greedy: bool) -> Method:
         """What decodes: greedy output and drawn output may have methods of their own."""
@@ -255,7 +282,9 @@ class Decoder:
         if self.costs is None and method.needs_costs:
             self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
         costs = None if seeded and not greedy and self.clocked else self.costs
-        drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth))
+        # Phrases of other calls change where drafts use up random numbers, too.
+        pools = None if seeded and not greedy else self.pools
+        drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools))
         guard = self.guard if self.guard is not None else greedy or not seeded
         if guard and not isinstance(method, AR):
             drafter = Guarded(drafter, self._paces.setdefault((method, greedy), Pace()))
@@ -399,6 +428,7 @@ def load(
     fast: bool = True,
     guard: bool | None = None,
     pre_verifier: str | Path | PreVerifier | None = None,
+    phrases: str | Path | None = None,
     **options: Any,
 ) -> Decoder:
     """Loads a target, and a draft if there is one, for decoding by `method`.
@@ -418,6 +448,7 @@ def load(
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
         pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those of the embedded pair are
             there. Raises ValueError where it belongs to other models.
+        phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
         guard: leave drafts out while they do not pay (see forerun/drafters/guard.py). Which steps those are depends on
             the time they take, and with sampling so does what is drawn. Default: for greedy decoding, and for sampling
             with SamplingParams that have no seed. True: always; False: never.
@@ -475,4 +506,6 @@ def load(
         pre_verifier,
     )
     decoder.costs = costs
+    if phrases is not None:
+        decoder.read_phrases(phrases)
     return decoder

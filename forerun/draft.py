@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,10 +89,10 @@ class Draft:
     def mask(self) -> Tensor:
         """[N, N] bool: entry (i, j) says that node i sees node j, that is, j is on the path from the root to i."""
         size = len(self)
-        mask = torch.eye(size, dtype=torch.bool)
+        mask = np.eye(size, dtype=bool)  # a node at a time, which would take torch ten times as long
         for node, parent in enumerate(self.parents[1:], 1):
             mask[node] |= mask[parent]
-        return mask
+        return torch.from_numpy(mask)
 
     def merge(self, other: Draft) -> Draft:
         """Both trees as one, this one's nodes first; paths that both hold are kept once.
@@ -100,17 +101,44 @@ class Draft:
         was rejected, nothing is left of it in the residual.
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
-        tokens, parents, origins = list(self.tokens), list(self.parents), list(self.origins)
-        place: dict[tuple[int, int], int] = {}
-        for node, key in enumerate(zip(parents, tokens, strict=True)):
-            place.setdefault(key, node)  # of siblings drawn twice only the first can be accepted
+        tree = Tree(self)
         moved = [0]
         for node in range(1, len(other)):
-            key = (moved[other.parents[node]], other.tokens[node])
-            if key not in place:
-                place[key] = len(tokens)
-                tokens.append(key[1])
-                parents.append(key[0])
-                origins.append(other.origins[node])
-            moved.append(place[key])
-        return Draft(tokens, parents, self.q, origins)
+            moved.append(tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node]))
+        return tree.draft()
+
+
+class Tree:
+    """A draft that grows: point masses are added to it, and a path that is added again is there once."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.tokens, self.parents, self.origins = list(draft.tokens), list(draft.parents), list(draft.origins)
+        self.q = draft.q
+        self._place: dict[tuple[int, int], int] = {}
+        for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
+            self._place.setdefault(key, node)  # of siblings drawn twice only the first can be accepted
+
+    def add(self, parent: int, token: int, origin: str) -> int:
+        """The child of `parent` with that token."""
+        node = self._place.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.origins.append(origin)
+        return node
+
+    def branch(self, parent: int, tokens: Sequence[int], origin: str) -> list[int]:
+        """The nodes of a path of tokens behind `parent`."""
+        nodes = []
+        for token in tokens:
+            parent = self.add(parent, token, origin)
+            nodes.append(parent)
+        return nodes
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of `parent` with that token, if there is one."""
+        return self._place.get((parent, token))
+
+    def draft(self) -> Draft:
+        """The tree as it is."""
+        return Draft(list(self.tokens), list(self.parents), self.q, list(self.origins))

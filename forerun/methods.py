@@ -6,12 +6,13 @@ Importing this needs no torch, so that the command line can refuse a bad setting
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 if TYPE_CHECKING:
     from forerun.costs import Costs
     from forerun.decode import Drafter
+    from forerun.drafters.phrases import PhrasePool
     from forerun.lengths import LengthPolicy
     from forerun.lengths.oracle import Truth
     from forerun.model import CausalLM
@@ -27,6 +28,7 @@ class Parts:
         pre_verifier: the trained layer of methods that need one.
         costs: what forwards cost on this machine, for methods that ask.
         truth: what oracles know already; they add what they find out.
+        pools: phrases that outlive a call, by their length and their number a token.
     """
 
     target: CausalLM
@@ -34,6 +36,15 @@ class Parts:
     pre_verifier: PreVerifier | None = None
     costs: Costs | None = None
     truth: Truth | None = None
+    pools: dict[tuple[int, int], PhrasePool] | None = None
+
+    def pool(self, shape: tuple[int, int]) -> PhrasePool | None:
+        """The pool of phrases of that length and number a token, None where phrases are not to outlive the call."""
+        if self.pools is None:
+            return None
+        from forerun.drafters.phrases import PhrasePool
+
+        return self.pools.setdefault(shape, PhrasePool(*shape))
 
 
 class _Settings:
@@ -44,6 +55,7 @@ class _Settings:
         layer, kind: the trained layer it needs, by the name of the embedded pair's, and what that has to tell (see
             PreVerifierConfig).
         needs_costs: whether it reckons with a table of costs.
+        phrases: tokens of a phrase and how many phrases a token has at most, where it drafts by such.
     """
 
     needs_draft: ClassVar[bool] = False
@@ -53,6 +65,10 @@ class _Settings:
     @property
     def needs_costs(self) -> bool:
         return False
+
+    @property
+    def phrases(self) -> tuple[int, int] | None:
+        return None
 
 
 class _Drafting(_Settings):
@@ -173,6 +189,114 @@ class Pacer(_Drafting):
             self.score,
             parts.costs,
         )
+
+
+SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
+
+
+@dataclass(frozen=True)
+class _Phrases(_Drafting):
+    """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
+    tokens in a draft's forward, and up to `suffixes` of them behind the draft. `sources` are those of phrases, with +
+    between them. `warm`: phrases outlive a call."""
+
+    window: int = 0
+    guesses: int = 3
+    ngram: int = 5
+    suffixes: int = 1
+    sources: str = "prompt+output+rejected+suffixes"
+    warm: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("window", self.window, 0)
+        _at_least("guesses", self.guesses, 0)
+        _at_least("ngram", self.ngram, 2)
+        _at_least("suffixes", self.suffixes, 0)
+        for source in filter(None, self.sources.split("+")):
+            if source not in SOURCES:
+                raise ValueError(f"sources must be of {'+'.join(SOURCES)}, not {source!r}")
+
+    @property
+    def phrases(self) -> tuple[int, int]:
+        return self.ngram - 1, max(self.guesses, self.suffixes, 1)
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.ouroboros import OuroborosDrafter
+
+        assert parts.draft is not None
+        return OuroborosDrafter(
+            parts.draft,
+            lambda: self.policy(parts),
+            parts.target.vocab_size,
+            width=self.window,
+            guesses=self.guesses,
+            span=self.ngram - 1,
+            suffixes=self.suffixes,
+            sources=self.sources.split("+"),
+            pool=parts.pool(self.phrases) if self.warm else None,
+        )
+
+
+@dataclass(frozen=True)
+class Ouroboros(_Phrases):
+    """Drafts `gamma` tokens, several a forward where phrases foresaw them (arXiv 2402.13720)."""
+
+    gamma: int = 10
+    name: ClassVar[str] = "ouroboros"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("gamma", self.gamma, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths import FixedLength
+
+        return FixedLength(self.gamma)
+
+
+@dataclass(frozen=True)
+class PacerOuroboros(_Phrases, Pacer):
+    """Pacer's rule on drafts by phrases. Its costs take it that there are `share` forwards for a drafted token."""
+
+    share: float = 0.5
+    name: ClassVar[str] = "pacer-ouroboros"
+
+    def __post_init__(self) -> None:
+        _Phrases.__post_init__(self)
+        Pacer.__post_init__(self)
+        _between("share", self.share, 0, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        if parts.costs is not None:
+            ms = self.share * parts.costs.drafting(1 + self.guesses * (self.ngram - 1))
+            parts = replace(parts, costs=replace(parts.costs, draft={1: ms}))
+        return Pacer.policy(self, parts)
+
+
+@dataclass(frozen=True)
+class Lookahead(_Settings):
+    """Lookahead decoding: the target makes phrases and checks them in its own forwards (arXiv 2402.02057)."""
+
+    window: int = 4
+    guesses: int = 4
+    ngram: int = 4
+    warm: bool = True
+    name: ClassVar[str] = "lookahead"
+
+    def __post_init__(self) -> None:
+        _at_least("window", self.window, 0)
+        _at_least("guesses", self.guesses, 1)
+        _at_least("ngram", self.ngram, 2)
+
+    @property
+    def phrases(self) -> tuple[int, int]:
+        return self.ngram - 1, self.guesses
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.lookahead import LookaheadDrafter
+
+        pool = parts.pool(self.phrases) if self.warm else None
+        return LookaheadDrafter(self.window, self.guesses, self.ngram - 1, pool)
 
 
 @dataclass(frozen=True)
@@ -325,12 +449,23 @@ class Oracle(SeeingOracle):
 
 
 Method = (
-    AR | SD | Pacer | SpecDec | Lookup | Heuristic | Confidence | Cumulative | SVIP | AdaEDL | Oracle | SeeingOracle
+    AR
+    | SD
+    | Pacer
+    | Ouroboros
+    | PacerOuroboros
+    | Lookahead
+    | SpecDec
+    | Lookup
+    | Heuristic
+    | Confidence
+    | Cumulative
+    | SVIP
+    | AdaEDL
+    | Oracle
+    | SeeingOracle
 )
-METHODS: dict[str, type[Method]] = {
-    cls.name: cls
-    for cls in (AR, SD, Pacer, SpecDec, Lookup, Heuristic, Confidence, Cumulative, SVIP, AdaEDL, Oracle, SeeingOracle)
-}
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in get_args(Method)}
 
 
 def method(name: str | Method, **options: Any) -> Method:

@@ -156,13 +156,15 @@ class CausalLM:
             self._run(prompts, [range(len(prompt)) for prompt in prompts], None, last_only=True)
             self.cache.commit([list(range(len(prompt))) for prompt in prompts])
 
-    def forward(self, drafts: Sequence[Draft]) -> list[Tensor]:
-        """Logits [N_r, V] of every node of each row's tree. Nothing is kept until `commit`."""
+    def forward(self, drafts: Sequence[Draft | None]) -> list[Tensor]:
+        """Logits [N_r, V] of every node of each row's tree, of none where that is None. Nothing is kept until
+        `commit`."""
         masks = None
-        if not all(draft.is_chain for draft in drafts):
-            masks = [draft.mask() for draft in drafts]
-        logits = self._run([draft.tokens for draft in drafts], [draft.depths for draft in drafts], masks)
-        return [row[: len(draft)] for row, draft in zip(logits, drafts, strict=True)]
+        if not all(draft is None or draft.is_chain for draft in drafts):
+            masks = [draft.mask() if draft is not None else torch.zeros(0, 0) for draft in drafts]
+        tokens = [draft.tokens if draft is not None else [] for draft in drafts]
+        logits = self._run(tokens, [draft.depths if draft is not None else [] for draft in drafts], masks)
+        return [row[: len(own)] for row, own in zip(logits, tokens, strict=True)]
 
     def extend(self, chains: Sequence[Sequence[int]]) -> list[Tensor]:
         """Runs and commits a chain of tokens a row; logits [len(chain), V] of each."""
@@ -251,6 +253,11 @@ class CausalLM:
         Additive because boolean masks are silently wrong under eager attention.
         """
         rows, longest, device = len(positions), max(self.cache.lengths), positions.device
+        lowest = torch.finfo(self.model.dtype).min
+        if rows == 1 and masks is not None and self.window is None:  # the common case, made cheap
+            mask = torch.zeros(new, longest + new, dtype=self.model.dtype)
+            mask[:, longest:].masked_fill_(~masks[0], lowest)
+            return mask[None, None].to(device)
         lengths = torch.tensor(self.cache.lengths, device=device)
         slots, added = torch.arange(longest + new, device=device), torch.arange(new, device=device)
         columns = (lengths[:, None] + added)[:, None].expand(rows, new, new)
@@ -264,7 +271,6 @@ class CausalLM:
             seen.scatter_(2, columns, inner.to(device))
 
         def additive(visible: Tensor) -> Tensor:
-            lowest = torch.finfo(self.model.dtype).min
             mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=device)
             return mask.masked_fill_(~visible, lowest)[:, None]
 

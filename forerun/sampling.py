@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -146,12 +146,14 @@ class Verdict:
         token: the token behind them: a correction if a child was rejected there, else a bonus.
         tested: nodes looked at: the accepted ones and the level of the first rejection, not what is behind it.
         rejected: whether the last node of the path had children and none was accepted.
+        best: the target's most likely token behind every node of the draft.
     """
 
     path: list[int]
     token: int
     tested: int
     rejected: bool
+    best: list[int] = field(default_factory=list)
 
     @property
     def accepted(self) -> int:
@@ -177,7 +179,7 @@ def _accept_greedy(draft: Draft, best: list[int]) -> Verdict:
         child = next((c for c in draft.children[node] if draft.tokens[c] == best[node]), None)
         if child is None:
             rejected = bool(draft.children[node])
-            return Verdict(path, best[node], len(path) - 1 + rejected, rejected)
+            return Verdict(path, best[node], len(path) - 1 + rejected, rejected, best)
         path.append(child)
 
 
@@ -195,7 +197,8 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
             residual = _minus(residual, q, token)
         if accepted is None:
             rejected = bool(draft.children[path[-1]])
-            return Verdict(path, draw(residual, generator), len(path) - 1 + rejected, rejected)
+            token = draw(residual, generator)
+            return Verdict(path, token, len(path) - 1 + rejected, rejected, p.argmax(-1).tolist())
         path.append(accepted)
         residual = p[accepted]
 

@@ -20,7 +20,20 @@ from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
 from forerun.lengths import FixedLength, LengthPolicy, Look
-from forerun.methods import AR, SD, SVIP, AdaEDL, Confidence, Cumulative, Heuristic, Lookup, Method, Parts
+from forerun.methods import (
+    AR,
+    SD,
+    SVIP,
+    AdaEDL,
+    Confidence,
+    Cumulative,
+    Heuristic,
+    Lookahead,
+    Lookup,
+    Method,
+    Ouroboros,
+    Parts,
+)
 from forerun.metrics import summarise
 from forerun.sampling import Sampler, Verdict
 
@@ -38,6 +51,8 @@ METHODS: dict[str, Method] = {
     "cumulative": Cumulative(0.2, 4),
     "svip": SVIP(0.6, most=4),
     "adaedl": AdaEDL(0.55, step=1.0, most=4),
+    "ouroboros": Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=4),
+    "lookahead": Lookahead(2, 2, 3),
 }
 
 

@@ -133,6 +133,7 @@ def noisy_copy(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTraine
 COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, glance=9.0)
 LAYERS: dict[str, dict[str, Any]] = {  # settings of the layer that a method needs
     "pacer": {"inputs": INPUTS},
+    "pacer-ouroboros": {"inputs": INPUTS},
     "specdec++": {"inputs": ("hidden",), "kind": "acceptance"},
 }
 
@@ -216,9 +217,9 @@ class TableLM:
             last += tokens
         return list(self.table[before, last].split([len(tokens) for tokens, _ in trees]))
 
-    def forward(self, drafts: Sequence[Draft]) -> list[Tensor]:
+    def forward(self, drafts: Sequence[Draft | None]) -> list[Tensor]:
         self._drafts = drafts
-        return self._logits([(draft.tokens, draft.parents) for draft in drafts])
+        return self._logits([(draft.tokens, draft.parents) if draft is not None else ((), ()) for draft in drafts])
 
     def extend(self, chains: Sequence[Sequence[int]]) -> list[Tensor]:
         logits = self._logits([(chain, range(-1, len(chain) - 1)) for chain in chains])
@@ -228,7 +229,7 @@ class TableLM:
 
     def commit(self, paths: list[list[int]]) -> None:
         for row, draft, path in zip(self.cache.rows, self._drafts, paths, strict=True):
-            row += [draft.tokens[node] for node in path]
+            row += [draft.tokens[node] for node in path] if draft is not None else []
 
     def crop(self, lengths: list[int]) -> None:
         self.cache.rows = [row[:length] for row, length in zip(self.cache.rows, lengths, strict=True)]

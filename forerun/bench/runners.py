@@ -44,9 +44,18 @@ Run = Callable[[Sequence[Sequence[int]], Sequence[int], int | None], Outcome]
 
 
 def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
-    """A method of ours. Row i draws with the first seed + i, so the seeds must count up."""
+    """A method of ours. Row i draws with the first seed + i, so the seeds must count up.
+
+    Phrases of earlier prompts stay, but a prompt that comes again finds none: they would know the answer.
+    """
+    seen: set[tuple[int, ...]] = set()
 
     def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+        now = set(map(tuple, prompts))
+        if now & seen:
+            decoder.pools.clear()
+            seen.clear()
+        seen.update(now)
         asked = replace(params, seed=seeds[0], max_new_tokens=warm_up or params.max_new_tokens)
         begun = perf_counter()
         results = decoder.generate(prompts, asked)

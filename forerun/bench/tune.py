@@ -45,6 +45,9 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "confidence": {"threshold": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)},
     "heuristic": {"gamma": (3, 5, 8)},
     "lookup": {"gamma": (3, 6, 10, 16), "ngram": (2, 3)},
+    "ouroboros": {"gamma": (6, 10, 16), "window": (0, 4), "suffixes": (0, 1)},
+    "pacer-ouroboros": {"ngram": (4, 6), "suffixes": (0, 1)},
+    "lookahead": {"window": (0, 3)},
 }
 FINALISTS = 3
 CALIBRATION = 0.1  # share of the budget for what a clock says beside the cost table
@@ -84,7 +87,8 @@ class Prices:
     Attributes:
         costs: of forwards.
         step_ms: of a step beyond its forwards.
-        token_ms: of a drafted token beyond the draft's forward (choosing it, the length rule), by kind of method.
+        token_ms: of a draft's forward beyond that of one token (choosing tokens, the length rule, guesses), by kind of
+            method.
         start_ms: of a prompt, by kind of method.
         load: the time that decoding took over that which these prices say: more than 1 on a machine that is busy.
     """
@@ -136,7 +140,9 @@ def label(method: Method) -> str:
 
 
 def kind(method: Method) -> str:
-    """Methods of one kind spend the same on a drafted token."""
+    """Methods of one kind spend the same on a draft's forward."""
+    if method.phrases is not None:
+        return f"{method.name} window={getattr(method, 'window', 0)}"
     block = getattr(method, "block", None)
     return method.name if block is None else f"{method.name} block={block}"
 
@@ -175,7 +181,8 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
     token_ms = {}
     for name, own in steps.items():
         each = [
-            (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / step.drafted - draft_ms
+            (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / min(step.draft_forwards, step.drafted)
+            - draft_ms
             for step in own
             if step.drafted and step.draft_forwards
         ]

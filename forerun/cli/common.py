@@ -10,7 +10,14 @@ import typer
 from forerun.methods import METHODS, Method, method, parse_value
 
 # Colour of a token by where it came from; what the target chose itself stays plain.
-STYLES = {"draft": "green", "lookup": "cyan", "correction": "bold red", "bonus": ""}
+STYLES = {
+    "draft": "green",
+    "lookup": "cyan",
+    "phrase": "magenta",
+    "window": "magenta",
+    "correction": "bold red",
+    "bonus": "",
+}
 
 METHOD_HELP = (
     f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer, sd without a pre-verifier, or lookup "

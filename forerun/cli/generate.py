@@ -68,6 +68,9 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
     pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")] = None,
+    phrases: Annotated[
+        Path | None, typer.Option(help="Keep phrases here: read if the file is there, written at the end.")
+    ] = None,
     guard: GuardOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -81,7 +84,7 @@ def generate(
         Path | None, typer.Option(help="Draw where the time of each step went, into this .png or .svg file.")
     ] = None,
 ) -> None:
-    """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, red corrected."""
+    """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, magenta phrases, red corrected."""
     layered = pre_verifier is not None or (target == EMBEDDED and draft in (None, EMBEDDED))
     given = [*["gamma"] * (gamma is not None), *(each.partition("=")[0] for each in method_arg or [])]
     unnamed = default_method(bool(draft) or target == EMBEDDED, layered, given)
@@ -100,6 +103,8 @@ def generate(
     )
     if settings.needs_draft and not draft and target != EMBEDDED:
         raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
+    if phrases is not None and (settings.phrases is None or not is_named):
+        raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
         raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
     resolve(target, "target")
@@ -123,9 +128,12 @@ def generate(
         trust_remote_code=trust_remote_code,
         guard=guard,
         pre_verifier=pre_verifier,
+        phrases=phrases if phrases is not None and phrases.exists() else None,
     )
     if as_json:
         result = decoder.generate(text, params)
+        if phrases is not None:
+            decoder.save_phrases(phrases)
         if profile is not None:
             plot_steps(result.steps, profile)
         print(
@@ -154,6 +162,8 @@ def generate(
         else:
             print(chunk.text, end="", flush=True)
     print()
+    if phrases is not None:
+        decoder.save_phrases(phrases)
     if profile is not None:
         plot_steps(steps, profile)
         print(profile_line(steps), file=sys.stderr)

@@ -33,22 +33,30 @@ class ChainDrafter:
         self.vocab_size = vocab_size or model.vocab_size
 
     def start(self, seqs: Sequence[Generation]) -> None:
+        self._run_prompts(seqs)
+        self.policy.start(seqs)
+
+    def _run_prompts(self, seqs: Sequence[Generation]) -> None:
         # Behind a prompt that the draft cannot read, or that fills its context, nothing will ever be drafted.
         context = self.model.context
         fits = [(not context or len(seq.tokens) <= context) and self._knows(seq.tokens) for seq in seqs]
         self.model.start([seq.tokens[:-1] if fit else [] for seq, fit in zip(seqs, fits, strict=True)])
-        self.policy.start(seqs)
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
+    def _depths(self, seqs: Sequence[Generation]) -> list[int]:
+        """How many tokens may be drafted for each."""
+        context, lengths = self.model.context, self.model.cache.lengths
+        depths = [min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room) for seq in seqs]
+        known = [self._knows(seq.tokens[at:]) for seq, at in zip(seqs, lengths, strict=True)]
+        return [depth if on else 0 for depth, on in zip(depths, known, strict=True)]
+
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
-        context = self.model.context
-        depth = [min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room) for seq in seqs]
+        depth = self._depths(seqs)
         tokens: list[list[int]] = [[] for _ in seqs]
         laws: list[list[Tensor]] = [[] for _ in seqs]
-        lengths = self.model.cache.lengths
-        going = [d > 0 and self._knows(seq.tokens[at:]) for seq, d, at in zip(seqs, depth, lengths, strict=True)]
+        going = [d > 0 for d in depth]
         forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
         while any(going):
             # The first forward catches up with what the target committed, the others run the last draft token.
@@ -91,6 +99,9 @@ class ChainDrafter:
         self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
     ) -> None:
         self.policy.observe(drafts, verdicts, hidden)
+        self._crop(seqs)
+
+    def _crop(self, seqs: Sequence[Generation]) -> None:
         # What was run of the accepted path stays; the rest of the draft goes.
         self.model.crop(
             [min(length, len(seq.tokens) - 1) for length, seq in zip(self.model.cache.lengths, seqs, strict=True)]
