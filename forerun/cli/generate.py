@@ -84,7 +84,7 @@ def generate(
         Path | None, typer.Option(help="Draw where the time of each step went, into this .png or .svg file.")
     ] = None,
 ) -> None:
-    """Generate from a prompt. On a terminal: green tokens were drafted, cyan looked up, magenta phrases, red corrected."""
+    """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, red corrected."""
     layered = pre_verifier is not None or (target == EMBEDDED and draft in (None, EMBEDDED))
     given = [*["gamma"] * (gamma is not None), *(each.partition("=")[0] for each in method_arg or [])]
     unnamed = default_method(bool(draft) or target == EMBEDDED, layered, given)
