@@ -1,0 +1,86 @@
+"""The methods by name: settings as frozen dataclasses, checked where they are made.
+
+Importing this needs no torch, so that the command line can refuse a bad setting at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, get_args
+
+from forerun.methods.chains import (
+    AR,
+    SD,
+    SVIP,
+    AdaEDL,
+    Confidence,
+    Cumulative,
+    Heuristic,
+    Lookup,
+    Oracle,
+    Pacer,
+    SeeingOracle,
+    SpecDec,
+)
+from forerun.methods.phrases import SOURCES, Lookahead, Ouroboros, PacerOuroboros
+from forerun.methods.settings import Parts, Settings
+
+__all__ = ["SOURCES", "Parts", "Settings"]
+
+Method = (
+    AR
+    | SD
+    | Pacer
+    | Ouroboros
+    | PacerOuroboros
+    | Lookahead
+    | SpecDec
+    | Lookup
+    | Heuristic
+    | Confidence
+    | Cumulative
+    | SVIP
+    | AdaEDL
+    | Oracle
+    | SeeingOracle
+)
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in get_args(Method)}
+
+
+def method(name: str | Method, **options: Any) -> Method:
+    """The method of that name with these settings; raises ValueError naming what is unknown or out of range."""
+    if not isinstance(name, str):
+        if options:
+            raise ValueError(f"{name!r} already carries its settings; {sorted(options)} cannot be given beside it")
+        return name
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
+    known = [field.name for field in fields(METHODS[name])]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+    return METHODS[name](**options)
+
+
+def parse_value(name: str, key: str, value: str) -> int | float | bool | str | None:
+    """A setting from the command line, by the type of its field."""
+    kinds = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
+    if not kinds:
+        method(name, **{key: value})  # says which settings there are
+    kind = kinds[0]
+    if kind.endswith("| None") and value.lower() in ("auto", "none"):
+        return None
+    try:
+        if kind.startswith("bool"):
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        return int(value) if kind.startswith("int") else float(value) if kind.startswith("float") else value
+    except (ValueError, KeyError):
+        raise ValueError(f"{name}.{key} must be of type {kind}, not {value!r}") from None
+
+
+def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
+    """The method of who names none; settings that only `sd` knows mean that."""
+    if has_draft and has_layer and {*options} <= {field.name for field in fields(Pacer)}:
+        return Pacer.name
+    return "sd" if has_draft else "lookup"

@@ -1,0 +1,120 @@
+"""The methods that draft by phrases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from forerun.methods.chains import Pacer
+from forerun.methods.settings import Drafting, Parts, Settings, at_least, between
+
+if TYPE_CHECKING:
+    from forerun.decode import Drafter
+    from forerun.lengths import LengthPolicy
+
+SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
+
+
+@dataclass(frozen=True)
+class _Phrases(Drafting):
+    """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
+    tokens in a draft's forward, and up to `suffixes` of them behind the draft. `sources` are those of phrases, with +
+    between them. `warm`: phrases outlive a call."""
+
+    window: int = 0
+    guesses: int = 3
+    ngram: int = 5
+    suffixes: int = 1
+    sources: str = "prompt+output+rejected+suffixes"
+    warm: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("window", self.window, 0)
+        at_least("guesses", self.guesses, 0)
+        at_least("ngram", self.ngram, 2)
+        at_least("suffixes", self.suffixes, 0)
+        for source in filter(None, self.sources.split("+")):
+            if source not in SOURCES:
+                raise ValueError(f"sources must be of {'+'.join(SOURCES)}, not {source!r}")
+
+    @property
+    def phrases(self) -> tuple[int, int]:
+        return self.ngram - 1, max(self.guesses, self.suffixes, 1)
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.ouroboros import OuroborosDrafter
+
+        assert parts.draft is not None
+        return OuroborosDrafter(
+            parts.draft,
+            lambda: self.policy(parts),
+            parts.target.vocab_size,
+            width=self.window,
+            guesses=self.guesses,
+            span=self.ngram - 1,
+            suffixes=self.suffixes,
+            sources=self.sources.split("+"),
+            pool=parts.pool(self.phrases) if self.warm else None,
+        )
+
+
+@dataclass(frozen=True)
+class Ouroboros(_Phrases):
+    """Drafts `gamma` tokens, several a forward where phrases foresaw them (arXiv 2402.13720)."""
+
+    gamma: int = 10
+    name: ClassVar[str] = "ouroboros"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("gamma", self.gamma, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        from forerun.lengths import FixedLength
+
+        return FixedLength(self.gamma)
+
+
+@dataclass(frozen=True)
+class PacerOuroboros(_Phrases, Pacer):
+    """Pacer's rule on drafts by phrases. Its costs take it that there are `share` forwards for a drafted token."""
+
+    share: float = 0.5
+    name: ClassVar[str] = "pacer-ouroboros"
+
+    def __post_init__(self) -> None:
+        _Phrases.__post_init__(self)
+        Pacer.__post_init__(self)
+        between("share", self.share, 0, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        if parts.costs is not None:
+            ms = self.share * parts.costs.drafting(1 + self.guesses * (self.ngram - 1))
+            parts = replace(parts, costs=replace(parts.costs, draft={1: ms}))
+        return Pacer.policy(self, parts)
+
+
+@dataclass(frozen=True)
+class Lookahead(Settings):
+    """Lookahead decoding: the target makes phrases and checks them in its own forwards (arXiv 2402.02057)."""
+
+    window: int = 4
+    guesses: int = 4
+    ngram: int = 4
+    warm: bool = True
+    name: ClassVar[str] = "lookahead"
+
+    def __post_init__(self) -> None:
+        at_least("window", self.window, 0)
+        at_least("guesses", self.guesses, 1)
+        at_least("ngram", self.ngram, 2)
+
+    @property
+    def phrases(self) -> tuple[int, int]:
+        return self.ngram - 1, self.guesses
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.lookahead import LookaheadDrafter
+
+        pool = parts.pool(self.phrases) if self.warm else None
+        return LookaheadDrafter(self.window, self.guesses, self.ngram - 1, pool)
