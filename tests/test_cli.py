@@ -23,6 +23,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     [
         (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, specdec"),
         (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
+        (["generate", "x", "--phrases", "f"], "--phrases is for --method ouroboros, pacer-ouroboros and lookahead"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
         (["generate", "x", "--method-arg", "gamma=x"], "sd.gamma must be of type int, not 'x'"),
@@ -75,7 +76,23 @@ def test_json_is_one_object() -> None:
     assert result["method"] == "sd"
 
 
-@pytest.mark.parametrize("method", ["sd", "lookup", "pacer"])
+def test_phrases_are_kept_between_runs(tmp_path: Path) -> None:
+    path = tmp_path / "phrases"
+    options = ("--max-new-tokens", "32", "--method", "ouroboros", "--phrases", str(path), "--no-guard", "--json")
+    runs = []
+    for _ in range(2):
+        done = run("generate", "def add(a, b):", *options)
+        assert done.returncode == 0, done.stderr
+        runs.append(json.loads(done.stdout))
+    assert runs[0]["tokens"] == runs[1]["tokens"]
+    assert runs[1]["stats"]["draft_forwards"] < runs[0]["stats"]["draft_forwards"]
+    path.write_bytes(path.read_bytes()[:-4])
+    done = run("generate", "x", *options)
+    assert done.returncode == 2 and "is no file of phrases, or a part of one" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("method", ["sd", "lookup", "pacer", "pacer-ouroboros"])
 def test_demo_shows_equal_output(method: str) -> None:
     done = run("demo", "--prompts", "1", "--max-new-tokens", "24", "--method", method, "--no-guard", "--json")
     assert done.returncode == 0, done.stderr
@@ -95,7 +112,7 @@ def test_info_and_version() -> None:
     facts = json.loads(run("info", "--json").stdout)
     assert set(facts["methods"]) == {
         *("ar", "sd", "pacer", "specdec++", "lookup", "heuristic", "confidence", "cumulative", "svip", "adaedl"),
-        *("oracle", "seeing-oracle"),
+        *("oracle", "seeing-oracle", "ouroboros", "pacer-ouroboros", "lookahead"),
     }
     assert facts["embedded"]["gate"]
     assert run("--version").stdout == f"forerun {forerun.__version__}\n"

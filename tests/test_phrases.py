@@ -271,6 +271,33 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     assert row.pool.get(3) == [(14, 15)]
 
 
+def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
+    target = tiny("llama")
+    made = [
+        Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(warm=warm), guard=False) for warm in (True, False)
+    ]
+    text = [5, 6, 7, 5, 6]
+    first, second = [made[0].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)]
+    assert second < first
+    assert len({made[1].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)}) == 1
+    assert not made[1].pools
+    # Drawn with a seed nothing may depend on what came before; without one it may.
+    drawn = [made[0].generate(text, max_new_tokens=20, temperature=1.0, seed=3).tokens for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    path = tmp_path / "phrases"
+    made[0].save_phrases(path)
+    again = Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(), guard=False)
+    again.read_phrases(path)
+    assert again.generate(text, max_new_tokens=40).stats.draft_forwards == second
+    other = Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(ngram=3))
+    with pytest.raises(
+        ValueError, match=r"have 4 tokens, 3 for each token at most; method 'ouroboros' is set to \(2, 3"
+    ):
+        other.read_phrases(path)
+    with pytest.raises(ValueError, match="'lookup' does not draft by phrases"):
+        Decoder(target, method=method("lookup")).save_phrases(path)
+
+
 def test_settings_are_checked() -> None:
     wrong = {"window": -1, "guesses": -1, "ngram": 1, "suffixes": -1, "gamma": 0, "sources": "prompts"}
     for name, value in wrong.items():

@@ -32,11 +32,11 @@ Method = (
     AR
     | SD
     | Pacer
+    | SpecDec
+    | Lookup
     | Ouroboros
     | PacerOuroboros
     | Lookahead
-    | SpecDec
-    | Lookup
     | Heuristic
     | Confidence
     | Cumulative
