@@ -172,9 +172,10 @@ class Decoder:
         self.pools.get(shape, PhrasePool(*shape)).save(path, self.target.vocab_size)
 
     def _phrases(self) -> tuple[int, int]:
-        if self.method.phrases is None:
-            raise ValueError(f"method {self.method.name!r} does not draft by phrases")
-        return self.method.phrases
+        shape = self.method.phrases
+        if shape is None or not getattr(self.method, "warm", False):
+            raise ValueError(f"method {self.method.name!r} does not keep phrases between calls: see warm")
+        return shape
 
     def method_for(self, greedy: bool) -> Method:
         """What decodes: greedy output and drawn output may have methods of their own."""

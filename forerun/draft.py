@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,10 +88,12 @@ class Draft:
     def mask(self) -> Tensor:
         """[N, N] bool: entry (i, j) says that node i sees node j, that is, j is on the path from the root to i."""
         size = len(self)
-        mask = np.eye(size, dtype=bool)  # a node at a time, which would take torch ten times as long
-        for node, parent in enumerate(self.parents[1:], 1):
-            mask[node] |= mask[parent]
-        return torch.from_numpy(mask)
+        rows: list[bytearray] = []
+        for node, parent in enumerate(self.parents):  # as bytes: tensors would take longer than a small forward
+            row = bytearray(rows[parent]) if node else bytearray(size)
+            row[node] = 1
+            rows.append(row)
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(size, size)
 
     def merge(self, other: Draft) -> Draft:
         """Both trees as one, this one's nodes first; paths that both hold are kept once.

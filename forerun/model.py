@@ -255,9 +255,9 @@ class CausalLM:
         rows, longest, device = len(positions), max(self.cache.lengths), positions.device
         lowest = torch.finfo(self.model.dtype).min
         if rows == 1 and masks is not None and self.window is None:  # the common case, made cheap
-            mask = torch.zeros(new, longest + new, dtype=self.model.dtype)
-            mask[:, longest:].masked_fill_(~masks[0], lowest)
-            return mask[None, None].to(device)
+            mask = torch.zeros(new, longest + new, dtype=self.model.dtype, device=device)
+            mask[:, longest:].masked_fill_(~masks[0].to(device), lowest)
+            return mask[None, None]
         lengths = torch.tensor(self.cache.lengths, device=device)
         slots, added = torch.arange(longest + new, device=device), torch.arange(new, device=device)
         columns = (lengths[:, None] + added)[:, None].expand(rows, new, new)

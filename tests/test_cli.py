@@ -24,6 +24,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, specdec"),
         (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
         (["generate", "x", "--phrases", "f"], "--phrases is for --method ouroboros, pacer-ouroboros and lookahead"),
+        (["generate", "x", "--method", "ouroboros", "--phrases", "no/f"], "a folder that exists, not 'no/f'"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
         (["generate", "x", "--method-arg", "gamma=x"], "sd.gamma must be of type int, not 'x'"),

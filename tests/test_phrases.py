@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from toys import (
     COSTS,
     LAYERS,
@@ -26,12 +27,14 @@ from forerun import Decoder
 from forerun.decode import Generation, decode
 from forerun.draft import Draft, Tree
 from forerun.drafters import phrases
+from forerun.drafters.guard import Guarded, Pace
 from forerun.drafters.ouroboros import OuroborosDrafter
 from forerun.drafters.phrases import PhrasePool
 from forerun.drafters.window import Window
 from forerun.lengths import FixedLength
 from forerun.lengths.pacer import PacerStop
-from forerun.methods import SOURCES, Lookahead, Method, Ouroboros, PacerOuroboros, method
+from forerun.methods import AR, Lookahead, Method, Ouroboros, PacerOuroboros, Parts, method
+from forerun.methods.phrases import SOURCES
 from forerun.model import CausalLM
 from forerun.sampling import Sampler, Verdict
 
@@ -125,7 +128,7 @@ def test_the_window_is_a_tree_of_its_columns(width: int, span: int, depth: int, 
     window = Window(width, span, range(100, 200), Random(seed))
     rows = [list(row) for row in window.rows]
     tree = Tree(Draft.chain(1, [2]))
-    window.plant(tree, 1, depth)
+    window.plant(tree, 1, 100, depth)
     draft = tree.draft()
     spelt = {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(len(draft))}
     columns = min(width, max(0, depth - span + 1))
@@ -134,21 +137,25 @@ def test_the_window_is_a_tree_of_its_columns(width: int, span: int, depth: int, 
     assert max(draft.depths) <= 1 + max(depth, 0)
     best = [1000 + node for node in range(len(draft))]
     answers = [best[node] for node in window.nodes]
-    found = window.harvest(best, 1, [5])
+    found = window.harvest(best)
     assert found == [(path[2 + j], [*path[3 + j :], answers[j]]) for j, path in enumerate(paths)]
     if columns:
-        assert window.rows == [*rows[1:], answers + [5] * (width - columns)]
+        assert window.rows[:-1] == rows[1:] and window.rows[-1][:columns] == answers
 
 
 def test_guesses_keep_their_places_in_the_text() -> None:
     window = Window(4, 2, [0], Random(0))
     window.rows = [[2, 3, 4, 5], [3, 4, 5, 6]]  # of the text 1 2 3 4 5 ..
     tree = Tree(Draft.root(1))
-    window.plant(tree, 0, 9)
-    best = [token + 1 for token in tree.tokens]
-    assert window.harvest(best, 3, [0])[0] == (2, [3, 4])
-    # Behind 4 now.
+    window.plant(tree, 0, 1, 9)
+    assert window.harvest([token + 1 for token in tree.tokens])[0] == (2, [3, 4])
+    assert window.rows == [[3, 4, 5, 6], [4, 5, 6, 7]]
+    window.plant(Tree(Draft.root(4)), 0, 4, 9)
     assert window.rows == [[5, 6, 0, 0], [6, 7, 0, 0]]
+    window.plant(Tree(Draft.root(3)), 0, 3, 9)  # a draft that was rejected
+    assert window.rows == [[0, 5, 6, 0], [0, 6, 7, 0]]
+    window.plant(Tree(Draft.root(0)), 0, 50, 9)
+    assert window.rows == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
@@ -158,7 +165,7 @@ def test_a_window_says_what_plain_forwards_say(architecture: str) -> None:
     tree = Tree(Draft.chain(5, [6]))
     for phrase in ([7, 8, 9], [7, 8, 4], [3, 8, 9]):
         tree.branch(1, phrase, "phrase")
-    Window(3, 3, range(40), Random(0)).plant(tree, 1, 9)
+    Window(3, 3, range(40), Random(0)).plant(tree, 1, 6, 9)
     draft = tree.draft()
     prompts = [[1, 2, 3, 4], [9, 8, 7, 6, 5, 4, 3]]
     model.start(prompts)
@@ -198,7 +205,8 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
         assert sum(row.stats.drafted for row in done) > 0
         one = decoder.generate(prompts[2], max_new_tokens=24, ignore_eos=True)
         assert one.tokens == plain[2].tokens
-    assert len(decoder.pools) == 1
+    (pool,) = decoder.pools.values()
+    assert len(pool) > 20
 
 
 def drafter(
@@ -212,7 +220,7 @@ def drafter(
         V,
         width=width,
         guesses=guesses,
-        span=2,
+        shape=(2, 3),
         suffixes=suffixes,
         sources=SOURCES,
         pool=pool,
@@ -220,21 +228,22 @@ def drafter(
 
 
 @pytest.mark.parametrize("pacer", [False, True])
-@pytest.mark.parametrize("batch", [1, 5])
-def test_sampling_follows_the_targets_law(batch: int, pacer: bool) -> None:
+@pytest.mark.parametrize(("batch", "warm"), [(1, False), (5, False), (1, True)])
+def test_sampling_follows_the_targets_law(batch: int, warm: bool, pacer: bool) -> None:
     generator, outcomes, drafted = torch.Generator().manual_seed(0), [], 0
+    pool = PhrasePool(2, 3) if warm else None
     for _ in range(2000 // batch):
         seqs = [Generation(list(PROMPT), len(PROMPT) + 5, Sampler(False), generator=generator) for _ in range(batch)]
-        for steps in decode(TableLM(TARGET), drafter(pacer=pacer), seqs):  # type: ignore[arg-type]
+        for steps in decode(TableLM(TARGET), drafter(pacer=pacer, pool=pool), seqs):  # type: ignore[arg-type]
             drafted += sum(step.drafted for step in steps)
         outcomes += [seq.output[:3] for seq in seqs]
     assert p_value(outcomes, joint_law(TARGET, PROMPT, 3, None)) > 1e-4
     assert drafted > len(outcomes)
 
 
-def decoded(made: OuroborosDrafter, new: int = 30) -> tuple[int, int, list[int]]:
+def decoded(made: OuroborosDrafter, new: int = 12) -> tuple[int, int, list[int]]:
     """Forwards of the draft, drafted tokens, and the output, greedily."""
-    seq = Generation(list(PROMPT), len(PROMPT) + new)
+    seq = Generation([0], 1 + new)
     steps = [step for batch in decode(TableLM(TARGET), made, [seq]) for step in batch]  # type: ignore[arg-type]
     return sum(step.draft_forwards for step in steps), sum(step.drafted for step in steps), seq.output
 
@@ -247,7 +256,16 @@ def test_phrases_spare_forwards() -> None:
     decoded(drafter(width=0, suffixes=0, pool=pool))
     warm = decoded(drafter(width=0, suffixes=0, pool=pool))
     assert plain[0] == plain[1] == cold[1] == warm[1] and plain[2] == cold[2] == warm[2]
-    assert warm[0] <= cold[0] < plain[0]
+    assert warm[0] < cold[0] < plain[0] and len(pool) > 5
+
+
+class Seen(FixedLength):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.seen: list[tuple[int, bool]] = []
+
+    def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
+        self.seen += [(verdict.accepted, verdict.rejected) for verdict in verdicts]
 
 
 def test_the_targets_verdict_becomes_phrases() -> None:
@@ -256,6 +274,7 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     seq = Generation([0, 1], 40)
     made.start([seq])
     (row,) = made.rows
+    row.policy = Seen()
     row.pool.add(3, (1, 1))
     row.tokens = [2, 2, 2, 3]
     draft = made._with_suffixes(row, seq)
@@ -264,11 +283,49 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     def verdict(accepted: int) -> Verdict:
         return Verdict(list(range(accepted + 1)), 0, accepted + 1, True, [10 + node for node in range(7)])
 
-    made._feed_back(row, draft, verdict(1))
-    # From the rejected token on: what the target would have said behind each.
-    assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(1, 1)]
-    made._feed_back(row, draft, verdict(4))
-    assert row.pool.get(3) == [(14, 15)]
+    made.observe([seq], [draft], [verdict(1)], None)
+    # From the rejected token on: what the target would have said behind each; and behind the end as well.
+    assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(14, 15)]
+    assert row.policy.seen == [(1, True)]
+    made.observe([seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None)  # a step that drafted nothing
+    row.tokens = [2, 2, 2, 3]
+    made._with_suffixes(row, seq)
+    made.observe([seq], [draft], [verdict(4)], None)
+    assert row.policy.seen[2] == (4, False)  # the phrase was rejected, not the chain
+
+
+def test_a_guard_and_a_layer_that_sees_the_target() -> None:
+    """The guard then shows what became of steps that it left without a draft."""
+    target = tiny("llama")
+    small = noisy_copy(target, 0.03)
+    layer = random_layer(target, small, inputs=("confidence", "target"))
+    method = PacerOuroboros(block=2, threshold=0.1)
+    decoder = Decoder(target, None, small, method, guard=False, pre_verifier=layer)
+    plain = Decoder(target, method=AR()).generate([5, 6, 7, 5, 6], max_new_tokens=60, ignore_eos=True)
+    made = method.build(Parts(decoder.target.fresh(), decoder.draft.fresh(), layer))
+    turns = iter([False, True] * 60)
+    pace = Pace()
+    pace.drafts = lambda rows: next(turns)  # type: ignore[method-assign]
+    seq = Generation([5, 6, 7, 5, 6], 65)
+    steps = [step for batch in decode(decoder.target.fresh(), Guarded(made, pace), [seq]) for step in batch]
+    assert seq.output == plain.tokens
+    assert {step.drafted > 0 for step in steps} == {True, False}
+
+
+def test_tokens_that_the_draft_lacks() -> None:
+    """Phrases with such are not for it, behind the chain they may be."""
+    target, draft = random_table(6, 3, 1.3), random_table(4, 4, 1.3)
+    generator, outcomes = torch.Generator().manual_seed(0), []
+    pool = PhrasePool(2, 3)
+    for _ in range(1500):
+        seq = Generation(list(PROMPT), len(PROMPT) + 6, Sampler(False), generator=generator)
+        made = drafter(width=0, pool=pool)
+        made.model, made.vocab_size = TableLM(draft), 6  # type: ignore[assignment]
+        for _ in decode(TableLM(target), made, [seq]):  # type: ignore[arg-type]
+            pass
+        outcomes.append(seq.output[:3])
+    assert any(max(phrase) > 3 for key in range(6) for phrase in pool.get(key))
+    assert p_value(outcomes, joint_law(target, PROMPT, 3, None)) > 1e-4
 
 
 def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
@@ -294,7 +351,7 @@ def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
         ValueError, match=r"have 4 tokens, 3 for each token at most; method 'ouroboros' is set to \(2, 3"
     ):
         other.read_phrases(path)
-    with pytest.raises(ValueError, match="'lookup' does not draft by phrases"):
+    with pytest.raises(ValueError, match="'lookup' does not keep phrases"):
         Decoder(target, method=method("lookup")).save_phrases(path)
 
 
@@ -309,22 +366,3 @@ def test_settings_are_checked() -> None:
     for options in ({"window": -1}, {"guesses": 0}, {"ngram": 1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             method("lookahead", **options)
-
-
-def test_drawn_rows_do_not_depend_on_their_neighbours() -> None:
-    def sampled(which: list[int]) -> list[list[int]]:
-        seqs = [
-            Generation(
-                list(PROMPT),
-                len(PROMPT) + 5 + 3 * row,
-                Sampler(False),
-                generator=torch.Generator().manual_seed(7 + row),
-            )
-            for row in which
-        ]
-        for _ in decode(TableLM(TARGET), drafter(), seqs):  # type: ignore[arg-type]
-            pass
-        return [seq.output for seq in seqs]
-
-    together = sampled(list(range(6)))
-    assert together == [sampled([row])[0] for row in range(6)]

@@ -187,14 +187,6 @@ def test_methods_with_a_trained_layer_need_it(monkeypatch: pytest.MonkeyPatch) -
     assert {tune.kind(method) for method in found.values()} >= {"sd", "pacer block=1", "pacer block=4"}
 
 
-def test_a_layer_is_priced_by_its_calls() -> None:
-    def taken(drafted: int, ms: float) -> Step:
-        return replace(step(1, drafted), policy_seconds=ms / 1000)
-
-    found = tune.policy_ms(outcome([taken(4, 2), taken(6, 6), taken(8, 2), taken(0, 9)]), block=4)
-    assert found == pytest.approx(1.0)  # of 2 / 1, 6 / 2 and 2 / 2 the least disturbed
-
-
 def test_rows_one_by_one_are_the_rows_together() -> None:
     decoder = Decoder(tiny("llama"), draft=noisy_copy(tiny("llama"), 0.02), method=SD(3), guard=False)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=9, temperature=1.0))

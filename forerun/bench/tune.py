@@ -29,9 +29,10 @@ from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.bench.session import load_pair, load_prompts
 from forerun.costs import Costs
 from forerun.decode import Step
-from forerun.loading import load_config
+from forerun.loading import load_config, load_pre_verifier
 from forerun.methods import AR, METHODS, Method, Pacer
 from forerun.model import context_of
+from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import Choice, pair_of, save
 from forerun.runtime.costs import QUIET, measure_costs
 from forerun.zoo import EMBEDDED
@@ -107,7 +108,8 @@ class Prices:
     def step(self, kind: str, step: Step) -> float:
         """Modelled ms of a step, as if its sequence were decoded alone."""
         ms = self.costs.verify(step.drafted + 1) + self.step_ms
-        # In a batch the draft goes on for other rows; a chain's own forwards are as many as its tokens.
+        # In a batch the draft goes on for other rows; a chain's own forwards are as many as its tokens. (Drafts by
+        # phrases are not decoded in batches here.)
         forwards = min(step.draft_forwards, step.drafted)
         if forwards:
             ms += forwards * (self.costs.drafting(1) + self.token_ms.get(kind, 0.0))
@@ -142,7 +144,7 @@ def label(method: Method) -> str:
 def kind(method: Method) -> str:
     """Methods of one kind spend the same on a draft's forward."""
     if method.phrases is not None:
-        return f"{method.name} window={getattr(method, 'window', 0)}"
+        return f"{method.name} window={method.window}"  # type: ignore[union-attr]
     block = getattr(method, "block", None)
     return method.name if block is None else f"{method.name} block={block}"
 
@@ -200,15 +202,9 @@ def undisturbed(values: Sequence[float]) -> float:
     return sorted(values)[int(QUIET * len(values))]
 
 
-def policy_ms(outcome: Outcome, block: int) -> float:
-    """Of a call of a length policy's layer, which looks once behind every block."""
-    steps = [step for row in outcome.steps or [] for step in row if step.drafted]
-    calls = [1000 * step.policy_seconds / ceil(step.drafted / block) for step in steps]
-    return undisturbed(calls) if calls else 0.0
-
-
 def singly(run: Run) -> Run:
-    """The rows one after the other, for rules that look at costs: these would stop earlier in a batch."""
+    """The rows one after the other, for rules that look at costs, as these would stop earlier in a batch, and for
+    phrases, as a batch does not tell how many forwards a row needed."""
 
     def decoded(prompts: Sequence[Sequence[int]], seeds: Sequence[int], tokens: int | None = None) -> Outcome:
         each = [run([prompt], [seed], tokens) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -291,20 +287,18 @@ def tune(
         plan = replace(plan, max_new_tokens=max(1, min(plan.max_new_tokens, context // 2)))
     (dataset, prompts), *_ = load_prompts(plan, files)[0].items()
     target, draft = load_pair(plan)
-    costs = measure_costs(target, draft)
-    if pre_verifier is None and plan.target == plan.draft == EMBEDDED:
-        pre_verifier = bundled_layer(Pacer())
-    layers: dict[str | None, Any] = {Pacer.layer: pre_verifier} if pre_verifier is not None else {}
+    folder = bundled_layer(Pacer()) if plan.target == plan.draft == EMBEDDED else None
+    layers: dict[str | None, PreVerifier] = {}
+    if (folder := pre_verifier or folder) is not None and draft is not None:
+        layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)
+    costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
 
     def runner(method: Method) -> Run:
-        own = method.layer
-        layer = {"pre_verifier": layers[own]} if own is not None else {}
-        decoder = Decoder(target, None, draft if method.needs_draft else None, method, guard=False, **layer)
+        layer, drafting = layers.get(method.layer), draft if method.needs_draft else None
+        decoder = Decoder(target, None, drafting, method, guard=False, pre_verifier=layer)
         decoder.costs = costs
-        if own is not None:
-            layers[own] = decoder.pre_verifier  # read once for all
         return decoder_run(decoder, params)
 
     params = replace(plan.params(), top_p=top_p)
@@ -314,9 +308,6 @@ def tune(
         kind(each): [other for other in methods.values() if kind(other) == kind(each)] for each in methods.values()
     }
     tokens = max(8, min(64, plan.max_new_tokens, int(1000 * CALIBRATION * budget / (2 * len(kinds) * costs.verify(1)))))
-    learning: list[Any] = [each for each in methods.values() if each.layer is not None]
-    if learned := next((each for each in learning if not each.needs_costs), None):
-        costs = replace(costs, policy=policy_ms(runner(learned)(rows[:1], [0], tokens), learned.block))
     middle = {AR.name: runner(AR())} | {each: runner(of_kind[len(of_kind) // 2]) for each, of_kind in kinds.items()}
     prices = calibrate(costs, middle, rows[:2], tokens)
     effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, prices, [*layers])
@@ -328,7 +319,7 @@ def tune(
     runs = {name: runner(each) for name, each in ({AR.name: AR()} | methods).items()}
     turns = [rows[at : at + effort.rows] for at in range(0, min(3 * effort.rows, len(rows)), effort.rows)]
     say(f"{len(methods)} settings on {len(turns[0])} prompts, the better third on {sum(map(len, turns[1:]))} more")
-    alone = {name: singly(runs[name]) for name, each in methods.items() if each.needs_costs}
+    alone = {name: singly(runs[name]) for name, each in methods.items() if each.needs_costs or each.phrases}
     ranked, dropped = screen(
         methods, runs | alone, turns, prices, is_late=lambda: perf_counter() - begun > SCREENING * budget
     )

@@ -103,8 +103,13 @@ def generate(
     )
     if settings.needs_draft and not draft and target != EMBEDDED:
         raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
-    if phrases is not None and (settings.phrases is None or not is_named):
-        raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
+    if phrases is not None:
+        if settings.phrases is None or not is_named:
+            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
+        if temperature and seed is not None:
+            raise ValueError("--phrases and --seed do not go together: phrases of other runs change what a seed draws")
+        if not phrases.parent.is_dir():
+            raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
         raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
     resolve(target, "target")

@@ -27,7 +27,7 @@ class LookaheadDrafter:
         self.width, self.guesses, self.span, self.pool = width, guesses, span, pool
 
     def start(self, seqs: Sequence[Generation]) -> None:
-        self.pools = [self.pool or PhrasePool(self.span, self.guesses) for _ in seqs]
+        self.pools = [PhrasePool(self.span, self.guesses) if self.pool is None else self.pool for _ in seqs]
         self.windows = [Window(self.width, self.span, seq.tokens, Random(0)) for seq in seqs]
         self.learnt = [pool.learn(seq.tokens) for pool, seq in zip(self.pools, seqs, strict=True)]
 
@@ -37,7 +37,7 @@ class LookaheadDrafter:
             tree = Tree(Draft.root(seq.tokens[-1]))
             for phrase in pool.get(seq.tokens[-1], self.guesses):
                 tree.branch(0, phrase[: seq.room - 1], "phrase")
-            window.plant(tree, 0, seq.room - 1)
+            window.plant(tree, 0, len(seq.tokens), seq.room - 1)
             drafts.append(tree.draft())
         return Proposal(drafts)
 
@@ -45,7 +45,7 @@ class LookaheadDrafter:
         self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
     ) -> None:
         for row, (seq, verdict) in enumerate(zip(seqs, verdicts, strict=True)):
-            for key, phrase in self.windows[row].harvest(verdict.best, verdict.accepted + 1, seq.tokens):
+            for key, phrase in self.windows[row].harvest(verdict.best):
                 self.pools[row].add(key, phrase)
             self.learnt[row] = self.pools[row].learn(seq.tokens, self.learnt[row])
 

@@ -8,7 +8,7 @@ from the draft's laws one by one as in a plain chain; phrases only spare forward
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from time import perf_counter
 
@@ -54,23 +54,23 @@ class OuroborosDrafter(ChainDrafter):
         *,
         width: int,
         guesses: int,
-        span: int,
+        shape: tuple[int, int],
         suffixes: int,
         sources: Collection[str],
         pool: PhrasePool | None = None,
     ) -> None:
-        """`width` of the window, 0 for none; `guesses`: phrases that a forward checks at most; `span`: their length.
-        Sequences have policies of their own, which `policy` makes."""
+        """`width` of the window, 0 for none; `guesses`: phrases that a forward checks at most; `shape`: the length of
+        phrases, and how many a token has at most. Sequences have policies of their own, which `policy` makes."""
         super().__init__(model, policy(), vocab_size)
-        self.make_policy, self.width, self.guesses, self.span = policy, width, guesses, span
+        self.make_policy, self.width, self.guesses, self.shape = policy, width, guesses, shape
         self.suffixes, self.sources, self.pool = suffixes, sources, pool
 
     def start(self, seqs: Sequence[Generation]) -> None:
         self._run_prompts(seqs)
         self.rows = []
         for seq in seqs:
-            pool = self.pool or PhrasePool(self.span, max(self.guesses, self.suffixes, 1))
-            window = Window(self.width, self.span, seq.tokens, Random(0)) if self.width else None
+            pool = PhrasePool(*self.shape) if self.pool is None else self.pool
+            window = Window(self.width, self.shape[0], seq.tokens, Random(0)) if self.width else None
             row = _Row(self.make_policy(), pool, window, 0 if "prompt" in self.sources else len(seq.tokens) - 1)
             row.policy.start([seq])
             if row.learnt == 0:
@@ -107,18 +107,17 @@ class OuroborosDrafter(ChainDrafter):
         for phrase in row.pool.get(pending[-1], self.guesses):
             tree.branch(tip, self._known(phrase[:left]), "phrase")
         if row.window is not None:
-            row.window.plant(tree, tip, left)
+            row.window.plant(tree, tip, len(seq.tokens) + len(row.tokens), left)
         return tree
 
     def _known(self, phrase: Sequence[int]) -> Sequence[int]:
-        """The beginning of a phrase that the draft model has embeddings for."""
-        return phrase if self._knows(phrase or [0]) else phrase[:0]
+        """A phrase, or nothing where the draft model has no embeddings for it."""
+        return phrase if self._knows(phrase or [0]) else ()
 
     def _walk(self, at: int, seq: Generation, tree: Tree, logits: Tensor, depth: int) -> tuple[bool, list[int]]:
         """Drafts as long as the tree foresaw it: whether to go on, and the nodes to keep."""
         row, sampler = self.rows[at], seq.sampler
-        before = len(row.tokens)
-        node = len(seq.tokens) + before - self.model.cache.lengths[at] - 1
+        node = len(seq.tokens) + len(row.tokens) - self.model.cache.lengths[at] - 1
         path = list(range(node + 1))
         logits = self._fitted(logits)
         at_once = sampler.greedy and sampler.prefix_free
@@ -145,7 +144,7 @@ class OuroborosDrafter(ChainDrafter):
             node = child
             path.append(node)
         if row.window is not None:
-            for key, phrase in row.window.harvest(best, len(row.tokens) - before, seq.tokens):
+            for key, phrase in row.window.harvest(best):
                 row.pool.add(key, phrase)
         return going, path
 
@@ -163,24 +162,31 @@ class OuroborosDrafter(ChainDrafter):
         self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
     ) -> None:
         for at, (row, seq, draft, verdict) in enumerate(zip(self.rows, seqs, drafts, verdicts, strict=True)):
-            row.policy.observe([draft], [verdict], hidden[at : at + 1] if hidden is not None else None)
-            self._feed_back(row, draft, verdict)
+            # The policy answers for the chain; what became of phrases behind it is none of its doing.
+            of_chain = replace(verdict, rejected=verdict.rejected and verdict.accepted < len(row.tokens))
+            row.policy.observe([draft], [of_chain], hidden[at : at + 1] if hidden is not None else None)
+            self._feed_back(row, draft, verdict.best)
+            if verdict.accepted < len(row.tokens) and "rejected" in self.sources:
+                self._learn_rejected(row, draft, verdict)
             if "output" in self.sources:
                 row.learnt = row.pool.learn(seq.tokens, row.learnt)
+            row.tokens, row.suffixes = [], []  # a step without a draft may follow
         self._crop(seqs)
 
-    def _feed_back(self, row: _Row, draft: Draft, verdict: Verdict) -> None:
-        """What the target said of tokens that it rejected, and behind the draft's end: guesses, as these stand behind
-        tokens of the draft's choice."""
-        chain, best = len(row.tokens), verdict.best
-        if verdict.accepted < chain and "rejected" in self.sources:
-            for node in range(verdict.accepted + 1, chain - self.span + 2):
-                row.pool.add(draft.tokens[node], best[node : node + self.span])
-        elif "suffixes" in self.sources:
-            for phrase, nodes in row.suffixes:
-                if verdict.accepted >= chain and len(nodes) == self.span:
-                    row.pool.drop(draft.tokens[chain], phrase)
-                    row.pool.add(draft.tokens[chain], [best[node] for node in (chain, *nodes[:-1])])
+    def _learn_rejected(self, row: _Row, draft: Draft, verdict: Verdict) -> None:
+        """From the rejected token on, what the target says behind each token of the chain."""
+        span = self.shape[0]
+        for node in range(verdict.accepted + 1, len(row.tokens) - span + 2):
+            row.pool.add(draft.tokens[node], verdict.best[node : node + span])
+
+    def _feed_back(self, row: _Row, draft: Draft, best: list[int]) -> None:
+        """Phrases behind the chain become what the target says there, whether or not it came so far (the original does
+        this where it did)."""
+        chain = len(row.tokens)
+        for phrase, nodes in row.suffixes if "suffixes" in self.sources else ():
+            if len(nodes) == self.shape[0]:
+                row.pool.drop(draft.tokens[chain], phrase)
+                row.pool.add(draft.tokens[chain], [best[node] for node in (chain, *nodes[:-1])])
 
     def keep(self, rows: list[int]) -> None:
         self.model.keep(rows)

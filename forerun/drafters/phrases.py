@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,10 +75,11 @@ class PhrasePool:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({"phrases": table}, temporary, {"format": _FORMAT, "about": json.dumps(about)})
             os.replace(temporary, path)
-        except OSError as error:
-            raise ValueError(f"cannot write the phrases to {path}: {error.strerror}") from None
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot write the phrases to {path}: {error}") from None
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path, vocab_size: int) -> PhrasePool:
@@ -94,10 +96,13 @@ class PhrasePool:
             raise ValueError(f"{path} is no file of phrases, or a part of one: {error}") from None
         if about.get("format") != _FORMAT or table is None:
             raise ValueError(f"{path} is no file of phrases: its format is {about.get('format')!r}, not {_FORMAT!r}")
-        settings = json.loads(about["about"])
-        if settings["vocab_size"] != vocab_size:
-            raise ValueError(f"the phrases in {path} are for {settings['vocab_size']} tokens, not {vocab_size}")
-        pool = cls(settings["span"], settings["most"])
+        try:
+            settings = json.loads(about["about"])
+            size, pool = settings["vocab_size"], cls(settings["span"], settings["most"])
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(f"the phrases in {path} are damaged: it does not say for what they are") from None
+        if size != vocab_size:
+            raise ValueError(f"the phrases in {path} are for {size} tokens, not {vocab_size}")
         if table.ndim != 2 or table.shape[1] != pool.span + 1 or bool(((table < 0) | (table >= vocab_size)).any()):
             raise ValueError(
                 f"the phrases in {path} are damaged: not rows of {pool.span + 1} tokens below {vocab_size}"

@@ -10,26 +10,32 @@ from forerun.draft import Tree
 
 
 class Window:
-    """`span` rows of `width` guesses; row k, column j (both from 0) stands j + k + 1 tokens behind the last one.
+    """`span` rows of `width` guesses; row k, column j (both from 0) stands j + k + 1 tokens behind the end of a text.
 
     Row 0 is a chain, and every column goes on below it: that is a tree, and needs no mask of its own. One forward
     answers with a token behind every column, which makes a phrase of `span` tokens under the column's first, and the
-    newest row. Which guess moves where when several tokens are accepted at once is ours: each keeps its place in the
-    text.
+    newest row. That guesses keep their places when the text grows by several tokens, or shrinks, is ours.
     """
 
     def __init__(self, width: int, span: int, text: Sequence[int], random: Random) -> None:
-        self.width, self.random = width, random
-        self.rows = [self._any(text, width) for _ in range(span)]
-        self.nodes: list[int] = []  # of the last row, where they were last planted
+        self.width, self.random, self.text = width, random, list(text)
+        self.rows = [self._any(width) for _ in range(span)]
+        self.end = len(text)  # of the text
+        self.nodes: list[int] = []  # of the last row, where it was last planted
 
-    def _any(self, text: Sequence[int], count: int) -> list[int]:
-        return [text[self.random.randrange(len(text))] for _ in range(count)]
+    def _any(self, count: int) -> list[int]:
+        """Tokens to begin with: some of the prompt."""
+        return self.random.choices(self.text, k=count)
 
-    def plant(self, tree: Tree, at: int, depth: int) -> None:
-        """Grows the window behind the node `at` of a tree, which may go `depth` tokens further there; leaves what does
-        not fit."""
-        self.nodes = []
+    def plant(self, tree: Tree, at: int, end: int, depth: int) -> None:
+        """Grows the window behind the node `at` of a tree, with which a text of `end` tokens ends, at most `depth`
+        tokens deep; leaves the columns that do not fit."""
+        moved = max(-self.width, min(end - self.end, self.width))
+        if moved:
+            some = [self._any(abs(moved)) for _ in self.rows]
+            pairs = zip(self.rows, some, strict=True)
+            self.rows = [[*row[moved:], *any_] if moved > 0 else [*any_, *row[:moved]] for row, any_ in pairs]
+        self.end, self.nodes = end, []
         for column in range(min(self.width, depth - len(self.rows) + 1)):
             at = tree.add(at, self.rows[0][column], "window")
             node = at
@@ -37,9 +43,9 @@ class Window:
                 node = tree.add(node, row[column], "window")
             self.nodes.append(node)
 
-    def harvest(self, best: Sequence[int], accepted: int, text: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Keys and phrases from the most likely token `best` behind every node; moves on by `accepted` tokens of the
-        text, which ends with them."""
+    def harvest(self, best: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Keys and phrases from the most likely token `best` behind every node; the window then stands one token
+        further on."""
         if not self.nodes:
             return []
         newest = [best[node] for node in self.nodes]
@@ -47,9 +53,6 @@ class Window:
             (key, [*(row[column] for row in self.rows[1:]), newest[column]])
             for column, key in enumerate(self.rows[0][: len(newest)])
         ]
-        newest += self._any(text, self.width - len(newest))
-        self.rows = [*self.rows[1:], newest]
-        skipped = min(accepted - 1, self.width)
-        if skipped > 0:
-            self.rows = [[*row[skipped:], *self._any(text, skipped)] for row in self.rows]
+        self.rows = [*self.rows[1:], newest + self._any(self.width - len(newest))]
+        self.end, self.nodes = self.end + 1, []
         return found

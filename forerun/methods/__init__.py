@@ -23,10 +23,10 @@ from forerun.methods.chains import (
     SeeingOracle,
     SpecDec,
 )
-from forerun.methods.phrases import SOURCES, Lookahead, Ouroboros, PacerOuroboros
+from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
 from forerun.methods.settings import Parts, Settings
 
-__all__ = ["SOURCES", "Parts", "Settings"]
+__all__ = ["Parts", "Settings"]
 
 Method = (
     AR

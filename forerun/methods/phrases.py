@@ -33,6 +33,10 @@ class _Phrases(Drafting):
         at_least("guesses", self.guesses, 0)
         at_least("ngram", self.ngram, 2)
         at_least("suffixes", self.suffixes, 0)
+        if not isinstance(self.warm, bool):
+            raise ValueError(f"warm must be true or false, not {self.warm!r}")
+        if not isinstance(self.sources, str):
+            raise ValueError(f"sources must be names with + between them, not {self.sources!r}")
         for source in filter(None, self.sources.split("+")):
             if source not in SOURCES:
                 raise ValueError(f"sources must be of {'+'.join(SOURCES)}, not {source!r}")
@@ -51,7 +55,7 @@ class _Phrases(Drafting):
             parts.target.vocab_size,
             width=self.window,
             guesses=self.guesses,
-            span=self.ngram - 1,
+            shape=self.phrases,
             suffixes=self.suffixes,
             sources=self.sources.split("+"),
             pool=parts.pool(self.phrases) if self.warm else None,
@@ -89,7 +93,7 @@ class PacerOuroboros(_Phrases, Pacer):
 
     def policy(self, parts: Parts) -> LengthPolicy:
         if parts.costs is not None:
-            ms = self.share * parts.costs.drafting(1 + self.guesses * (self.ngram - 1))
+            ms = self.share * parts.costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
             parts = replace(parts, costs=replace(parts.costs, draft={1: ms}))
         return Pacer.policy(self, parts)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import log
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from forerun.costs import Costs
 from forerun.draft import Draft
 from forerun.lengths import Look
-from forerun.lengths.confidence import drawn
+from forerun.lengths.confidence import drawn as probabilities
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES
 from forerun.nn.pre_verifier import LEAST, PreVerifier, chances_of
@@ -45,33 +47,38 @@ def measure_costs(
         context = usual_context(target, draft)
     table = _table(target, context), _table(draft, context) if draft is not None else {}
     layered = _layer_costs(layer, draft) if layer is not None and draft is not None else (0.0, 0.0)
-    return Costs(*table, *layered, *_drawing_costs(target, draft))
+    costs = Costs(*table, *layered)
+    if draft is None:
+        return costs
+    drawing, judging = _drawing_costs(target, draft, costs)
+    return replace(costs, drawing=drawing, judging=judging)
 
 
 @torch.inference_mode()
-def _drawing_costs(target: CausalLM, draft: CausalLM | None, repeats: int = 20) -> tuple[float, float]:
-    """How many ms longer a token takes that is drawn with top-p, drafted and as one of four that are judged; each
-    behind a forward of its model, so that it finds no warm cache."""
+def _drawing_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[float, float]:
+    """How many ms longer a token takes that is drawn with top-p: drafted, and as one of four that are judged. Medians
+    of three times or more, each behind a forward of its model, so that it finds no warm cache."""
     samplers = [Sampler(greedy, None if greedy else _TOP_P) for greedy in (True, False)]
-    draft = (draft or target).fresh()
-    draft.start([[0]])
-    target = target.fresh()
-    target.start([[0]])
-    seconds: dict[tuple[bool, bool], list[float]] = {}
-    for sampler in samplers * repeats:
-        scores = draft.forward([Draft.root(0)])[0]
-        begun = perf_counter()
-        choose([sampler], scores, lambda row: [], [None])
-        seconds.setdefault((sampler.greedy, True), []).append(perf_counter() - begun)
-    for sampler in samplers * max(3, repeats // 4):
-        chain = Draft.chain(0, [0] * 3)
-        (scores,) = target.forward([chain])
-        begun = perf_counter()
-        accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, None)
-        seconds.setdefault((sampler.greedy, False), []).append(perf_counter() - begun)
-    middle = {key: 1000 * median(taken) for key, taken in seconds.items()}
-    drawing, judging = (max(0.0, middle[False, drafted] - middle[True, drafted]) for drafted in (True, False))
-    return round(drawing, 4), round(judging / 4, 4)
+
+    def extra(model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]) -> float:
+        model = model.fresh()
+        model.start([[0]])
+        chain = Draft.chain(0, [0] * (tokens - 1))
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for sampler in samplers * min(20, max(3, int(100 * SECONDS / ms))):
+            (scores,) = model.forward([chain])
+            begun = perf_counter()
+            use(sampler, chain, scores)
+            seconds[sampler.greedy].append(perf_counter() - begun)
+        return max(0.0, round(1000 * (median(seconds[False]) - median(seconds[True])) / tokens, 4))
+
+    def drawn(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
+        return choose([sampler], scores, lambda row: [], [None])
+
+    def judged(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
+        return accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, None)
+
+    return extra(draft, 1, costs.drafting(1), drawn), extra(target, 4, costs.verify(4), judged)
 
 
 @torch.inference_mode()
@@ -92,7 +99,7 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> tupl
         calls.append(perf_counter() - begun)
         (scores,) = draft.forward([Draft.root(0)])
         begun = perf_counter()
-        drawn(Look([0], [[0]], scores))
+        probabilities(Look([0], [[0]], scores))
         glances.append(perf_counter() - begun)
     return round(1000 * median(calls), 4), round(1000 * median(glances), 4)
 

@@ -14,7 +14,8 @@ import json
 import re
 import sys
 import sysconfig
-from collections import defaultdict
+from collections import Counter, defaultdict
+from keyword import iskeyword
 from pathlib import Path
 from statistics import median
 
@@ -38,8 +39,8 @@ def write(folder: Path) -> None:
         kinds["code"].append(function[:500])
         head = "\n".join(function.split("\n")[:3]) + "\n"
         kinds["repeat"].append(f"{function}\n\n# The same again:\n\n{head}")
-        names = [name for name in re.findall(r"\b[a-z_]{4,}\b", function) if not name.startswith("self")]
-        name = max(set(names), key=names.count)
+        names = Counter(re.findall(r"\b[a-z_]{4,}\b", function))
+        name = next(each for each, _ in names.most_common() if each != "self" and not iskeyword(each))
         edited = re.sub(rf"\b{name}\b", f"new_{name}", head)
         kinds["edit"].append(f"{function}\n\n# The same with {name} as new_{name}:\n\n{edited}")
     library = Path(sysconfig.get_paths()["stdlib"]) / "encodings"

@@ -154,7 +154,7 @@ def report(found: list[dict], tokens: int, out: Path | None) -> None:
         for name in names:
             ratios = [row[name]["seconds"] / row["ouroboros"]["seconds"] for row in rows]
             equal = sum(row[name]["tokens"] == row["ar"]["tokens"] for row in rows)
-            speed = median(tokens / row[name]["seconds"] for row in rows)
+            speed = median(len(row[name]["tokens"]) / row[name]["seconds"] for row in rows)
             results.append({"dataset": dataset, "method": name, "tokens_per_s": round(speed, 1)})
             results[-1] |= {"ours_faster": round(median(ratios), 3), "equal": f"{equal}/{len(rows)}"}
             print(
