@@ -22,7 +22,7 @@ class _Phrases(Drafting):
     between them. `warm`: phrases outlive a call."""
 
     window: int = 0
-    guesses: int = 2
+    guesses: int = 1
     ngram: int = 5
     suffixes: int = 1
     sources: str = "prompt+output+rejected+suffixes"
@@ -83,7 +83,7 @@ class Ouroboros(_Phrases):
 class PacerOuroboros(_Phrases, Pacer):
     """Pacer's rule on drafts by phrases. Its costs take it that there are `share` forwards for a drafted token."""
 
-    ngram: int = 7
+    ngram: int = 9
     suffixes: int = 0  # a draft that the layer has ended is hardly ever accepted to its end
     share: float = 0.3
     name: ClassVar[str] = "pacer-ouroboros"

@@ -69,7 +69,7 @@ def plot(out: Path, picture: Path) -> None:
     methods = [name for name in next(iter(speeds.values())) if name != "ar"]
     table: dict[str, dict[str, float]] = {}
     for kind in KINDS:
-        mine = [each for key, each in speeds.items() if key[0] == kind]
+        mine = [each for key, each in speeds.items() if key[0] == f"{kind}.jsonl"]
         table[kind] = {name: median(each[name] / each["ar"] for each in mine) for name in methods}
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     for name in sorted(methods):
