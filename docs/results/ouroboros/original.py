@@ -5,6 +5,7 @@
     other/bin/pip install torch "tokenizers<0.19" "huggingface_hub<1" "numpy<2" regex requests tqdm pyyaml safetensors
     python docs/results/ouroboros/original.py --python other/bin/python --out original.json
 
+The original's `KVCacheModelLade.rollback` counts on 32 layers; it is replaced by one that takes as many as there are.
 The other process loads both models through the original's own Llama class, in float32, with all threads, and waits for
 prompts on its stdin; one process computes at a time.
 """
@@ -43,10 +44,16 @@ THEIRS = {
 def serve(folder: Path) -> None:
     """In the original's environment: reads {prompt, tokens, settings} a line, answers with {tokens, seconds}."""
     import torch
-    from ouroboros import ouroboros
     from ouroboros.cache_engine import CacheEngine
+    from ouroboros.kv_cache_model import KVCacheModelLade
     from ouroboros.models import LlamaForCausalLM
+    from ouroboros.ouroboros import ouroboros
 
+    def rollback(self, end: int) -> None:  # the original's own takes it that a draft has 32 layers
+        kept = [(k[:, :, :end], v[:, :, :end]) for k, v in self.ctx["past_key_values"]]
+        self.ctx["past_key_values"] = kept
+
+    KVCacheModelLade.rollback = rollback
     models = [
         LlamaForCausalLM.from_pretrained(folder / part, torch_dtype=torch.float32) for part in ("draft", "target")
     ]
@@ -70,16 +77,29 @@ def serve(folder: Path) -> None:
 
 
 def export(folder: Path) -> None:
-    """The embedded pair as folders that the original's transformers reads."""
+    """The embedded pair as folders that the original's transformers reads: that has no head size of its own, so the
+    draft gets one head more, of zeros."""
+    from safetensors.torch import load_file, save_file
+    from torch.nn import functional
+
     from forerun.loading import load_model
 
     for part in ("target", "draft"):
         model = load_model("embedded", part)
         model.save_pretrained(folder / part)
+        weights, size = load_file(folder / part / "model.safetensors"), model.config.hidden_size
+        for name, weight in weights.items():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                weights[name] = functional.pad(weight, (0, 0, 0, size - weight.shape[0]))
+            elif name.endswith("o_proj.weight"):
+                weights[name] = functional.pad(weight, (0, size - weight.shape[1]))
+        save_file(weights, folder / part / "model.safetensors", {"format": "pt"})
         path = folder / part / "config.json"
         config = json.loads(path.read_text())
         config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "architectures": ["LlamaForCausalLM"]}
+        heads = size // config.pop("head_dim")
         config |= {"pad_token_id": None, "torch_dtype": "float32"}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": heads}
         path.write_text(json.dumps(config))
 
 

@@ -1,0 +1,52 @@
+"""Gains by how much an output repeats itself, from a run of `forerun bench` that has `lookup` among its methods: the
+tokens that prompt lookup gets accepted a forward say how much that is.
+
+    python docs/results/ouroboros/repetition.py OUT docs/results/ouroboros/repetition.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+PARTS = 5
+RATIOS = [("ouroboros", "sd"), ("pacer", "sd"), ("pacer-ouroboros", "sd"), ("pacer-ouroboros", "pacer")]
+
+
+def main(out: Path, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    for line in (out / "records.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "method" in row:
+            groups[row["dataset"], row["round"], row["batch"]][row["method"]] = row["stats"]
+    rows = []
+    for group in groups.values():
+        found = group["lookup"]["tokens"] / group["lookup"]["target_forwards"]
+        rows.append((found, {name: each["tokens"] / each["seconds"] for name, each in group.items()}))
+    rows.sort(key=lambda row: row[0])
+    parts = [rows[at * len(rows) // PARTS : (at + 1) * len(rows) // PARTS] for at in range(PARTS)]
+    middles = [median(found for found, _ in part) for part in parts]
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    print("| tau of `lookup` | " + " | ".join(f"`{one}` / `{other}`" for one, other in RATIOS) + " |")
+    print("|---|" + "---:|" * len(RATIOS))
+    gains = [[median(speed[one] / speed[other] for _, speed in part) for one, other in RATIOS] for part in parts]
+    for part, row in zip(parts, gains, strict=True):
+        print(f"| {part[0][0]:.1f} to {part[-1][0]:.1f} | " + " | ".join(f"{gain:.2f}" for gain in row) + " |")
+    for number, (one, other) in enumerate(RATIOS):
+        axes.plot(middles, [row[number] for row in gains], "o-", label=f"{one} / {other}")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xlabel="tokens a forward that prompt lookup gets: how much the output repeats", ylabel="tokens/s, ratio")
+    axes.legend(fontsize=8)
+    figure.savefig(picture, dpi=120)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
