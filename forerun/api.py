@@ -33,6 +33,7 @@ from forerun.loading import (
     check_draft_tokenizer,
     check_vocabularies,
     encode,
+    load_head,
     load_model,
     load_pre_verifier,
     load_tokenizer,
@@ -40,10 +41,12 @@ from forerun.loading import (
 from forerun.methods import AR, Method, Parts
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
+from forerun.nn.hidden import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.params import SamplingParams
 from forerun.runtime import prepare
 from forerun.runtime.costs import measure_costs
+from forerun.runtime.hidden import HiddenLM
 from forerun.sampling import Sampler
 from forerun.text import SplitStopCriteria, TextStream
 from forerun.zoo import EMBEDDED, FOLDER
@@ -103,6 +106,7 @@ class Decoder:
         guard: bool | None = None,
         sampling_method: Method | None = None,
         pre_verifier: str | Path | PreVerifier | None = None,
+        head: str | Path | HiddenDrafter | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of
         weights: make a new Decoder when they have changed. A CausalLM is taken as it is; `CausalLM(model)` runs
@@ -138,6 +142,7 @@ class Decoder:
         for each in (self.method, sampling_method):
             if each is not None and each.layer is not None:
                 self.pre_verifier = self.layer_for(each, self.pre_verifier or pre_verifier)
+        self.head = self.head_for(self.method, head)
 
     def layer_for(self, method: Method, pre_verifier: str | Path | PreVerifier | None) -> PreVerifier | None:
         """The trained layer that a method of this decoder needs, if any; raises ValueError where it is not given or
@@ -150,6 +155,14 @@ class Decoder:
             )
         assert self.draft is not None
         return load_pre_verifier(pre_verifier, self.target, self.draft, method.kind)
+
+    def head_for(self, method: Method, head: str | Path | HiddenDrafter | None) -> HiddenLM | None:
+        """The head that a method drafts with, if any; raises ValueError where it is not given or does not fit."""
+        if method.head is None:
+            return None
+        if head is None:
+            raise ValueError(f"method {method.name!r} needs a head: train one with `forerun train {method.head}`")
+        return HiddenLM(load_head(head, self.target, method.head), self.target)
 
     def read_phrases(self, path: str | Path) -> None:
         """Begins with the phrases of a file that `save_phrases` wrote.
@@ -285,7 +298,7 @@ class Decoder:
         costs = None if seeded and not greedy and self.clocked else self.costs
         # Phrases of other calls change where drafts use up random numbers, too.
         pools = None if seeded and not greedy else self.pools
-        drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools))
+        drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools, self.head))
         guard = self.guard if self.guard is not None else greedy or not seeded
         if guard and not isinstance(method, AR):
             drafter = Guarded(drafter, self._paces.setdefault((method, greedy), Pace()))
@@ -430,6 +443,7 @@ def load(
     guard: bool | None = None,
     pre_verifier: str | Path | PreVerifier | None = None,
     phrases: str | Path | None = None,
+    head: str | Path | HiddenDrafter | None = None,
     **options: Any,
 ) -> Decoder:
     """Loads a target, and a draft if there is one, for decoding by `method`.
@@ -449,6 +463,7 @@ def load(
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
         pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those of the embedded pair are
             there. Raises ValueError where it belongs to other models.
+        head: what "lyanna" drafts with, a folder or the head. Raises ValueError where it belongs to another model.
         phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
         guard: leave drafts out while they do not pay (see forerun/drafters/guard.py). Which steps those are depends on
             the time they take, and with sampling so does what is drawn. Default: for greedy decoding, and for sampling
@@ -505,6 +520,7 @@ def load(
         guard,
         drawing,
         pre_verifier,
+        head,
     )
     decoder.costs = costs
     if phrases is not None:

@@ -91,8 +91,9 @@ class Drafter(Protocol):
 
     wants_hidden: bool
 
-    def start(self, seqs: Sequence[Generation]) -> None:
-        """New sequences; nothing of them has been seen."""
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
+        """New sequences; nothing of them has been seen. `hidden` [B, T, d]: the target's LM-head inputs over all of
+        their tokens but the last, padded, where they are wanted and there are such."""
         ...
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
@@ -151,7 +152,7 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
     seqs = list(seqs)
     target.keeps_hidden = drafter.wants_hidden
     target.start([seq.tokens[:-1] for seq in seqs])
-    drafter.start(seqs)
+    drafter.start(seqs, target.hidden)
     while seqs:
         begun = perf_counter()
         proposal = drafter.propose(seqs)

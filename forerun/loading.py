@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,11 +20,13 @@ from transformers import (
 )
 
 from forerun.model import CausalLM, context_of, same_model
-from forerun.nn.pre_verifier import PreVerifier, PreVerifierConfig
+from forerun.nn.hidden import HiddenDrafter
+from forerun.nn.pre_verifier import PreVerifier
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Prompt = str | Sequence[int]
+_Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
 DeviceMap = str | dict[str, Any] | int | torch.device
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -133,31 +135,8 @@ def load_pre_verifier(
     Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
     fields, a layer of another `kind` (see PreVerifierConfig), and one that was trained for another target or draft.
     """
-    if isinstance(source, PreVerifier):
-        layer, name = source, "the pre-verifier"
-    else:
-        folder = Path(source)
-        name = f"the pre-verifier {str(source)!r}"
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"cannot load {name}: there is no {folder / 'config.json'}")
-        try:
-            settings = json.loads((folder / "config.json").read_text())
-            known = set(PreVerifierConfig().to_dict()) | {"architectures", "dtype"}
-            unknown = sorted(set(settings) - known)
-        except Exception as error:
-            raise ValueError(f"cannot load {name}: config.json: {_first_line(error)}") from None
-        if unknown:
-            raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
-        if settings.get("model_type") != PreVerifierConfig.model_type:
-            raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
-        try:
-            loaded: Any = PreVerifier.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
-        except Exception as error:  # broken files may raise anything
-            raise ValueError(f"cannot load {name}: {_first_line(error)}") from error
-        layer, found = loaded
-        if found["missing_keys"] or found.get("unexpected_keys"):
-            first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
-            raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
+    name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
+    layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
     if layer.config.kind not in ((kind,) if kind is not None else ("survival", "acceptance")):
         raise ValueError(f"{name} tells {layer.config.kind!r}; the method needs {kind or 'survival or acceptance'!r}")
     for part, model in (("target", target), ("draft", draft)):
@@ -167,6 +146,54 @@ def load_pre_verifier(
                 f"{name} belongs to another {part}: it was trained for {trained!r}; train one for this pair"
             )
     return nn.Module.to(layer, target.device).eval()
+
+
+def load_head(source: str | Path | HiddenDrafter, target: CausalLM, kind: str) -> HiddenDrafter:
+    """The head over hidden states of a folder, for just this target.
+
+    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
+    fields, a head of another kind, a hot set that does not fit the vocabulary, and one that was trained for another
+    target.
+    """
+    name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
+    head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
+    if head.config.kind != kind:
+        raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {kind!r}")
+    if not same_model(head.config.target, target.fingerprint):
+        trained = head.config.recipe.get("target")
+        raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
+    hot = head.hot.tolist()
+    if len(set(hot)) < len(hot) or not all(0 <= token < target.vocab_size for token in hot):
+        raise ValueError(f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}")
+    return nn.Module.to(head, target.device).eval()
+
+
+def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
+    """A trained layer of ours from its folder, in float32; raises ValueError where anything is missing or broken."""
+    folder = Path(source)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"cannot load {name}: there is no {folder / 'config.json'}")
+    config: Any = cls.config_class
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        known = set(config().to_dict()) | {"architectures", "dtype"}
+        unknown = sorted(set(settings) - known)
+    except Exception as error:
+        raise ValueError(f"cannot load {name}: config.json: {_first_line(error)}") from None
+    if unknown:
+        raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
+    if settings.get("model_type") != config.model_type:
+        raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
+    try:
+        loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    except Exception as error:  # broken files may raise anything
+        raise ValueError(f"cannot load {name}: {_first_line(error)}") from error
+    layer: _Layer = loaded[0]
+    found: dict[str, Any] = loaded[1]
+    if found["missing_keys"] or found.get("unexpected_keys"):
+        first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
+        raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
+    return layer
 
 
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -62,7 +62,97 @@ def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(abs(a - b) <= 0.01 * abs(a) + 1e-5 for a, b in zip(one["weights"], other["weights"], strict=True))
 
 
-class CausalLM:
+class Rows:
+    """Rows of their own lengths in one cache: how they are padded, and the positions and masks that follow.
+
+    Attributes:
+        device, dtype: of the model.
+        cache: of its keys and values.
+        window: how far its attention sees back, None for everything.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    cache: KVCache
+    window: int | None = None
+    _mask_kinds: list[str] | None = None
+
+    @torch.inference_mode()
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keeps a path of nodes of each row's last draft."""
+        self.cache.commit(paths)
+
+    def crop(self, lengths: list[int]) -> None:
+        """Shortens each row to its first `lengths[r]` positions."""
+        self.cache.crop_to(lengths)
+
+    def keep(self, rows: list[int]) -> None:
+        """Drops all rows but these."""
+        self.cache.keep(rows)
+
+    def _layout(
+        self, counts: Sequence[int], depths: Sequence[Sequence[int]], masks: Sequence[Tensor] | None
+    ) -> tuple[Tensor, Tensor | dict[str, Tensor] | None]:
+        """Positions [B, N] and the attention mask, None for causal, of rows of `counts[r]` new tokens that are padded
+        to N; `masks[r]` [N_r, N_r] says which of them see which, None: causal."""
+        cache, new = self.cache, max(counts)
+        cache.begin(self.device, new)
+        if cache.uniform and masks is None and min(counts) == new:  # the common case, made cheap
+            start = cache.lengths[0]
+            return torch.arange(start, start + new, device=self.device).expand(len(counts), new), None
+        positions = torch.tensor(
+            [
+                # Padding takes a position that has been there: `start` may lie behind the model's last one.
+                [start + depth for depth in row] + [max(start - 1, 0)] * (new - len(row))
+                for row, start in zip(depths, cache.lengths, strict=True)
+            ],
+            device=self.device,
+        )
+        # Rows of equal starts with chains behind them are what the model's own causal mask is for: padding
+        # stands behind everything that is read.
+        if masks is None and cache.uniform:
+            return positions, None
+        return positions, self._additive_mask(positions, masks, new)
+
+    def _additive_mask(self, positions: Tensor, masks: Sequence[Tensor] | None, new: int) -> Tensor | dict[str, Tensor]:
+        """Mask [B, 1, N, longest + N] (0 seen, lowest float unseen), one a layer type where they differ.
+
+        Additive because boolean masks are silently wrong under eager attention.
+        """
+        rows, longest, device = len(positions), max(self.cache.lengths), positions.device
+        lowest = torch.finfo(self.dtype).min
+        if rows == 1 and masks is not None and self.window is None:  # the common case, made cheap
+            mask = torch.zeros(new, longest + new, dtype=self.dtype, device=device)
+            mask[:, longest:].masked_fill_(~masks[0].to(device), lowest)
+            return mask[None, None]
+        lengths = torch.tensor(self.cache.lengths, device=device)
+        slots, added = torch.arange(longest + new, device=device), torch.arange(new, device=device)
+        columns = (lengths[:, None] + added)[:, None].expand(rows, new, new)
+        if masks is None:
+            seen = slots <= columns[:, 0, :, None]
+        else:
+            inner = torch.eye(new, dtype=torch.bool).repeat(rows, 1, 1)
+            for row, mask in enumerate(masks):
+                inner[row, : len(mask), : len(mask)] = mask
+            seen = (slots < lengths[:, None])[:, None].repeat(1, new, 1)
+            seen.scatter_(2, columns, inner.to(device))
+
+        def additive(visible: Tensor) -> Tensor:
+            mask = torch.zeros(visible.shape, dtype=self.dtype, device=device)
+            return mask.masked_fill_(~visible, lowest)[:, None]
+
+        if self.window is None:
+            return additive(seen)
+        key_positions = torch.arange(longest + new, device=device).repeat(rows, 1)
+        key_positions.scatter_(1, columns[:, 0], positions)
+        near = positions[:, :, None] - key_positions[:, None, :] < self.window
+        if self._mask_kinds is None:
+            return additive(seen & near)
+        both = {"full_attention": seen, "sliding_attention": seen & near}
+        return {kind: additive(both[kind]) for kind in self._mask_kinds}
+
+
+class CausalLM(Rows):
     """Runs token trees for several rows at once against a preallocated KV cache.
 
     Raises ValueError at construction for models that cannot roll back or see a tree: encoder-decoders, recurrent
@@ -70,7 +160,7 @@ class CausalLM:
 
     Attributes:
         keeps_hidden: whether forwards leave in `hidden` what the LM head was given.
-        hidden: [B, N, d] of the last such forward's padded rows; None behind a `start`.
+        hidden: [B, N, d] of the last such forward's padded rows, or of the prompts behind a `start`.
     """
 
     keeps_hidden = False
@@ -80,7 +170,7 @@ class CausalLM:
         """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
         self._forward = forward
         self.model = model.eval()
-        self.device: torch.device = model.device  # transformers looks through the parameters at every asking
+        self.device, self.dtype = model.device, model.dtype  # transformers looks through the parameters at every asking
         self.config = config = model.config.get_text_config(decoder=True)
         name = type(model).__name__
         accepted = inspect.signature(model.forward).parameters
@@ -173,19 +263,6 @@ class CausalLM:
         return [row[: len(chain)] for row, chain in zip(logits, chains, strict=True)]
 
     @torch.inference_mode()
-    def commit(self, paths: list[list[int]]) -> None:
-        """Keeps a path of nodes of each row's last draft."""
-        self.cache.commit(paths)
-
-    def crop(self, lengths: list[int]) -> None:
-        """Shortens each row to its first `lengths[r]` positions."""
-        self.cache.crop_to(lengths)
-
-    def keep(self, rows: list[int]) -> None:
-        """Drops all rows but these."""
-        self.cache.keep(rows)
-
-    @torch.inference_mode()
     def _run(
         self,
         tokens: Sequence[Sequence[int]],
@@ -194,40 +271,23 @@ class CausalLM:
         last_only: bool = False,
     ) -> Tensor:
         """Logits [B, N, V] of padded rows; `masks[r]` [N_r, N_r] says which new tokens see which, None: causal."""
-        cache, new = self.cache, max(map(len, tokens))
-        cache.begin(self.device, new)
-        if cache.uniform and masks is None and all(len(row) == new for row in tokens):  # the common case, made cheap
-            ids = torch.tensor(tokens, device=self.device)
-            start = cache.lengths[0]
-            positions = torch.arange(start, start + new, device=self.device).expand(len(tokens), new)
-        else:
-            ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
-            positions = torch.tensor(
-                [
-                    # Padding takes a position that has been there: `start` may lie behind the model's last one.
-                    [start + depth for depth in row] + [max(start - 1, 0)] * (new - len(row))
-                    for row, start in zip(depths, cache.lengths, strict=True)
-                ],
-                device=self.device,
-            )
-        attention = None
-        # Rows of equal starts with chains behind them are what the model's own causal mask is for: padding
-        # stands behind everything that is read.
-        if masks is not None or not cache.uniform:
-            attention = self._additive_mask(positions, masks, new)
+        counts = [len(row) for row in tokens]
+        new = max(counts)
+        ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
+        positions, attention = self._layout(counts, depths, masks)
         if self._forward is not None:
             assert not isinstance(attention, dict)
-            logits, hidden = self._forward(ids, positions, cache, attention, last_only, self.keeps_hidden)
-            self.hidden = None if last_only else hidden
+            logits, hidden = self._forward(ids, positions, self.cache, attention, last_only, self.keeps_hidden)
+            self.hidden = hidden
             return logits
-        with self.hearing(self.keeps_hidden and not last_only):
+        with self.hearing(self.keeps_hidden):
             output = self.model(
                 input_ids=ids,
                 position_ids=positions,
                 attention_mask=attention,
-                past_key_values=cache,
+                past_key_values=self.cache,
                 use_cache=True,
-                **(self._last_logits if last_only else {}),
+                **(self._last_logits if last_only and not self.keeps_hidden else {}),
             )
         return output.logits
 
@@ -246,40 +306,3 @@ class CausalLM:
             yield
         finally:
             handle.remove()
-
-    def _additive_mask(self, positions: Tensor, masks: Sequence[Tensor] | None, new: int) -> Tensor | dict[str, Tensor]:
-        """Mask [B, 1, N, longest + N] (0 seen, lowest float unseen), one a layer type where they differ.
-
-        Additive because boolean masks are silently wrong under eager attention.
-        """
-        rows, longest, device = len(positions), max(self.cache.lengths), positions.device
-        lowest = torch.finfo(self.model.dtype).min
-        if rows == 1 and masks is not None and self.window is None:  # the common case, made cheap
-            mask = torch.zeros(new, longest + new, dtype=self.model.dtype, device=device)
-            mask[:, longest:].masked_fill_(~masks[0].to(device), lowest)
-            return mask[None, None]
-        lengths = torch.tensor(self.cache.lengths, device=device)
-        slots, added = torch.arange(longest + new, device=device), torch.arange(new, device=device)
-        columns = (lengths[:, None] + added)[:, None].expand(rows, new, new)
-        if masks is None:
-            seen = slots <= columns[:, 0, :, None]
-        else:
-            inner = torch.eye(new, dtype=torch.bool).repeat(rows, 1, 1)
-            for row, mask in enumerate(masks):
-                inner[row, : len(mask), : len(mask)] = mask
-            seen = (slots < lengths[:, None])[:, None].repeat(1, new, 1)
-            seen.scatter_(2, columns, inner.to(device))
-
-        def additive(visible: Tensor) -> Tensor:
-            mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=device)
-            return mask.masked_fill_(~visible, lowest)[:, None]
-
-        if self.window is None:
-            return additive(seen)
-        key_positions = torch.arange(longest + new, device=device).repeat(rows, 1)
-        key_positions.scatter_(1, columns[:, 0], positions)
-        near = positions[:, :, None] - key_positions[:, None, :] < self.window
-        if self._mask_kinds is None:
-            return additive(seen & near)
-        both = {"full_attention": seen, "sliding_attention": seen & near}
-        return {kind: additive(both[kind]) for kind in self._mask_kinds}

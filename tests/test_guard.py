@@ -200,7 +200,7 @@ class Bursts(Drafter):
     def __init__(self, length: int) -> None:
         self.length, self.observed = length, 0
 
-    def start(self, seqs: Sequence[Generation]) -> None: ...
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None: ...
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
         drafts = []
@@ -243,8 +243,8 @@ class Recorder(ChainDrafter):
         self.started: list[int] = []
         self.told: list[tuple[int, bool]] = []
 
-    def start(self, seqs: Sequence[Generation]) -> None:
-        super().start(seqs)
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
+        super().start(seqs, hidden)
         self.started.append(sum(len(seq.output) for seq in seqs))
 
     def observe(

@@ -7,6 +7,7 @@ from math import log, prod, sqrt
 
 import pytest
 import torch
+from torch import Tensor
 from toys import TableLM, joint_law, noisy_copy, p_value, random_table, tiny, tiny_tokenizer
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -94,7 +95,7 @@ class Watched(LengthPolicy):
     def __init__(self, policy: LengthPolicy) -> None:
         self.policy = policy
 
-    def start(self, seqs: Sequence[Generation]) -> None:
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         self.policy.start(seqs)
         self.seqs = list(seqs)
         self.drafts: dict[int, list[tuple[list[int], int, int]]] = {seq.index: [] for seq in seqs}

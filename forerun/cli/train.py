@@ -179,3 +179,53 @@ def pre_verifier(
         trust_remote_code=trust_remote_code,
         say=say,
     )
+
+
+@app.command("lyanna")
+def lyanna(
+    out: Annotated[Path, typer.Option(help="Where the head goes; a run that was stopped goes on from it.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
+    ],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
+    kind: Annotated[str, typer.Option(help="lyanna, or eagle or medusa to compare with.")] = "lyanna",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
+    rank: Annotated[int | None, typer.Option(min=1, help="Rank of the token information.")] = None,
+    hot: Annotated[float, typer.Option(help="Share of the vocabulary that it answers for.")] = 0.25,
+    sequences: Annotated[int, typer.Option(min=4, help="Windows of the target's own output.")] = 2048,
+    prompt: Annotated[int, typer.Option(min=2, help="Tokens of text a window begins with.")] = 64,
+    output: Annotated[int, typer.Option(min=8, help="Tokens of output a window goes on with.")] = 192,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
+    batch: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 8,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 2e-3,
+    unroll: Annotated[int, typer.Option(min=1, help="Steps of a draft that are trained.")] = 4,
+    loss: Annotated[str, typer.Option(help="law: cross-entropy end to end; regression: EAGLE's form.")] = "law",
+    work: Annotated[Path | None, typer.Option(help="Folder of the target's own output, to train several.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Train a head that drafts from the target's hidden states."""
+    for source in data:
+        if source != "stdlib" and not Path(source).exists():
+            raise ValueError(f"no such file or folder: {source}")
+    resolve(target, "target")
+    quiet(threads)
+    from forerun.train.hidden import Recipe, train_hidden
+
+    train_hidden(
+        target,
+        data,
+        out,
+        Recipe(sequences, prompt, output, steps, batch, lr, unroll, loss, seed=seed),
+        kind,
+        layers=layers,
+        rank=rank,
+        hot=hot,
+        work=work,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        say=say,
+    )

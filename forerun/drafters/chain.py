@@ -32,7 +32,7 @@ class ChainDrafter:
         model.keeps_hidden = policy.wants_draft
         self.vocab_size = vocab_size or model.vocab_size
 
-    def start(self, seqs: Sequence[Generation]) -> None:
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         self._run_prompts(seqs)
         self.policy.start(seqs)
 

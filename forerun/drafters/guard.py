@@ -118,11 +118,11 @@ class Guarded:
         self.drafter, self.pace = drafter, pace
         self.wants_hidden = drafter.wants_hidden
 
-    def start(self, seqs: Sequence[Generation]) -> None:
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         self.pace.begin()
         self._started = self.wants_hidden or not self.pace.paused
         if self._started:
-            self.drafter.start(seqs)
+            self.drafter.start(seqs, hidden)
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
         self._asked = self.pace.drafts(len(seqs))

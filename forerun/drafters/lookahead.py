@@ -26,7 +26,7 @@ class LookaheadDrafter:
     def __init__(self, width: int, guesses: int, span: int, pool: PhrasePool | None = None) -> None:
         self.width, self.guesses, self.span, self.pool = width, guesses, span, pool
 
-    def start(self, seqs: Sequence[Generation]) -> None:
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         self.pools = [PhrasePool(self.span, self.guesses) if self.pool is None else self.pool for _ in seqs]
         self.windows = [Window(self.width, self.span, seq.tokens, Random(0)) for seq in seqs]
         self.learnt = [pool.learn(seq.tokens) for pool, seq in zip(self.pools, seqs, strict=True)]

@@ -26,7 +26,7 @@ class LookupDrafter:
     def __init__(self, gamma: int, ngram: int) -> None:
         self.gamma, self.ngram = gamma, ngram
 
-    def start(self, seqs: Sequence[Generation]) -> None:
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in seqs]
         self._indexed = [0] * len(seqs)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from forerun.decode import Generation, Proposal
 from forerun.drafters.chain import ChainDrafter
 from forerun.lengths.oracle import MismatchStop, prompt_of
@@ -22,8 +24,8 @@ class OracleDrafter(ChainDrafter):
 
     policy: MismatchStop
 
-    def start(self, seqs: Sequence[Generation]) -> None:
-        super().start(seqs)
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
+        super().start(seqs, hidden)
         self.runs = [self._runs(seq, output) for seq, output in zip(seqs, self.policy.outputs, strict=True)]
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:

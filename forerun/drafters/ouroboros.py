@@ -65,7 +65,7 @@ class OuroborosDrafter(ChainDrafter):
         self.make_policy, self.width, self.guesses, self.shape = policy, width, guesses, shape
         self.suffixes, self.sources, self.pool = suffixes, sources, pool
 
-    def start(self, seqs: Sequence[Generation]) -> None:
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         self._run_prompts(seqs)
         self.rows = []
         for seq in seqs:

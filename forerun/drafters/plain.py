@@ -16,7 +16,7 @@ class PlainDrafter:
 
     wants_hidden = False
 
-    def start(self, seqs: Sequence[Generation]) -> None:
+    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         pass
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:

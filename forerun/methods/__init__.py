@@ -23,6 +23,7 @@ from forerun.methods.chains import (
     SeeingOracle,
     SpecDec,
 )
+from forerun.methods.hidden import Lyanna
 from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
 from forerun.methods.settings import Parts, Settings
 
@@ -37,6 +38,7 @@ Method = (
     | Ouroboros
     | PacerOuroboros
     | Lookahead
+    | Lyanna
     | Heuristic
     | Confidence
     | Cumulative

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from forerun.lengths.oracle import Truth
     from forerun.model import CausalLM
     from forerun.nn.pre_verifier import PreVerifier
+    from forerun.runtime.hidden import HiddenLM
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Parts:
         costs: what forwards cost on this machine, for methods that ask.
         truth: what oracles know already; they add what they find out.
         pools: phrases that outlive a call, by their length and their number a token.
+        head: what drafts from hidden states, of methods that need one.
     """
 
     target: CausalLM
@@ -33,6 +35,7 @@ class Parts:
     costs: Costs | None = None
     truth: Truth | None = None
     pools: dict[tuple[int, int], PhrasePool] | None = None
+    head: HiddenLM | None = None
 
     def pool(self, shape: tuple[int, int]) -> PhrasePool | None:
         """The pool of phrases of that length and number a token, None where phrases are not to outlive the call."""
@@ -50,6 +53,7 @@ class Settings:
         needs_draft: whether it drafts with a model.
         layer, kind: the trained layer it needs, by the name of the embedded pair's, and what that has to tell (see
             PreVerifierConfig).
+        head: the kind of head over hidden states that it needs (`forerun.nn.hidden.KINDS`).
         needs_costs: whether it reckons with a table of costs.
         phrases: tokens of a phrase and how many phrases a token has at most, where it drafts by such.
     """
@@ -57,6 +61,7 @@ class Settings:
     needs_draft: ClassVar[bool] = False
     layer: ClassVar[str | None] = None
     kind: ClassVar[str | None] = None
+    head: ClassVar[str | None] = None
 
     @property
     def needs_costs(self) -> bool:

@@ -6,6 +6,8 @@ same arithmetic without them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,7 +26,7 @@ _HOMES = {LlamaForCausalLM.__module__, "transformers.activations"}
 def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal, whether
     the last position's logits are enough, whether the LM head's input is wanted) -> logits [B, N or 1, V] and that
-    input [B, N or 1, d].
+    input [B, N, d].
 
     None for a model that is no plain Llama, has layers of others, or has over LARGEST parameters. Keeps copies of the
     weights, fused, laid out for few rows and with the norms' gains in them: do not train or move the model afterwards.
@@ -38,52 +40,98 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
         return None
     if not all(type(module) in _KNOWN or type(module).__module__ in _HOMES for module in model.modules()):
         return None
-    heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    base, vocabulary = model.model, config.vocab_size
-    width, dtype = config.hidden_size, model.dtype
-    # RMSNorm is x / sqrt(|x|^2 + width * eps) but for factors that the next weight can carry: three small operations.
-    floor = torch.tensor((width * config.rms_norm_eps) ** 0.5, device=model.device)
-
-    def normed(x: Tensor) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x / torch.hypot(size, floor)).to(dtype)
-
-    def behind(norm: nn.Module, *linears: nn.Linear) -> Product:
-        weight = torch.cat([linear.weight for linear in linears]).float()
-        return product((weight * norm.get_parameter("weight").float() * width**0.5).to(dtype), one_row=True)
-
+    base, width, vocabulary = model.model, config.hidden_size, config.vocab_size
     with torch.no_grad():
-        angles = torch.outer(
-            torch.arange(config.max_position_embeddings, dtype=torch.float32, device=model.device),
-            base.rotary_emb.inv_freq.float(),
-        ).repeat(1, 2)
-        cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-        sines[:, : size // 2].neg_()  # so that turning the halves around needs no negation of its own
-        layers = [
+        weights = [
             (
-                behind(layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj),
-                product(attention.o_proj.weight, one_row=True),
-                behind(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj),
-                product(layer.mlp.down_proj.weight, one_row=True),
+                layer.input_layernorm.weight,
+                torch.cat([each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]),
+                attention.o_proj.weight,
+                layer.post_attention_layernorm.weight,
+                torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+                layer.mlp.down_proj.weight,
             )
             for layer in base.layers
             for attention in [layer.self_attn]
         ]
-        head = behind(base.norm, model.lm_head)
+        layers = LeanLayers(
+            weights,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.rms_norm_eps,
+            base.rotary_emb.inv_freq,
+            config.max_position_embeddings,
+        )
+        head = layers.behind(base.norm.weight, model.lm_head.weight)
         gain = base.norm.weight * width**0.5
 
     def forward(
         ids: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, last_only: bool, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         rows, new = ids.shape
+        x = functional.embedding(ids.view(-1), base.embed_tokens.weight)
+        x = layers(x, positions, cache, mask)
+        if last_only and not wanted:  # a prompt needs no logits, and they would be the largest tensor of all
+            x = x.view(rows, new, width)[:, -1]
+        x = layers.normed(x)
+        hidden = (x * gain).view(rows, -1, width) if wanted else None
+        if last_only:
+            x = x.view(rows, -1, width)[:, -1]
+        return head(x).view(rows, -1, vocabulary), hidden
+
+    return forward
+
+
+class LeanLayers:
+    """Llama's decoder layers in a few plain operations each. Keeps copies of the weights."""
+
+    def __init__(
+        self,
+        weights: Sequence[tuple[Tensor, ...]],
+        heads: int,
+        groups: int,
+        eps: float,
+        frequencies: Tensor,
+        context: int,
+    ) -> None:
+        """`weights`: of each layer the first norm's gain [d], queries, keys and values [(H + 2 G) D, d], the way out
+        [d, H D], the second norm's gain, gate and up [2 I, d], down [d, I]. `frequencies` [D / 2] of the rotation."""
+        self.heads, self.groups, self.size = heads, groups, 2 * len(frequencies)
+        first = weights[0][0]
+        self.width, self.dtype, device = len(first), first.dtype, first.device
+        # RMSNorm is x / sqrt(|x|^2 + width * eps) but for factors that the next weight can carry: three small
+        # operations.
+        self.floor = torch.tensor((self.width * eps) ** 0.5, device=device)
+        angles = torch.outer(torch.arange(context, dtype=torch.float32, device=device), frequencies.float()).repeat(
+            1, 2
+        )
+        self.cosines, self.sines = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        self.sines[:, : self.size // 2].neg_()  # so that turning the halves around needs no negation of its own
+        self.layers = [
+            (self.behind(norm, qkv), product(out, one_row=True), self.behind(second, up), product(down, one_row=True))
+            for norm, qkv, out, second, up, down in weights
+        ]
+
+    def normed(self, x: Tensor) -> Tensor:
+        """RMSNorm without its gain and a factor of sqrt(d)."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(size, self.floor)).to(self.dtype)
+
+    def behind(self, gain: Tensor, weight: Tensor) -> Product:
+        """The product with a weight of what `normed` gives, with that norm's gain."""
+        return product((weight.float() * gain.float() * self.width**0.5).to(self.dtype), one_row=True)
+
+    def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
+        """States [B N, d] behind the layers from those before, at positions [B, N]; masks as in `lean_forward`."""
+        rows, new = positions.shape
+        heads, groups, size = self.heads, self.groups, self.size
         if mask is None and new > 1:
             past = cache.get_seq_length()
             # Added, not boolean: attention would turn that into this in every layer.
-            mask = torch.full((new, past + new), -torch.inf, dtype=dtype, device=ids.device).triu_(past + 1)
-        x = functional.embedding(ids.view(-1), base.embed_tokens.weight)  # [rows * new, width] from here on
-        cos, sin = cosines[positions][:, None], sines[positions][:, None]
-        for (qkv, out, gate_up, down), stored in zip(layers, cache.layers, strict=True):
-            parts = qkv(normed(x)).view(rows, new, heads + 2 * groups, size).transpose(1, 2)
+            mask = torch.full((new, past + new), -torch.inf, dtype=self.dtype, device=x.device).triu_(past + 1)
+        cos, sin = self.cosines[positions][:, None], self.sines[positions][:, None]
+        for (qkv, out, gate_up, down), stored in zip(self.layers, cache.layers, strict=True):
+            parts = qkv(self.normed(x)).view(rows, new, heads + 2 * groups, size).transpose(1, 2)
             turned = parts[:, : heads + groups]  # queries and keys at once
             turned = turned * cos + turned.roll(size // 2, -1) * sin
             keys, values = stored.update(turned[:, heads:], parts[:, heads + groups :])
@@ -91,12 +139,6 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
                 turned[:, :heads], keys, values, attn_mask=mask, enable_gqa=heads != groups
             )
             x = x + out(attended.transpose(1, 2).reshape(rows * new, heads * size))
-            gate, up = gate_up(normed(x)).chunk(2, -1)
+            gate, up = gate_up(self.normed(x)).chunk(2, -1)
             x = x + down(functional.silu(gate) * up)
-        if last_only:  # a prompt needs no logits, and they would be the largest tensor of all
-            x = x.view(rows, new, width)[:, -1]
-        x = normed(x)
-        hidden = (x * gain).view(rows, -1, width) if wanted else None
-        return head(x).view(rows, -1, vocabulary), hidden
-
-    return forward
+        return x

@@ -57,9 +57,9 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
         seen.add(id(parameter))
         inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
         (matrices if inner else rest).append(parameter)
-    chosen: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    chosen: list[torch.optim.Optimizer] = []
+    if rest:
+        chosen.append(torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
     if matrices:
         chosen.append(
             torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")

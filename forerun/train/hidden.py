@@ -1,0 +1,289 @@
+"""Training of heads that draft from the target's hidden states, on the target's own output.
+
+Features are computed on the fly by the frozen target; nothing of them is written to disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+from forerun.files import write_text
+from forerun.loading import load_model, load_tokenizer
+from forerun.model import CausalLM, context_of
+from forerun.nn.hidden import KINDS, HiddenConfig, HiddenDrafter, hot_set
+from forerun.train.data import read_texts, tokenize
+from forerun.train.loop import TrainConfig, claim, train
+from forerun.train.own_output import own_output
+
+ROWS = 64  # windows a file
+SEED = 9000  # so that no draft was distilled on the same output
+LOSSES = ("law", "regression")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a head is trained.
+
+    Attributes:
+        sequences: windows of the target's own output, half of them greedy and half drawn; `prompt` and `output` are
+            tokens of each.
+        steps, batch, lr, seed: of the training; a batch counts windows.
+        unroll: steps of a draft that are trained, each on what the head itself said in those before.
+        loss: "law": cross-entropy with the target's law, end to end. "regression": EAGLE's form, SmoothL1 to the
+            features and a tenth of that cross-entropy; token information then learns from states that it leaves alone.
+        held: share of the windows kept for validation.
+    """
+
+    sequences: int = 2048
+    prompt: int = 64
+    output: int = 192
+    steps: int = 2000
+    batch: int = 8
+    lr: float = 2e-3
+    unroll: int = 4
+    loss: str = "law"
+    held: float = 0.04
+    seed: int = 0
+
+
+def train_hidden(
+    target: str,
+    data: Sequence[str],
+    out: Path,
+    recipe: Recipe,
+    kind: str = "lyanna",
+    *,
+    layers: int = 1,
+    rank: int | None = None,
+    hot: float = 0.25,
+    work: Path | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Trains a head for this target and saves it in `out`; returns what validation says.
+
+    `hot` is the hot set's share of the vocabulary; `rank` that of the token information, by default what makes lyanna
+    as large as eagle. `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on, and
+    the target's own output, which several heads may share.
+
+    Raises ValueError for settings out of range, data that is missing or too little, windows longer than the context, a
+    target without readable features, and an `out` that holds another run.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    if recipe.loss not in LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, not {recipe.loss!r}")
+    if not 0 < hot <= 1:
+        raise ValueError(f"hot must be above 0 and at most 1, not {hot}")
+    work = work or out / "work"
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    stream = tokenize(tokenizer, list(read_texts(data)), recipe.seed)
+    if len(stream) < 4 * recipe.prompt:
+        raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
+    model = load_model(target, "target", device=device, trust_remote_code=trust_remote_code)
+    text = model.config.get_text_config(decoder=True)
+    length, context = recipe.prompt + recipe.output, context_of(text)
+    if context is not None and length > context:
+        raise ValueError(f"prompt + output is {length} tokens, more than the target's context of {context}")
+    judge = CausalLM(model.requires_grad_(False))
+    head = judge.head.get_parameter("weight").detach()
+    claim(work, json.dumps({"target": judge.fingerprint, "data": list(data), **_of_data(recipe)}))
+    windows = own_output(
+        model,
+        stream,
+        work / "own-output",
+        sequences=recipe.sequences,
+        length=length - 1,
+        rows=min(ROWS, max(1, recipe.sequences // 2)),
+        seed=recipe.seed + SEED,
+        temperatures=(0.0, 1.0),
+        prompt_shares=((recipe.prompt + 0.5) / (length - 1),),
+        say=say,
+    ).astype(np.int64)
+    held = windows[:: max(1, round(1 / recipe.held))]
+    learnt = np.delete(windows, np.s_[:: max(1, round(1 / recipe.held))], 0)
+    counts = torch.bincount(torch.from_numpy(learnt[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
+    tokens, _ = hot_set(counts, max(1, round(hot * judge.vocab_size)))
+    said = torch.bincount(torch.from_numpy(held[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
+    coverage = float(said[tokens].sum() / said.sum())
+    size, rope = head.shape[-1], getattr(text, "rope_parameters", None) or {}
+    heads = text.num_attention_heads
+    config = HiddenConfig(
+        kind=kind,
+        hidden_size=size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or size // heads,
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        num_hidden_layers=layers,
+        states=recipe.unroll,
+        rank=rank or max(8, round(2 * size**2 / (judge.vocab_size + len(tokens)))),
+        vocab_size=judge.vocab_size,
+        hot_size=len(tokens),
+        max_position_embeddings=context or 1_000_000,
+        target=judge.fingerprint,
+        recipe=asdict(recipe) | {"target": target, "data": list(data)},
+    )
+    torch.manual_seed(recipe.seed)
+    drafter = HiddenDrafter(config)
+    drafter.begin()
+    drafter.hot.copy_(tokens)
+    nn.Module.to(drafter, model.device)
+    folder = work / "training" / out.resolve().name
+    claim(folder / "settings", json.dumps({"kind": kind, "layers": layers, "rank": config.rank, "hot": hot}))
+    _fit(drafter, judge, head, learnt, held, recipe, folder, say)
+    drafter.eval()
+    found = measure(drafter, judge, head, torch.from_numpy(held), recipe) | {"coverage": round(coverage, 4)}
+    found["parameters"] = sum(parameter.numel() for parameter in drafter.parameters())
+    drafter.config.recipe["validation"] = found
+    drafter.save_pretrained(out)
+    write_text(out / "README.md", _card(drafter, found))
+    say(f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain {found['survival']}")
+    say(f"the head is in {out}")
+    return found
+
+
+def _of_data(recipe: Recipe) -> dict[str, Any]:
+    return {name: getattr(recipe, name) for name in ("sequences", "prompt", "output", "seed")}
+
+
+@torch.no_grad()
+def features_of(judge: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The LM head's inputs [B, T, d] and the logits [B, T, V] over tokens [B, T]."""
+    with judge.hearing():
+        logits = judge.model(input_ids=tokens, use_cache=False).logits
+    assert judge.hidden is not None
+    return judge.hidden.float(), logits.float()
+
+
+def _fit(
+    drafter: HiddenDrafter,
+    judge: CausalLM,
+    head: Tensor,
+    learnt: np.ndarray,
+    held: np.ndarray,
+    recipe: Recipe,
+    work: Path,
+    say: Callable[[str], None],
+) -> None:
+    def batch(step: int) -> Tensor:
+        rows = np.random.default_rng([recipe.seed, step]).integers(len(learnt), size=recipe.batch)
+        return torch.from_numpy(learnt[rows])
+
+    def loss(tokens: Tensor) -> Tensor:
+        return loss_of(drafter, judge, head, tokens, recipe)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        rows = torch.from_numpy(held).to(head.device).split(recipe.batch)
+        return float(torch.stack([loss(part) for part in rows]).mean())
+
+    config = TrainConfig(
+        steps=recipe.steps,
+        batch=recipe.batch,
+        length=recipe.prompt + recipe.output,
+        lr=recipe.lr,
+        warmup=50,
+        cooldown=0.5,
+        seed=recipe.seed,
+        evaluate_every=250,
+        save_every=100,
+        compile=False,
+    )
+    train(drafter, loss, batch, evaluate, config, work, say)
+
+
+def loss_of(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, tokens: Tensor, recipe: Recipe) -> Tensor:
+    """The mean over all steps of drafts from all positions of windows [B, T]; a scalar."""
+    features, logits = features_of(judge, tokens)
+    hot, rows = drafter.hot, head[drafter.hot].float()
+    laws = logits.softmax(-1)[..., hot]
+    embedded = _embedded(drafter, judge, tokens)
+    losses = []
+    for k, (state, information) in enumerate(drafter.unrolled(features, embedded, tokens, recipe.unroll), 1):
+        said = state @ rows.T
+        if recipe.loss == "regression":
+            whole = said if information is None else said.detach() + information
+            near = functional.smooth_l1_loss(state, features[:, k:])
+            losses.append(near + 0.1 * _cross_entropy(said, laws[:, k:]))
+            if information is not None:
+                losses[-1] = losses[-1] + _cross_entropy(whole, laws[:, k:])
+        else:
+            losses.append(_cross_entropy(said if information is None else said + information, laws[:, k:]))
+    return torch.stack(losses).mean()
+
+
+def _cross_entropy(said: Tensor, laws: Tensor) -> Tensor:
+    """Of logits [B, N, S] with laws [B, N, S], which need not be whole."""
+    return -(laws * said.log_softmax(-1)).sum(-1).mean()
+
+
+def _embedded(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:
+    if drafter.config.kind != "eagle":
+        return None
+    with torch.no_grad():
+        return judge.model.get_input_embeddings()(tokens).float()
+
+
+@torch.no_grad()
+def measure(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, windows: Tensor, recipe: Recipe) -> dict[str, Any]:
+    """Of greedy chains from every place of the output in windows [N, T]: the share whose first k tokens are the
+    target's best ones, for each k; with and without token information."""
+    found: dict[str, Any] = {}
+    for use in ("survival", "without_information"):
+        right = []
+        for tokens in windows.to(head.device).split(16):
+            features, logits = features_of(judge, tokens)
+            best = logits.argmax(-1)
+            unrolled = drafter.unrolled(features, _embedded(drafter, judge, tokens), tokens, recipe.unroll)
+            length = tokens.shape[1] - recipe.unroll
+            alive = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
+            steps = []
+            for k, (state, information) in enumerate(unrolled, 1):
+                said = state @ head[drafter.hot].float().T
+                if information is not None and use == "survival":
+                    said = said + information
+                alive = alive & (drafter.hot[said.argmax(-1)] == best[:, k:])[:, :length]
+                # The tokens in between are those of the window: right only where it is what the target says.
+                steps.append(alive[:, recipe.prompt :].float())
+                alive = alive & (best[:, k:] == torch.cat([tokens, tokens[:, :1]], 1)[:, k + 1 :])[:, :length]
+            right.append(torch.stack(steps, -1).flatten(0, 1))
+        found[use] = [round(float(share), 4) for share in torch.cat(right).mean(0)]
+    return found
+
+
+def _card(drafter: HiddenDrafter, found: dict[str, Any]) -> str:
+    recipe = drafter.config.recipe
+    shares = ", ".join(f"{share:.3f}" for share in found["survival"])
+    return "\n".join(
+        [
+            "---",
+            "library_name: forerun",
+            "---",
+            "",
+            f"# A head of the kind {drafter.config.kind} for speculative decoding",
+            "",
+            f"It drafts from the hidden states of `{recipe['target']}` and fits no other model: a fingerprint in",
+            "config.json is compared when it is loaded.",
+            "",
+            f"{found['parameters']:,} parameters. On held-out output its greedy chains are the target's own in their",
+            f"first 1, 2, ... tokens in these shares: {shares}. Its hot set covers {found['coverage']:.2%} of it.",
+            "",
+            "```json",
+            json.dumps({name: value for name, value in recipe.items() if name != "validation"}, indent=1),
+            "```",
+            "",
+        ]
+    )
