@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from toys import COSTS, LAYERS, noisy_copy, random_layer
+from toys import COSTS, LAYERS, noisy_copy, random_head, random_layer
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -23,6 +23,7 @@ from transformers import (
 import forerun
 from forerun.api import Decoder
 from forerun.methods import METHODS, method
+from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.zoo.tokenizer import train_tokenizer
 
@@ -60,7 +61,8 @@ def decoders(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> di
     made = {}
     for name in METHODS:
         layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
-        made[name] = Decoder(target, tokenizer, draft, method(name), pre_verifier=layer)
+        head = random_head(CausalLM(target)) if METHODS[name].head else None
+        made[name] = Decoder(target, tokenizer, draft, method(name), pre_verifier=layer, head=head)
         made[name].costs = COSTS
     return made
 

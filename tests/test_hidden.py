@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toys import p_value, tiny, tiny_tokenizer
+from toys import p_value, random_head, tiny, tiny_tokenizer
 
 from forerun import Decoder
 from forerun.draft import Draft
@@ -19,35 +19,11 @@ from forerun.drafters.lyanna import LyannaDrafter, grow
 from forerun.loading import load_head
 from forerun.methods import Lyanna, method
 from forerun.model import CausalLM
-from forerun.nn.hidden import HiddenConfig, HiddenDrafter, hot_set
+from forerun.nn.hidden import hot_set
 from forerun.runtime.hidden import HiddenLM, head_rows
 from forerun.train.hidden import Recipe, train_hidden
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
-
-
-def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDrafter:
-    """An untrained head, near enough to an identity to say something of use."""
-    config = target.config
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        head = HiddenDrafter(
-            HiddenConfig(
-                hidden_size=config.hidden_size,
-                intermediate_size=48,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
-                vocab_size=target.vocab_size,
-                hot_size=hot,
-                rank=8,
-                max_position_embeddings=128,
-                target=target.fingerprint,
-                **settings,
-            )
-        ).eval()
-        head.hot.copy_(torch.randperm(target.vocab_size)[:hot])
-    return head
 
 
 def features_of(target: CausalLM, tokens: list[int]) -> Tensor:

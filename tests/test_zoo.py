@@ -97,7 +97,7 @@ def greedy(pair: Decoder) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].head is None])
 def test_greedy_output_is_transformers_own(greedy: tuple[list[list[int]], list[list[int]]], name: str) -> None:
     """Batch 1 and 5 on the embedded target."""
     prompts, theirs = greedy

@@ -15,7 +15,8 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from forerun.costs import Costs
 from forerun.draft import Draft
-from forerun.model import fingerprint
+from forerun.model import CausalLM, fingerprint
+from forerun.nn.hidden import HiddenConfig, HiddenDrafter
 from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.zoo.tokenizer import train_tokenizer
 
@@ -152,6 +153,30 @@ def random_layer(
         for traces in layer.buffers():  # [N, G], survival in 255ths
             traces.copy_(255 * torch.rand(traces.shape).pow(0.1).cumprod(-1))
     return layer
+
+
+def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDrafter:
+    """An untrained head over hidden states for this model."""
+    config = target.config
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = HiddenDrafter(
+            HiddenConfig(
+                hidden_size=config.hidden_size,
+                intermediate_size=48,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                vocab_size=target.vocab_size,
+                hot_size=hot,
+                rank=8,
+                max_position_embeddings=512,
+                target=target.fingerprint,
+                **settings,
+            )
+        ).eval()
+        head.hot.copy_(torch.randperm(target.vocab_size)[:hot])
+    return head
 
 
 @cache

@@ -235,7 +235,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
         else:
             drafting = draft if method.needs_draft else None
             layer = layers.get(method.layer)
-            decoder = Decoder(target, tokenizer, drafting, method, plan.guard, pre_verifier=layer)
+            decoder = Decoder(target, tokenizer, drafting, method, plan.guard, pre_verifier=layer, head=plan.head)
             decoder.costs = costs
             decoder.tokenizer = None  # making text is no part of what is measured
             decoder.truth = truth

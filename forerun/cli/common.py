@@ -15,6 +15,8 @@ STYLES = {
     "lookup": "cyan",
     "phrase": "magenta",
     "window": "magenta",
+    "reused": "yellow",
+    "reused": "yellow",
     "correction": "bold red",
     "bonus": "",
 }

@@ -68,6 +68,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
     pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")] = None,
+    head: Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna.")] = None,
     phrases: Annotated[
         Path | None, typer.Option(help="Keep phrases here: read if the file is there, written at the end.")
     ] = None,
@@ -84,7 +85,8 @@ def generate(
         Path | None, typer.Option(help="Draw where the time of each step went, into this .png or .svg file.")
     ] = None,
 ) -> None:
-    """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, red corrected."""
+    """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
+    corrected."""
     layered = pre_verifier is not None or (target == EMBEDDED and draft in (None, EMBEDDED))
     given = [*["gamma"] * (gamma is not None), *(each.partition("=")[0] for each in method_arg or [])]
     unnamed = default_method(bool(draft) or target == EMBEDDED, layered, given)
@@ -103,6 +105,8 @@ def generate(
     )
     if settings.needs_draft and not draft and target != EMBEDDED:
         raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
+    if settings.head is not None and head is None:
+        raise ValueError(f"method {settings.name!r} needs a head: give --head, train one with `forerun train lyanna`")
     if phrases is not None:
         if settings.phrases is None or not is_named:
             raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
@@ -133,6 +137,7 @@ def generate(
         trust_remote_code=trust_remote_code,
         guard=guard,
         pre_verifier=pre_verifier,
+        head=head,
         phrases=phrases if phrases is not None and phrases.exists() else None,
     )
     if as_json:

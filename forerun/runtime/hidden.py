@@ -83,6 +83,7 @@ class HiddenLM(Rows):
             x = torch.cat([x, self.embeddings[ids]], -1)
         positions, mask = self._layout(counts, [range(count) for count in counts], None)
         assert not isinstance(mask, dict)
+        positions = positions.clamp(max=self.layers.context - 1)  # a row that drafts for longer neighbours
         flat = x.flatten(0, 1)
         y = self.layers(self.fuse(flat) if tokens is not None else flat, positions, self.cache, mask)
         self.cache.commit([list(range(count)) for count in counts])

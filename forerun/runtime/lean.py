@@ -96,7 +96,7 @@ class LeanLayers:
     ) -> None:
         """`weights`: of each layer the first norm's gain [d], queries, keys and values [(H + 2 G) D, d], the way out
         [d, H D], the second norm's gain, gate and up [2 I, d], down [d, I]. `frequencies` [D / 2] of the rotation."""
-        self.heads, self.groups, self.size = heads, groups, 2 * len(frequencies)
+        self.heads, self.groups, self.size, self.context = heads, groups, 2 * len(frequencies), context
         first = weights[0][0]
         self.width, self.dtype, device = len(first), first.dtype, first.device
         # RMSNorm is x / sqrt(|x|^2 + width * eps) but for factors that the next weight can carry: three small
