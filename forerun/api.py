@@ -453,8 +453,8 @@ def load(
         draft: likewise; with the embedded target its own draft is the default.
         method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
-            decoding and for sampling. Else "pacer" with a draft and its pre-verifier, "sd" with a draft, and "lookup"
-            without. Models that are given as objects, `device_map` and fast=False have no such profiles.
+            decoding and for sampling. Else "pacer-ouroboros" with a draft and its pre-verifier, "sd" with a draft, and
+            "lookup" without. Models that are given as objects, `device_map` and fast=False have no such profiles.
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
         device: default: cuda if there is one.

@@ -16,14 +16,13 @@ STYLES = {
     "phrase": "magenta",
     "window": "magenta",
     "reused": "yellow",
-    "reused": "yellow",
     "correction": "bold red",
     "bonus": "",
 }
 
 METHOD_HELP = (
-    f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer, sd without a pre-verifier, or lookup "
-    "without a draft."
+    f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer-ouroboros, sd without a pre-verifier, or "
+    "lookup without a draft."
 )
 MethodOption = Annotated[str | None, typer.Option(help=METHOD_HELP)]
 GammaOption = Annotated[int | None, typer.Option(help="Draft length of the method; short for --method-arg gamma=N.")]

@@ -83,6 +83,6 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
 
 def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
     """The method of who names none; settings that only `sd` knows mean that."""
-    if has_draft and has_layer and {*options} <= {field.name for field in fields(Pacer)}:
-        return Pacer.name
+    if has_draft and has_layer and {*options} <= {field.name for field in fields(PacerOuroboros)}:
+        return PacerOuroboros.name
     return "sd" if has_draft else "lookup"
