@@ -165,7 +165,7 @@ class Decoder:
         return HiddenLM(load_head(head, self.target, method.head), self.target)
 
     def read_phrases(self, path: str | Path) -> None:
-        """Begins with the phrases of a file that `save_phrases` wrote.
+        """Begins with the phrases of a file that `save_phrases` wrote; they are for greedy decoding.
 
         Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and where the method has
         no use for phrases of that form.
@@ -296,8 +296,7 @@ class Decoder:
         if self.costs is None and method.needs_costs:
             self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
         costs = None if seeded and not greedy and self.clocked else self.costs
-        # Phrases of other calls change where drafts use up random numbers, too.
-        pools = None if seeded and not greedy else self.pools
+        pools = self.pools if greedy else None  # phrases of other calls would change where drafts use up random numbers
         drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools, self.head))
         guard = self.guard if self.guard is not None else greedy or not seeded
         if guard and not isinstance(method, AR):

@@ -338,7 +338,7 @@ def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
     assert second < first
     assert len({made[1].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)}) == 1
     assert not made[1].pools
-    # Drawn with a seed nothing may depend on what came before; without one it may.
+    # What is drawn may not depend on what came before.
     drawn = [made[0].generate(text, max_new_tokens=20, temperature=1.0, seed=3).tokens for _ in range(2)]
     assert drawn[0] == drawn[1]
     path = tmp_path / "phrases"
@@ -348,7 +348,7 @@ def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
     assert again.generate(text, max_new_tokens=40).stats.draft_forwards == second
     other = Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(ngram=3))
     with pytest.raises(
-        ValueError, match=r"have 4 tokens, 3 for each token at most; method 'ouroboros' is set to \(2, 3"
+        ValueError, match=r"have 4 tokens, 1 for each token at most; method 'ouroboros' is set to \(2, 3"
     ):
         other.read_phrases(path)
     with pytest.raises(ValueError, match="'lookup' does not keep phrases"):

@@ -110,8 +110,8 @@ def generate(
     if phrases is not None:
         if settings.phrases is None or not is_named:
             raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
-        if temperature and seed is not None:
-            raise ValueError("--phrases and --seed do not go together: phrases of other runs change what a seed draws")
+        if temperature:
+            raise ValueError("--phrases is for greedy decoding: what is drawn must not depend on other runs")
         if not phrases.parent.is_dir():
             raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):

@@ -41,6 +41,7 @@ class LyannaDrafter:
             for row, seq in enumerate(seqs)
         ]
         self.left: list[Tensor | None] = [None] * len(seqs)
+        self.said: list[Tensor | None] = [None] * len(seqs)  # logits of the present draft
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
         begun, head = perf_counter(), self.head
@@ -92,14 +93,16 @@ class LyannaDrafter:
         assert hidden is not None
         for row, (seq, verdict) in enumerate(zip(seqs, verdicts, strict=True)):
             self.features[row] = torch.cat([self.features[row], hidden[row, verdict.path]])
-            own = self.said[row]
+            own = self.said[row] if self.said[row] is not None else self.left[row]  # a step without a draft
             rest = own[verdict.accepted + 1 :] if own is not None else None
             self.left[row] = rest if rest is not None and len(rest) and seq.finish_reason is None else None
+        self.said = [None] * len(seqs)
 
     def keep(self, rows: list[int]) -> None:
         self.head.keep(rows)
         self.features = [self.features[row] for row in rows]
         self.left = [self.left[row] for row in rows]
+        self.said = [self.said[row] for row in rows]
 
 
 def grow(root: int, logits: Tensor, head: HiddenLM, width: int, nodes: int, origin: str) -> Draft:
