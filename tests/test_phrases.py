@@ -348,7 +348,7 @@ def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
     assert again.generate(text, max_new_tokens=40).stats.draft_forwards == second
     other = Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(ngram=3))
     with pytest.raises(
-        ValueError, match=r"have 4 tokens, 1 for each token at most; method 'ouroboros' is set to \(2, 3"
+        ValueError, match=r"have 4 tokens, 1 for each token at most; method 'ouroboros' is set to \(2, 1"
     ):
         other.read_phrases(path)
     with pytest.raises(ValueError, match="'lookup' does not keep phrases"):
