@@ -224,7 +224,12 @@ def test_hidden_states_are_what_the_head_was_given(architecture: str) -> None:
     plain = CausalLM(tiny(architecture))
     plain.keeps_hidden = True
     plain.start([[5, 6, 7], [8]])
-    assert plain.hidden is None
+    assert plain.hidden is not None and plain.hidden.shape[:2] == (2, 3)  # of prompts, padded
+    before = plain.hidden[0, -1]
+    again = plain.fresh()
+    again.start([[5, 6]])
+    again.extend([[7]])
+    torch.testing.assert_close(again.hidden[0, 0], before, rtol=1e-4, atol=1e-4)
     logits = plain.extend([[9, 4], [3]])
     assert plain.hidden is not None and plain.hidden.shape[:2] == (2, 2)
     with torch.inference_mode():
@@ -241,6 +246,8 @@ def test_the_lean_forward_keeps_the_same_hidden_states(prompts: list[list[int]])
     for each in both:
         each.keeps_hidden = True
         each.start(prompts)
-        each.extend([[9, 4, 2]] * len(prompts))
     assert both[1]._forward is not None
+    torch.testing.assert_close(both[1].hidden[0], both[0].hidden[0], rtol=1e-4, atol=1e-4)
+    for each in both:
+        each.extend([[9, 4, 2]] * len(prompts))
     torch.testing.assert_close(both[1].hidden, both[0].hidden, rtol=1e-4, atol=1e-4)

@@ -166,7 +166,7 @@ def test_finalists_are_of_different_methods_where_there_are() -> None:
 def test_candidates_fit_the_models() -> None:
     with_draft, without = candidates(True), candidates(False)
     assert with_draft["sd gamma=12"] == SD(12) and with_draft["lookup gamma=6 ngram=2"] == Lookup(6, 2)
-    assert {method.name for method in without.values()} == {"lookup"}
+    assert {method.name for method in without.values()} == {"lookup", "lookahead"}
     assert {method.name for method in candidates(True, thin=6).values()} == {each.name for each in with_draft.values()}
     assert len(candidates(True, thin=3)) <= len(with_draft) / 2
 
