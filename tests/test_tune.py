@@ -340,7 +340,7 @@ def test_load_uses_the_profile_of_its_pair_and_a_named_method_wins(folder: Path,
 def test_a_profile_says_which_layer_was_tried(folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
-        "forerun.api.Decoder", lambda *arguments: given.append(arguments[-1]) or Decoder(*arguments[:3], SD(4))
+        "forerun.api.Decoder", lambda *arguments: given.append(arguments[6]) or Decoder(*arguments[:3], SD(4))
     )
     target, draft = str(folder / "target"), str(folder / "draft")
     save(pair_of(target, draft, None, None), "greedy", replace(a_choice(SD(4)), pre_verifier="own"), COSTS, {})
