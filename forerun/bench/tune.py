@@ -46,8 +46,8 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "confidence": {"threshold": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)},
     "heuristic": {"gamma": (3, 5, 8)},
     "lookup": {"gamma": (3, 6, 10, 16), "ngram": (2, 3)},
-    "ouroboros": {"gamma": (6, 10, 16), "guesses": (1, 3), "ngram": (5, 9), "window": (0, 4)},
-    "pacer-ouroboros": {"guesses": (1, 3), "ngram": (5, 9), "suffixes": (0, 1)},
+    "ouroboros": {"gamma": (6, 10, 16), "window": (0, 4), "suffixes": (0, 1)},
+    "pacer-ouroboros": {"guesses": (1, 3), "ngram": (5, 9)},
     "lookahead": {"window": (0, 3)},
 }
 FINALISTS = 3
