@@ -219,6 +219,7 @@ def _decoder(
     else:
         decoder = copy.copy(kept.decoder)
         decoder.method, decoder.pre_verifier = chosen, decoder.layer_for(chosen, pre_verifier)
+        decoder.head = decoder.head_for(chosen, None)
     if chosen.needs_costs and decoder.costs is None:
         decoder.costs = kept.decoder.costs = measure_costs(decoder.target, decoder.draft, layer=decoder.pre_verifier)
         decoder.clocked = kept.decoder.clocked = True

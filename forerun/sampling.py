@@ -18,6 +18,24 @@ from transformers.generation import logits_process
 
 from forerun.draft import Draft
 
+
+class QuickTopP(logits_process.TopPLogitsWarper):
+    """Transformers' top-p without its sort of tokens by their scores, which on a CPU takes as long as a small draft
+    model's forward: probabilities alone sort ten times as fast, and tell from which one on tokens stay."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        if scores.device.type != "cpu":
+            return super().__call__(input_ids, scores)  # type: ignore[arg-type]
+        law, least = scores.softmax(-1), []
+        for ascending in np.sort(law.numpy(), -1):
+            first = int(ascending.cumsum(dtype=np.float64).searchsorted(1 - self.top_p, "right"))
+            first = min(first, len(ascending) - self.min_tokens_to_keep)
+            if first and ascending[first - 1] == ascending[first]:  # which of equals stay is for the sort to say
+                return super().__call__(input_ids, scores)  # type: ignore[arg-type]
+            least.append(ascending[first])
+        return scores.masked_fill(law < torch.tensor(np.array(least))[:, None], self.filter_value)
+
+
 # These read the scores alone, so every node of a draft can go through them at once.
 _PREFIX_FREE = (
     logits_process.TemperatureLogitsWarper,
@@ -28,25 +46,8 @@ _PREFIX_FREE = (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
     logits_process.SuppressTokensLogitsProcessor,
+    QuickTopP,
 )
-
-
-class QuickTopP(logits_process.TopPLogitsWarper):
-    """Transformers' top-p without its sort of tokens by their scores, which on a CPU takes as long as a small draft
-    model's forward: probabilities alone sort ten times as fast, and tell from which one on tokens stay."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        law = scores.softmax(-1)
-        if law.device.type != "cpu":
-            return super().__call__(input_ids, scores)  # type: ignore[arg-type]
-        least = []
-        for ascending in np.sort(law.numpy(), -1):
-            first = int(ascending.cumsum(dtype=np.float64).searchsorted(1 - self.top_p, "right"))
-            first = min(first, len(ascending) - self.min_tokens_to_keep)
-            if first and ascending[first - 1] == ascending[first]:  # which of equals stay is for the sort to say
-                return super().__call__(input_ids, scores)  # type: ignore[arg-type]
-            least.append(ascending[first])
-        return scores.masked_fill(law < torch.tensor(np.array(least))[:, None], self.filter_value)
 
 
 def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
@@ -91,7 +92,7 @@ class Sampler:
     @property
     def prefix_free(self) -> bool:
         """Whether its processors look at the scores alone."""
-        return all(type(processor) in (*_PREFIX_FREE, QuickTopP) for processor in self.processors or ())
+        return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
 
 
 def choose(

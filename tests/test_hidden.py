@@ -131,7 +131,6 @@ def test_a_tree_holds_the_best_paths() -> None:
     """Against an enumeration of all paths, where the beams are wide enough to miss none."""
     target = CausalLM(tiny("llama"))
     head = HiddenLM(random_head(target, hot=4), target)
-    assert head.table is not None
     head.table = head.table * 3
     logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     values: dict[tuple[int, ...], float] = {(5,): 0.0}

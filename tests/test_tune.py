@@ -443,7 +443,8 @@ def test_tune_for_sampling_without_a_draft(folder: Path, tmp_path: Path) -> None
     profile = read(path)
     assert profile.greedy is None and profile.costs.draft == {} and profile.pair.draft is None
     assert profile.sampling is not None and (profile.sampling.temperature, profile.sampling.top_p) == (0.8, 0.9)
-    assert str(path) in done.stdout and "predicted" in done.stdout and "measuring lookup" in done.stderr
+    assert str(path) in done.stdout and "predicted" in done.stdout
+    assert "measuring look" in done.stderr  # lookup or lookahead first, as the clock has it
 
 
 @pytest.mark.parametrize(

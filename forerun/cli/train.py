@@ -18,6 +18,13 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def _check_data(data: list[str], *names: str) -> None:
+    """Raises ValueError for a source of text that is neither one of these names nor there."""
+    for source in data:
+        if source not in names and not Path(source).exists():
+            raise ValueError(f"no such file or folder: {source}")
+
+
 @app.command("pair")
 def pair(
     out: Annotated[Path, typer.Option(help="Working folder; a run that was stopped goes on from it.")] = Path(
@@ -78,9 +85,7 @@ def draft(
     """Distil a draft for any target on the target's own output."""
     if width % 64:
         raise ValueError(f"--width must be a multiple of 64, not {width}")
-    for source in data:
-        if source != "stdlib" and not Path(source).exists():
-            raise ValueError(f"no such file or folder: {source}")
+    _check_data(data, "stdlib")
     resolve(target, "target")
     if init is not None:
         resolve(init, "draft")
@@ -140,9 +145,7 @@ def pre_verifier(
         raise ValueError(f"--kind must be pacer or specdec++, not {kind!r}")
     if width % 4:
         raise ValueError(f"--width must be a multiple of 4, not {width}")
-    for source in data:
-        if source not in ("stdlib", "stdlib-spare") and not Path(source).exists():
-            raise ValueError(f"no such file or folder: {source}")
+    _check_data(data, "stdlib", "stdlib-spare")
     resolve(target, "target")
     resolve(draft or EMBEDDED, "draft")
     quiet(threads)
@@ -208,9 +211,7 @@ def lyanna(
     threads: ThreadsOption = None,
 ) -> None:
     """Train a head that drafts from the target's hidden states."""
-    for source in data:
-        if source != "stdlib" and not Path(source).exists():
-            raise ValueError(f"no such file or folder: {source}")
+    _check_data(data, "stdlib")
     resolve(target, "target")
     quiet(threads)
     from forerun.train.hidden import Recipe, train_hidden

@@ -109,7 +109,6 @@ def grow(root: int, logits: Tensor, head: HiddenLM, width: int, nodes: int, orig
     """The tree of the `nodes` most probable paths that `width` beams find in logits [K, S], the law behind each token
     being given by the token information; for one beam the chain of K tokens."""
     table, hot = head.table, head.hot
-    assert table is not None
     if width == 1:
         chain: list[int] = []
         for row in logits:

@@ -19,6 +19,7 @@ from forerun.runtime.packed import Product, product
 
 # Bigger models spend their time in the products, and copies of their weights would cost more than they bring.
 LARGEST = 200_000_000
+LayerWeights = tuple[Tensor, Sequence[Tensor], Tensor, Tensor, Sequence[Tensor], Tensor]
 _KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
 _HOMES = {LlamaForCausalLM.__module__, "transformers.activations"}
 
@@ -45,10 +46,10 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
         weights = [
             (
                 layer.input_layernorm.weight,
-                torch.cat([each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]),
+                [each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)],
                 attention.o_proj.weight,
                 layer.post_attention_layernorm.weight,
-                torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+                [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight],
                 layer.mlp.down_proj.weight,
             )
             for layer in base.layers
@@ -87,15 +88,16 @@ class LeanLayers:
 
     def __init__(
         self,
-        weights: Sequence[tuple[Tensor, ...]],
+        weights: Sequence[LayerWeights],
         heads: int,
         groups: int,
         eps: float,
         frequencies: Tensor,
         context: int,
     ) -> None:
-        """`weights`: of each layer the first norm's gain [d], queries, keys and values [(H + 2 G) D, d], the way out
-        [d, H D], the second norm's gain, gate and up [2 I, d], down [d, I]. `frequencies` [D / 2] of the rotation."""
+        """`weights`: of each layer the first norm's gain [d], queries, keys and values [(H + 2 G) D, d] in parts, the
+        way out [d, H D], the second norm's gain, gate and up [2 I, d] in parts, down [d, I]. `frequencies` [D / 2] of
+        the rotation."""
         self.heads, self.groups, self.size, self.context = heads, groups, 2 * len(frequencies), context
         first = weights[0][0]
         self.width, self.dtype, device = len(first), first.dtype, first.device
@@ -108,7 +110,7 @@ class LeanLayers:
         self.cosines, self.sines = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         self.sines[:, : self.size // 2].neg_()  # so that turning the halves around needs no negation of its own
         self.layers = [
-            (self.behind(norm, qkv), product(out, one_row=True), self.behind(second, up), product(down, one_row=True))
+            (self.behind(norm, *qkv), product(out, one_row=True), self.behind(second, *up), product(down, one_row=True))
             for norm, qkv, out, second, up, down in weights
         ]
 
@@ -117,9 +119,9 @@ class LeanLayers:
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / torch.hypot(size, self.floor)).to(self.dtype)
 
-    def behind(self, gain: Tensor, weight: Tensor) -> Product:
-        """The product with a weight of what `normed` gives, with that norm's gain."""
-        return product((weight.float() * gain.float() * self.width**0.5).to(self.dtype), one_row=True)
+    def behind(self, gain: Tensor, *weights: Tensor) -> Product:
+        """The product with weights, one above the other, of what `normed` gives, with that norm's gain."""
+        return product((torch.cat(weights).float() * gain.float() * self.width**0.5).to(self.dtype), one_row=True)
 
     def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
         """States [B N, d] behind the layers from those before, at positions [B, N]; masks as in `lean_forward`."""

@@ -23,9 +23,8 @@ from forerun.model import CausalLM, context_of
 from forerun.nn.hidden import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.train.data import read_texts, tokenize
 from forerun.train.loop import TrainConfig, claim, train
-from forerun.train.own_output import own_output
+from forerun.train.own_output import behind_prompts
 
-ROWS = 64  # windows a file
 SEED = 9000  # so that no draft was distilled on the same output
 LOSSES = ("law", "regression")
 
@@ -99,20 +98,18 @@ def train_hidden(
     judge = CausalLM(model.requires_grad_(False))
     head = judge.head.get_parameter("weight").detach()
     claim(work, json.dumps({"target": judge.fingerprint, "data": list(data), **_of_data(recipe)}))
-    windows = own_output(
+    windows = behind_prompts(
         model,
         stream,
         work / "own-output",
         sequences=recipe.sequences,
-        length=length - 1,
-        rows=min(ROWS, max(1, recipe.sequences // 2)),
+        prompt=recipe.prompt,
+        output=recipe.output,
         seed=recipe.seed + SEED,
-        temperatures=(0.0, 1.0),
-        prompt_shares=((recipe.prompt + 0.5) / (length - 1),),
         say=say,
     ).astype(np.int64)
-    held = windows[:: max(1, round(1 / recipe.held))]
-    learnt = np.delete(windows, np.s_[:: max(1, round(1 / recipe.held))], 0)
+    apart = np.s_[:: max(1, round(1 / recipe.held))]
+    held, learnt = windows[apart], np.delete(windows, apart, 0)
     counts = torch.bincount(torch.from_numpy(learnt[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
     tokens, _ = hot_set(counts, max(1, round(hot * judge.vocab_size)))
     said = torch.bincount(torch.from_numpy(held[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
@@ -241,27 +238,27 @@ def _embedded(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor
 def measure(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, windows: Tensor, recipe: Recipe) -> dict[str, Any]:
     """Of greedy chains from every place of the output in windows [N, T]: the share whose first k tokens are the
     target's best ones, for each k; with and without token information."""
-    found: dict[str, Any] = {}
-    for use in ("survival", "without_information"):
-        right = []
-        for tokens in windows.to(head.device).split(16):
-            features, logits = features_of(judge, tokens)
-            best = logits.argmax(-1)
-            unrolled = drafter.unrolled(features, _embedded(drafter, judge, tokens), tokens, recipe.unroll)
-            length = tokens.shape[1] - recipe.unroll
+    right: dict[str, list[Tensor]] = {"survival": [], "without_information": []}
+    rows = head[drafter.hot].float()
+    for tokens in windows.to(head.device).split(16):
+        features, logits = features_of(judge, tokens)
+        best = logits.argmax(-1)
+        unrolled = drafter.unrolled(features, _embedded(drafter, judge, tokens), tokens, recipe.unroll)
+        length = tokens.shape[1] - recipe.unroll
+        following = tokens.roll(-1, 1)
+        for use, parts in right.items():
             alive = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
             steps = []
             for k, (state, information) in enumerate(unrolled, 1):
-                said = state @ head[drafter.hot].float().T
+                said = state @ rows.T
                 if information is not None and use == "survival":
                     said = said + information
                 alive = alive & (drafter.hot[said.argmax(-1)] == best[:, k:])[:, :length]
                 # The tokens in between are those of the window: right only where it is what the target says.
                 steps.append(alive[:, recipe.prompt :].float())
-                alive = alive & (best[:, k:] == torch.cat([tokens, tokens[:, :1]], 1)[:, k + 1 :])[:, :length]
-            right.append(torch.stack(steps, -1).flatten(0, 1))
-        found[use] = [round(float(share), 4) for share in torch.cat(right).mean(0)]
-    return found
+                alive = alive & (best[:, k:] == following[:, k:])[:, :length]
+            parts.append(torch.stack(steps, -1).flatten(0, 1))
+    return {use: [round(float(share), 4) for share in torch.cat(parts).mean(0)] for use, parts in right.items()}
 
 
 def _card(drafter: HiddenDrafter, found: dict[str, Any]) -> str:

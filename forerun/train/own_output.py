@@ -90,3 +90,32 @@ def own_output(
                 say(f"own output {(part + 1) * rows}/{sequences} sequences, {max(0.0, left) / 60:.0f} min left")
         parts.append(load_file(path)["tokens"])
     return np.concatenate(parts)[:sequences]
+
+
+def behind_prompts(
+    target: PreTrainedModel,
+    stream: np.ndarray,
+    work: Path,
+    *,
+    sequences: int,
+    prompt: int,
+    output: int,
+    seed: int,
+    top_p: float = 1.0,
+    say: Callable[[str], None] = print,
+) -> np.ndarray:
+    """`own_output` for layers: windows [sequences, prompt + output], greedy and at temperature 1 in turns."""
+    length = prompt + output
+    return own_output(
+        target,
+        stream,
+        work,
+        sequences=sequences,
+        length=length - 1,
+        rows=min(64, max(1, sequences // 2)),
+        seed=seed,
+        temperatures=(0.0, 1.0),
+        top_p=top_p,
+        prompt_shares=((prompt + 0.5) / (length - 1),),
+        say=say,
+    )

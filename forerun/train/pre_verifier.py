@@ -25,12 +25,11 @@ from forerun.nn.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.sampling import Sampler
 from forerun.train.data import read_texts, tokenize
 from forerun.train.loop import TrainConfig, claim, train
-from forerun.train.own_output import own_output
+from forerun.train.own_output import behind_prompts
 from forerun.train.rollout import Rollouts, roll_out
 from forerun.zoo.corpus import spare_files
 
 SPARE = "stdlib-spare"
-ROWS = 64  # windows a shard
 TEMPERATURE, TOP_P = 1.0, 0.95
 SEED = 8000  # so that the draft was not distilled on the same output
 
@@ -131,7 +130,17 @@ def train_pre_verifier(
         mark = {"target": verifying.fingerprint, "draft": drafting.fingerprint, "data": list(data)}
         drawn = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
         claim(work, json.dumps(mark | drawn))
-        _own(verifying, stream, work / "own-output", recipe, say)
+        behind_prompts(
+            verifying.model,
+            stream,
+            work / "own-output",
+            sequences=recipe.sequences,
+            prompt=recipe.prompt,
+            output=recipe.output,
+            seed=recipe.seed + SEED,
+            top_p=TOP_P,
+            say=say,
+        )
     wait()
     _collect(verifying, drafting, work, recipe, rank, ranks, say)
     wait()
@@ -170,23 +179,6 @@ def _processes() -> tuple[int, int, Callable[[], None]]:
 
     state = PartialState(timeout=timedelta(days=2))  # the others wait while the first makes the target's own output
     return state.process_index, state.num_processes, state.wait_for_everyone
-
-
-def _own(target: CausalLM, stream: np.ndarray, work: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
-    length = recipe.prompt + recipe.output
-    own_output(
-        target.model,
-        stream,
-        work,
-        sequences=recipe.sequences,
-        length=length - 1,
-        rows=min(ROWS, recipe.sequences // 2),
-        seed=recipe.seed + SEED,
-        temperatures=(0.0, TEMPERATURE),
-        top_p=TOP_P,
-        prompt_shares=((recipe.prompt + 0.5) / (length - 1),),
-        say=say,
-    )
 
 
 def _collect(

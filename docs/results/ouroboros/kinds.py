@@ -60,16 +60,15 @@ def plot(out: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from forerun.bench.records import parse
+
     speeds: dict[tuple, dict[str, float]] = defaultdict(dict)
-    for line in (out / "records.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if "method" in row:
-            key = row["dataset"], row["round"], row["batch"]
-            speeds[key][row["method"]] = row["stats"]["tokens"] / row["stats"]["seconds"]
+    for record in map(parse, (out / "records.jsonl").read_text().splitlines()):
+        speeds[record.group][record.method] = record.stats.tokens_per_s
     methods = [name for name in next(iter(speeds.values())) if name != "ar"]
     table: dict[str, dict[str, float]] = {}
     for kind in KINDS:
-        mine = [each for key, each in speeds.items() if key[0] == f"{kind}.jsonl"]
+        mine = [each for key, each in speeds.items() if key[1] == f"{kind}.jsonl"]
         table[kind] = {name: median(each[name] / each["ar"] for each in mine) for name in methods}
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     for name in sorted(methods):

@@ -6,11 +6,13 @@ tokens that prompt lookup gets accepted a forward say how much that is.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+
+from forerun.bench.records import parse
+from forerun.metrics import Stats
 
 PARTS = 5
 RATIOS = [("ouroboros", "sd"), ("pacer", "sd"), ("pacer-ouroboros", "sd"), ("pacer-ouroboros", "pacer")]
@@ -22,15 +24,12 @@ def main(out: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for line in (out / "records.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if "method" in row:
-            groups[row["dataset"], row["round"], row["batch"]][row["method"]] = row["stats"]
-    rows = []
-    for group in groups.values():
-        found = group["lookup"]["tokens"] / group["lookup"]["target_forwards"]
-        rows.append((found, {name: each["tokens"] / each["seconds"] for name, each in group.items()}))
+    groups: dict[tuple, dict[str, Stats]] = defaultdict(dict)
+    for record in map(parse, (out / "records.jsonl").read_text().splitlines()):
+        groups[record.group][record.method] = record.stats
+    rows = [
+        (group["lookup"].tau, {name: stats.tokens_per_s for name, stats in group.items()}) for group in groups.values()
+    ]
     rows.sort(key=lambda row: row[0])
     parts = [rows[at * len(rows) // PARTS : (at + 1) * len(rows) // PARTS] for at in range(PARTS)]
     middles = [median(found for found, _ in part) for part in parts]
