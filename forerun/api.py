@@ -45,11 +45,11 @@ from forerun.nn.hidden import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.params import SamplingParams
 from forerun.runtime import prepare
-from forerun.runtime.costs import measure_costs
+from forerun.runtime.costs import head_costs, measure_costs
 from forerun.runtime.hidden import HiddenLM
 from forerun.sampling import Sampler
 from forerun.text import SplitStopCriteria, TextStream
-from forerun.zoo import EMBEDDED, FOLDER
+from forerun.zoo import EMBEDDED, FOLDER, bundled_head
 
 _NO_DRAFT = "method {!r} needs a draft model: give a draft"
 
@@ -295,6 +295,8 @@ class Decoder:
         method = self.method_for(greedy)
         if self.costs is None and method.needs_costs:
             self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
+        if self.head is not None and method.needs_costs and self.costs is not None and not self.costs.head:
+            self.costs, self.clocked = replace(self.costs, head=head_costs(self.head)), True
         costs = None if seeded and not greedy and self.clocked else self.costs
         pools = self.pools if greedy else None  # phrases of other calls would change where drafts use up random numbers
         drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools, self.head))
@@ -462,7 +464,8 @@ def load(
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
         pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those of the embedded pair are
             there. Raises ValueError where it belongs to other models.
-        head: what "lyanna" drafts with, a folder or the head. Raises ValueError where it belongs to another model.
+        head: what "lyanna" and others like it draft with, a folder or the head; the embedded target's is there. Raises
+            ValueError where it belongs to another model.
         phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
         guard: leave drafts out while they do not pay (see forerun/drafters/guard.py). Which steps those are depends on
             the time they take, and with sampling so does what is drawn. Default: for greedy decoding, and for sampling
@@ -496,6 +499,8 @@ def load(
             costs = profiles.embedded_costs()
     if pre_verifier is None and target == draft == EMBEDDED:
         pre_verifier = bundled_layer(chosen, drawing)
+    if head is None:
+        head = bundled_head(target, chosen.head)
     drafting = chosen.needs_draft or (drawing is not None and drawing.needs_draft)
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target

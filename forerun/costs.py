@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class Costs:
             many more tokens.
         policy: ms of one call of the length policy's layer, where it has one.
         glance: ms of reading off how probable a draft's token was to the draft.
+        head: of a state of a head over hidden states with its logits, by the number of rows; none without a head.
         drawing, judging: ms that a draft's token and a node under the target's eyes take longer where tokens are drawn.
     """
 
@@ -24,6 +25,7 @@ class Costs:
     glance: float = 0.0
     drawing: float = 0.0
     judging: float = 0.0
+    head: dict[int, float] = field(default_factory=dict)
 
     @property
     def c(self) -> float:
@@ -43,6 +45,10 @@ class Costs:
     def drafting(self, rows: int) -> float:
         """ms of a draft forward of one token for each of that many rows."""
         return interpolated(self.draft, rows)
+
+    def heading(self, rows: int) -> float:
+        """ms of a head's next state for each of that many rows."""
+        return interpolated(self.head, rows)
 
 
 def interpolated(table: dict[int, float], at: float) -> float:

@@ -148,8 +148,8 @@ def load_pre_verifier(
     return nn.Module.to(layer, target.device).eval()
 
 
-def load_head(source: str | Path | HiddenDrafter, target: CausalLM, kind: str) -> HiddenDrafter:
-    """The head over hidden states of a folder, for just this target.
+def load_head(source: str | Path | HiddenDrafter, target: CausalLM, kind: str | None = None) -> HiddenDrafter:
+    """The head over hidden states of a folder, for just this target; of any kind where none is named.
 
     Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
     fields, a head of another kind, a hot set that does not fit the vocabulary, and one that was trained for another
@@ -157,7 +157,7 @@ def load_head(source: str | Path | HiddenDrafter, target: CausalLM, kind: str) -
     """
     name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
     head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
-    if head.config.kind != kind:
+    if kind is not None and head.config.kind != kind:
         raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {kind!r}")
     if not same_model(head.config.target, target.fingerprint):
         trained = head.config.recipe.get("target")

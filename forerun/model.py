@@ -94,7 +94,8 @@ class Rows:
         self, counts: Sequence[int], depths: Sequence[Sequence[int]], masks: Sequence[Tensor] | None
     ) -> tuple[Tensor, Tensor | dict[str, Tensor] | None]:
         """Positions [B, N] and the attention mask, None for causal, of rows of `counts[r]` new tokens that are padded
-        to N; `masks[r]` [N_r, N_r] says which of them see which, None: causal."""
+        to N; `masks[r]` [N_r, P + N_r] says which of them see which, and which of the P that were kept last, P being
+        the same in all rows. None: causal."""
         cache, new = self.cache, max(counts)
         cache.begin(self.device, new)
         if cache.uniform and masks is None and min(counts) == new:  # the common case, made cheap
@@ -121,9 +122,10 @@ class Rows:
         """
         rows, longest, device = len(positions), max(self.cache.lengths), positions.device
         lowest = torch.finfo(self.dtype).min
+        back = masks[0].shape[1] - masks[0].shape[0] if masks is not None else 0
         if rows == 1 and masks is not None and self.window is None:  # the common case, made cheap
             mask = torch.zeros(new, longest + new, dtype=self.dtype, device=device)
-            mask[:, longest:].masked_fill_(~masks[0].to(device), lowest)
+            mask[:, longest - back :].masked_fill_(~masks[0].to(device), lowest)
             return mask[None, None]
         lengths = torch.tensor(self.cache.lengths, device=device)
         slots, added = torch.arange(longest + new, device=device), torch.arange(new, device=device)
@@ -131,11 +133,12 @@ class Rows:
         if masks is None:
             seen = slots <= columns[:, 0, :, None]
         else:
-            inner = torch.eye(new, dtype=torch.bool).repeat(rows, 1, 1)
+            inner = torch.eye(new, back + new, dtype=torch.bool).repeat(rows, 1, 1)
             for row, mask in enumerate(masks):
-                inner[row, : len(mask), : len(mask)] = mask
-            seen = (slots < lengths[:, None])[:, None].repeat(1, new, 1)
-            seen.scatter_(2, columns, inner.to(device))
+                inner[row, : len(mask), : mask.shape[1]] = mask
+            seen = (slots < lengths[:, None] - back)[:, None].repeat(1, new, 1)
+            told = torch.arange(-back, new, device=device)
+            seen.scatter_(2, (lengths[:, None] + told)[:, None].expand(rows, new, back + new), inner.to(device))
 
         def additive(visible: Tensor) -> Tensor:
             mask = torch.zeros(visible.shape, dtype=self.dtype, device=device)

@@ -225,9 +225,9 @@ def _profile(value: Any) -> Profile:
 
 def _costs(value: Any) -> Costs:
     found = dict(_checked(Costs, value))
-    for part in ("target", "draft"):
+    for part in ("target", "draft", "head"):
         table = found[part]
-        if not isinstance(table, dict) or not (table or part == "draft"):
+        if not isinstance(table, dict) or not (table or part != "target"):
             raise ValueError(f"costs.{part} must be a table")
         if not all(key.isdecimal() and isinstance(ms, int | float) and ms >= 0 for key, ms in table.items()):
             raise ValueError(f"costs.{part} must be milliseconds by numbers of tokens")

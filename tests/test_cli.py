@@ -113,7 +113,8 @@ def test_info_and_version() -> None:
     facts = json.loads(run("info", "--json").stdout)
     assert set(facts["methods"]) == {
         *("ar", "sd", "pacer", "specdec++", "lookup", "heuristic", "confidence", "cumulative", "svip", "adaedl"),
-        *("oracle", "seeing-oracle", "ouroboros", "pacer-ouroboros", "lookahead", "lyanna"),
+        *("oracle", "seeing-oracle", "ouroboros", "pacer-ouroboros", "lookahead"),
+        *("lyanna", "pacer-lyanna", "eagle", "medusa"),
     }
     assert facts["embedded"]["gate"]
     assert run("--version").stdout == f"forerun {forerun.__version__}\n"

@@ -14,15 +14,20 @@ from torch import Tensor
 from toys import p_value, random_head, tiny, tiny_tokenizer
 
 from forerun import Decoder
+from forerun.costs import Costs
+from forerun.decode import Generation, decode
 from forerun.draft import Draft
-from forerun.drafters.lyanna import LyannaDrafter, grow
+from forerun.drafters.beams import grow
+from forerun.drafters.lyanna import LyannaDrafter
 from forerun.loading import load_head
-from forerun.methods import Lyanna, method
+from forerun.methods import method
+from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
 from forerun.model import CausalLM
 from forerun.nn.hidden import hot_set
 from forerun.runtime.hidden import HiddenLM, head_rows
 from forerun.train.hidden import Recipe, train_hidden
 
+EVEN = torch.arange(3)
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 
 
@@ -69,8 +74,16 @@ WAYS = {
     "chain": Lyanna(reuse="off"),
     "free": Lyanna(depth=5, least=1),
     "add": Lyanna(depth=5, reuse="add"),
+    "branch": Lyanna(depth=5, reuse="branch"),
     "tree": Lyanna(width=3, nodes=7, reuse="off"),
     "tree, free": Lyanna(depth=5, width=2, nodes=9, least=1),
+    "tree, branch": Lyanna(depth=5, width=2, nodes=9, reuse="branch"),
+    "paced": PacerLyanna(depth=5, least=1),
+    "paced chain": PacerLyanna(width=1, reuse="add"),
+    "eagle": Eagle(),
+    "eagle, tree": Eagle(depth=3, width=2, nodes=7),
+    "medusa": Medusa(),
+    "medusa, tree": Medusa(width=3, nodes=9),
 }
 
 
@@ -78,12 +91,16 @@ WAYS = {
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
 def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
-    decoder = Decoder(target, None, None, WAYS[way], guard=False, head=random_head(CausalLM(target)))
-    for prompts in (PROMPTS, PROMPTS * 4):
+    chosen = WAYS[way]
+    head = random_head(CausalLM(target), kind=str(chosen.head))
+    decoder = Decoder(target, None, None, chosen, guard=False, head=head)
+    decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+    for prompts in (PROMPTS[:2], PROMPTS, PROMPTS * 4):
         plain = Decoder(target, method=method("ar")).generate(prompts, max_new_tokens=24, ignore_eos=True)
         done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
+    plain = Decoder(target, method=method("ar")).generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
     assert decoder.generate(PROMPTS[1], max_new_tokens=24, ignore_eos=True).tokens == plain[1].tokens
 
 
@@ -93,16 +110,14 @@ def test_reused_logits_are_those_of_the_earlier_step() -> None:
 
     class Watched(LyannaDrafter):
         def observe(self, seqs: Any, drafts: list[Draft], verdicts: Any, hidden: Tensor | None) -> None:
-            (own,) = self.said
+            (drawn,), (passed,) = self.drawn, self.passed
             length = len(seqs[0].tokens) - verdicts[0].accepted - 1  # of the text that the draft stood behind
-            if own is not None:
-                seen.append((length, own.clone(), drafts[0].origins[0]))
+            if passed < drawn:
+                seen.append((length, self.logits[0, passed:drawn].clone(), drafts[0].origins[0]))
             super().observe(seqs, drafts, verdicts, hidden)
 
     head = HiddenLM(random_head(CausalLM(target)), CausalLM(target))
     drafter = Watched(head, 5, 1, 5, "free", least=1)
-    from forerun.decode import Generation, decode
-
     seq = Generation([5, 6, 7, 5, 6], 60)
     for _ in decode(CausalLM(target), drafter, [seq]):
         pass
@@ -131,18 +146,78 @@ def test_a_tree_holds_the_best_paths() -> None:
     """Against an enumeration of all paths, where the beams are wide enough to miss none."""
     target = CausalLM(tiny("llama"))
     head = HiddenLM(random_head(target, hot=4), target)
-    head.table = head.table * 3
-    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    values: dict[tuple[int, ...], float] = {(5,): 0.0}
-    for depth in range(3):
-        for path in [path for path in values if len(path) == depth + 1]:
-            law = (logits[depth] + head.table[path[-1]]).log_softmax(-1)
-            values |= {(*path, head.hot[i]): values[path] + float(law[i]) for i in range(4)}
-    best = sorted((path for path in values if len(path) > 1), key=lambda path: -values[path])[:9]
-    draft = grow(5, logits, head, 16, 9, "draft")
-    assert {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(1, len(draft))} == set(best)
-    chain = grow(5, logits, head, 1, 9, "draft")
-    assert chain.is_chain and chain.drafted == 3
+    table, hot = head.table * 3, head.hot.tolist()
+    logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+
+    def law(k: int, tokens: Tensor, at: Tensor) -> Tensor:
+        return logits[:, k, None] + table[tokens]
+
+    drafts = grow([5, 7], law, head.hot, [3, 2], 16, 9)
+    for root, row, draft, limit in zip((5, 7), logits, drafts, (3, 2), strict=True):
+        values: dict[tuple[int, ...], float] = {(root,): 0.0}
+        for depth in range(limit):
+            for path in [path for path in values if len(path) == depth + 1]:
+                said = (row[depth] + table[path[-1]]).log_softmax(-1)
+                values |= {(*path, hot[i]): values[path] + float(said[i]) for i in range(4)}
+        best = sorted((path for path in values if len(path) > 1), key=lambda path: -values[path])[:9]
+        assert {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(1, len(draft))} == set(best)
+    chains = grow([5, 7], law, head.hot, [3, 2], 1, 3)
+    assert all(chain.is_chain for chain in chains) and [chain.drafted for chain in chains] == [3, 2]
+    assert [draft.drafted for draft in grow([5, 7], law, head.hot, [0, 0], 2, 3)] == [0, 0]
+
+
+def test_certain_paths_hold_their_ancestors() -> None:
+    """Where all probabilities are 1, no child is taken for its parent."""
+    certain = torch.full((1, 4, 3), -1e9)
+    certain[..., 1] = 0.0
+    (draft,) = grow([9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), EVEN, [4], 3, 4)
+    assert draft.tokens[:1] == [9] and max(draft.depths) == 4 and draft.is_chain
+
+
+def test_an_eagles_beams_are_what_it_says_of_their_paths() -> None:
+    """Each beam's state against a chain of its own path, rows of different lengths together."""
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target, kind="eagle"), target)
+    texts = [[5, 6, 7, 8, 9, 1], [3, 4, 5]]
+    features = [features_of(target, text)[:-1] for text in texts]
+    head.start(2)
+    first = head.extend(features, [text[1:] for text in texts])
+    lengths = list(head.cache.lengths)
+    beams = torch.tensor([[7, 8], [9, 2]])
+    at = torch.tensor([[1, 0], [0, 0]])
+    rows, eye = torch.arange(2)[:, None], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)
+    one = head.branch(first[:, None].expand(-1, 2, -1), beams, 0, eye)
+    more = torch.tensor([[1, 3], [4, 6]])
+    two = head.branch(one[rows, at], more, 1, torch.cat([eye[rows, at], eye], -1))
+    head.crop(lengths)
+    for row in range(2):
+        for beam in range(2):
+            parent = int(at[row, beam])
+            alone = head.fresh()
+            alone.start(1)
+            state = alone.extend([features[row]], [texts[row][1:]])
+            for token in (int(beams[row, parent]), int(more[row, beam])):
+                state = alone.extend([state], [[token]])
+            torch.testing.assert_close(two[row, beam], state[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_budget_takes_what_its_costs_allow() -> None:
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target), target)
+
+    def drafted(costs: Costs, depth: int = 6) -> list[Draft]:
+        drafter = LyannaDrafter(head.fresh(), depth, 2, 12, "off", costs=costs)
+        seqs = [Generation(list(range(2, 12)), 60) for _ in range(2)]
+        hidden = torch.stack([features_of(target, seq.tokens[:-1]) for seq in seqs])
+        drafter.start(seqs, hidden)
+        return drafter.propose(seqs).drafts
+
+    free = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0}))
+    assert [draft.drafted for draft in free] == [12, 12]
+    dear = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}))
+    assert all(max(draft.depths) == 1 for draft in dear)
+    tight = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
+    assert all(draft.drafted <= 1 for draft in tight)
 
 
 def test_what_loading_refuses(tmp_path: Path) -> None:
@@ -224,13 +299,15 @@ def test_training_learns_and_resumes(kind: str, tmp_path: Path) -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_a_drawn_tree_keeps_the_law() -> None:
+@pytest.mark.parametrize("way", ["add", "branch", "tree, free", "paced", "eagle, tree", "medusa, tree"])
+def test_drawn_drafts_keep_the_law(way: str) -> None:
     """Point masses from any head: the first tokens' joint law is the target's, by chi-square."""
     target = tiny("llama", vocab=6)
     model = CausalLM(target)
     prompt = [1, 2, 3, 4, 5, 0, 1, 2]
-    way = Lyanna(depth=3, width=2, nodes=6, least=1)
-    decoder = Decoder(target, None, None, way, guard=False, head=random_head(model, hot=4))
+    chosen = WAYS[way]
+    decoder = Decoder(target, None, None, chosen, guard=False, head=random_head(model, hot=4, kind=str(chosen.head)))
+    decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
     rows = decoder.generate([prompt] * 1500, max_new_tokens=4, temperature=1.0, seed=0, ignore_eos=True)
     with torch.no_grad():
         first = target(torch.tensor([prompt])).logits[0, -1].softmax(-1)

@@ -264,3 +264,38 @@ def test_train_draft_for_any_target(tmp_path: Path) -> None:
     other = subprocess.run(again, capture_output=True, text=True, timeout=60)
     assert other.returncode == 2
     assert "other settings" in other.stderr
+
+
+_TOGETHER = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from forerun.train.loop import TrainConfig, train
+from forerun.train.processes import processes
+
+sharing, out, size = processes(), Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+windows = torch.randn(12, 2, 3)
+batch = lambda step: windows[step] if size == 1 else torch.cat([windows[2 * step], windows[2 * step + 1]])
+config = TrainConfig(6, size, 2, warmup=1, save_every=3, compile=False)
+train(model, lambda x: model(x).square().mean(), batch, lambda: 0.0, config, out, print, sharing)
+if sharing.is_first:
+    torch.save(model.state_dict(), out / "weights.pt")
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_train_together_are_one_with_a_larger_batch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_TOGETHER)
+    together = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for name, start, size in (("alone", [], "2"), ("together", together, "1")):
+        command = [sys.executable, *start, str(script), str(tmp_path / name), size]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
+        assert done.returncode == 0, done.stderr
+    alone, both = (torch.load(tmp_path / name / "weights.pt") for name in ("alone", "together"))
+    for name, value in alone.items():
+        torch.testing.assert_close(value, both[name])
+    assert len((tmp_path / "together" / "log.jsonl").read_text().splitlines()) == 6  # the first one's alone

@@ -11,7 +11,7 @@ from forerun.bench.choose import ASSISTED, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
-from forerun.zoo import EMBEDDED, resolve
+from forerun.zoo import EMBEDDED, bundled_head, resolve
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Plan:
         limit: prompts a dataset, all where None.
         prompt_tokens: length of the prompts from the standard library.
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
-        head: folder of a head over the target's hidden states, for lyanna.
+        head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
         pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then say which value was best.
@@ -52,7 +52,7 @@ class Plan:
     guard: bool = False
     top_p: float = 1.0
     pre_verifier: tuple[str, ...] = ()
-    head: str | None = None
+    head: tuple[str, ...] = ()
     tune: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,11 +68,12 @@ class Plan:
             has_layer = self.pre_verifier or self.target == self.draft == EMBEDDED
             if each is not None and each.layer and not has_layer:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
-            if each is not None and each.head and self.head is None:
+            if each is not None and each.head and not self.head and bundled_head(self.target, each.head) is None:
                 raise ValueError(f"method {name!r} needs a head: give --head")
-        for folder in self.pre_verifier:
-            if not (Path(folder) / "config.json").is_file():
-                raise ValueError(f"no pre-verifier in the folder {folder!r}")
+        for what, folders in (("pre-verifier", self.pre_verifier), ("head", self.head)):
+            for folder in folders:
+                if not (Path(folder) / "config.json").is_file():
+                    raise ValueError(f"no {what} in the folder {folder!r}")
         check_datasets(self.datasets, self.data)
         resolve(self.target, "target")
         if self.needs_draft:
@@ -111,7 +112,7 @@ class Plan:
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
             "data": self.data.name if self.data else None,
             "pre_verifier": [model_name(folder) for folder in self.pre_verifier],
-            "head": model_name(self.head) if self.head is not None else None,
+            "head": [model_name(folder) for folder in self.head],
             "target": model_name(self.target),
             "draft": model_name(self.draft) if self.draft and self.needs_draft else None,
         }

@@ -22,14 +22,22 @@ from forerun.bench.report import results, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.files import read_text, write_text
 from forerun.lengths.oracle import Truth
-from forerun.loading import check_draft_tokenizer, load_config, load_model, load_pre_verifier, load_tokenizer
+from forerun.loading import (
+    check_draft_tokenizer,
+    load_config,
+    load_head,
+    load_model,
+    load_pre_verifier,
+    load_tokenizer,
+)
 from forerun.methods import Oracle, Pacer, SeeingOracle, SpecDec
 from forerun.model import CausalLM, context_of
+from forerun.nn.hidden import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import identity
 from forerun.runtime import prepare
 from forerun.runtime.costs import measure_costs
-from forerun.zoo import FOLDER
+from forerun.zoo import FOLDER, bundled_head
 
 
 def bench(
@@ -206,6 +214,20 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
     return found
 
 
+def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenDrafter]:
+    """The heads over hidden states that the plan's methods need, by kind. Raises ValueError where one is missing."""
+    wanted = sorted({method.head for method in plan.methods.values() if method is not None and method.head})
+    bundled = [bundled_head(plan.target, kind) for kind in wanted]
+    found: dict[str | None, HiddenDrafter] = {}
+    for folder in [*filter(None, bundled), *map(Path, plan.head)] if wanted else ():
+        head = load_head(folder, target)
+        found[head.config.kind] = head
+    for kind in wanted:
+        if kind not in found:
+            raise ValueError(f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one")
+    return found
+
+
 def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Run], CausalLM]:
     """What runs each method, and the model that says the reference's output.
 
@@ -225,6 +247,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
     truth, layers = Truth(), {}
     if draft is not None:
         layers = load_layers(plan, target, draft)
+    heads = load_heads(plan, target)
     costs = None
     if any(method is not None and method.needs_costs for method in plan.methods.values()):
         costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))  # of this machine, at this time
@@ -235,7 +258,8 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
         else:
             drafting = draft if method.needs_draft else None
             layer = layers.get(method.layer)
-            decoder = Decoder(target, tokenizer, drafting, method, plan.guard, pre_verifier=layer, head=plan.head)
+            head = heads.get(method.head)
+            decoder = Decoder(target, tokenizer, drafting, method, plan.guard, pre_verifier=layer, head=head)
             decoder.costs = costs
             decoder.tokenizer = None  # making text is no part of what is measured
             decoder.truth = truth

@@ -43,7 +43,10 @@ def bench(
     seed: Annotated[int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
     top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
-    head: Annotated[str | None, typer.Option(help="Folder of the target's head, for lyanna.")] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder of a head of the target's, for lyanna, eagle or medusa; repeatable."),
+    ] = None,
     pre_verifier: Annotated[
         list[str] | None, typer.Option(help="Folder of a trained layer, for pacer or specdec++; repeatable.")
     ] = None,
@@ -85,7 +88,7 @@ def bench(
         guard=guard,
         top_p=top_p,
         pre_verifier=tuple(pre_verifier or ()),
-        head=head,
+        head=tuple(head or ()),
         tune=tune,
     )
     check_folder(out, resume)

@@ -28,7 +28,7 @@ from forerun.cli.common import (
 from forerun.files import read_text
 from forerun.methods import default_method
 from forerun.params import SamplingParams
-from forerun.zoo import EMBEDDED, resolve
+from forerun.zoo import EMBEDDED, bundled_head, resolve
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -68,7 +68,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
     pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")] = None,
-    head: Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna.")] = None,
+    head: Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna, eagle, medusa.")] = None,
     phrases: Annotated[
         Path | None, typer.Option(help="Keep phrases here: read if the file is there, written at the end.")
     ] = None,
@@ -105,7 +105,7 @@ def generate(
     )
     if settings.needs_draft and not draft and target != EMBEDDED:
         raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
-    if settings.head is not None and head is None:
+    if settings.head is not None and head is None and bundled_head(target, settings.head) is None:
         raise ValueError(f"method {settings.name!r} needs a head: give --head, train one with `forerun train lyanna`")
     if phrases is not None:
         if settings.phrases is None or not is_named:

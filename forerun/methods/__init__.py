@@ -23,7 +23,7 @@ from forerun.methods.chains import (
     SeeingOracle,
     SpecDec,
 )
-from forerun.methods.hidden import Lyanna
+from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
 from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
 from forerun.methods.settings import Parts, Settings
 
@@ -39,6 +39,9 @@ Method = (
     | PacerOuroboros
     | Lookahead
     | Lyanna
+    | PacerLyanna
+    | Eagle
+    | Medusa
     | Heuristic
     | Confidence
     | Cumulative

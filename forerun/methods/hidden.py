@@ -10,21 +10,37 @@ from forerun.methods.settings import Parts, Settings, at_least, between
 if TYPE_CHECKING:
     from forerun.decode import Drafter
 
-REUSE = ("off", "add", "free")
+REUSE = ("off", "add", "branch", "free")
 
 
 @dataclass(frozen=True)
-class Lyanna(Settings):
-    """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
-    else the best `nodes` of a tree that is so many beams wide.
-
-    `reuse` of what an earlier step left behind a rejected token: "free" drafts from it alone where it holds `least`
-    places or more, "add" gives it `weight` in the fresh draft, "off" drops it.
-    """
+class Heads(Settings):
+    """What methods with a head have in common: up to `depth` places ahead, `width` beams, the best `nodes` tokens of
+    what they find; for a `width` of 1 a chain."""
 
     depth: int = 4
     width: int = 1
     nodes: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "nodes"):
+            at_least(name, getattr(self, name), 1)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Depth, width, and nodes at most."""
+        return self.depth, self.width, self.nodes if self.width > 1 else self.depth
+
+
+@dataclass(frozen=True)
+class Lyanna(Heads):
+    """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
+    else the best `nodes` of a tree that is so many beams wide.
+
+    `reuse` of what an earlier step left behind a rejected token: "free" drafts from it alone where it holds `least`
+    places or more, "add" gives it `weight` in the fresh draft, "branch" makes a second branch of it, "off" drops it.
+    """
+
     reuse: str = "free"
     weight: float = 0.25
     least: int = 2
@@ -32,8 +48,8 @@ class Lyanna(Settings):
     head: ClassVar[str | None] = "lyanna"
 
     def __post_init__(self) -> None:
-        for name in ("depth", "width", "nodes", "least"):
-            at_least(name, getattr(self, name), 1)
+        super().__post_init__()
+        at_least("least", self.least, 1)
         between("weight", self.weight, 0, 10)
         if self.reuse not in REUSE:
             raise ValueError(f"reuse must be {', '.join(REUSE[:-1])} or {REUSE[-1]}, not {self.reuse!r}")
@@ -42,6 +58,49 @@ class Lyanna(Settings):
         from forerun.drafters.lyanna import LyannaDrafter
 
         assert parts.head is not None
-        return LyannaDrafter(
-            parts.head.fresh(), self.depth, self.width, self.nodes, self.reuse, self.weight, self.least
-        )
+        reuse = self.reuse, self.weight, self.least
+        return LyannaDrafter(parts.head.fresh(), *self.shape, *reuse, parts.costs if self.needs_costs else None)
+
+
+@dataclass(frozen=True)
+class PacerLyanna(Lyanna):
+    """Lyanna, `depth` and `nodes` being limits: each step goes as deep and takes as many tokens as its most probable
+    paths are worth, by the head's calibration and what forwards cost here."""
+
+    depth: int = 8
+    width: int = 2
+    nodes: int = 15
+    name: ClassVar[str] = "pacer-lyanna"
+
+    @property
+    def needs_costs(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Eagle(Heads):
+    """Drafts with an EAGLE-like head (arXiv 2401.15077), which is given the token behind each state."""
+
+    name: ClassVar[str] = "eagle"
+    head: ClassVar[str | None] = "eagle"
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.heads import EagleDrafter
+
+        assert parts.head is not None
+        return EagleDrafter(parts.head.fresh(), *self.shape)
+
+
+@dataclass(frozen=True)
+class Medusa(Heads):
+    """Drafts with a Medusa-like head (arXiv 2401.10774): a block for each place ahead, none of which knows the tokens
+    of the others. It is as deep as it was trained to be, at most."""
+
+    name: ClassVar[str] = "medusa"
+    head: ClassVar[str | None] = "medusa"
+
+    def build(self, parts: Parts) -> Drafter:
+        from forerun.drafters.heads import MedusaDrafter
+
+        assert parts.head is not None
+        return MedusaDrafter(parts.head.fresh(), *self.shape)

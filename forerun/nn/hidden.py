@@ -26,19 +26,22 @@ class HiddenConfig(PreTrainedConfig):
 
     Attributes:
         kind: one of KINDS.
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: as
-            of the target.
+        hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: as of the target.
+        intermediate_size: as of the target; of a block, for medusa.
         num_hidden_layers: decoder layers of the head (lyanna, eagle).
         states: residual blocks (medusa), each for one place further ahead.
         rank: of the token information (lyanna).
         vocab_size, hot_size: tokens of the target, and how many of them it answers for.
         max_position_embeddings: as of the target.
+        curves: for 1, 2, ... places ahead (a, b, m): a token that the head gives the odds o, behind tokens that were
+            right, is right with log-odds a + b log o; the best one is in the share m of all cases.
         target: fingerprint of the model it belongs to (`forerun.model.fingerprint`).
         recipe: how it was trained.
     """
 
     model_type = "forerun-hidden"
     if TYPE_CHECKING:  # annotations of a configuration are fields to some versions of transformers
+        curves: list[list[float]]
         target: dict[str, Any]
         recipe: dict[str, Any]
 
@@ -58,6 +61,7 @@ class HiddenConfig(PreTrainedConfig):
         vocab_size: int = 256,
         hot_size: int = 64,
         max_position_embeddings: int = 1024,
+        curves: list[list[float]] | None = None,
         target: dict[str, Any] | None = None,
         recipe: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -67,6 +71,7 @@ class HiddenConfig(PreTrainedConfig):
         self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
         self.num_hidden_layers, self.states, self.rank = num_hidden_layers, states, rank
         self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
+        self.curves = curves or [[0.0, 1.0, 0.7]]
         self.target, self.recipe = target or {}, recipe or {}
         super().__init__(**kwargs)
 
@@ -76,7 +81,7 @@ class HiddenDrafter(PreTrainedModel):
 
     lyanna: states through the layers, P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)), T(v) = U norm(E[v]).
     eagle: the layers see the next token beside each state, and P(x_{j+1}) = softmax(W_o h^_j).
-    medusa: k places ahead of the last state h, softmax(W_o (h + silu(A_k h))).
+    medusa: k places ahead of the last state h, softmax(W_o (h + D_k silu(A_k h))).
     W_o is the target's LM head at the hot set; it is no part of the head.
     """
 
@@ -89,7 +94,7 @@ class HiddenDrafter(PreTrainedModel):
         self.hot: Tensor
         self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))
         if config.kind == "medusa":
-            self.blocks = nn.ModuleList([nn.Linear(size, size, bias=False) for _ in range(config.states)])
+            self.blocks = nn.ModuleList([Block(config) for _ in range(config.states)])
         else:
             self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
             self.norm = nn.RMSNorm(size, config.rms_norm_eps)
@@ -102,9 +107,10 @@ class HiddenDrafter(PreTrainedModel):
 
     def begin(self) -> None:
         """Weights to train from: layers and blocks that leave states as they are, no token information."""
-        zeros = [linear for layer in getattr(self, "layers", ()) for linear in (layer.out, layer.down)]
-        for linear in [*zeros, *getattr(self, "blocks", ()), *([self.answer] if hasattr(self, "answer") else [])]:
-            nn.init.zeros_(linear.weight)
+        last = ("out.weight", "down.weight", "answer.weight")
+        for name, parameter in self.named_parameters():
+            if name.endswith(last):
+                nn.init.zeros_(parameter)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -137,21 +143,32 @@ class HiddenDrafter(PreTrainedModel):
         found: list[tuple[Tensor, Tensor | None]] = []
         if self.config.kind == "medusa":
             for k, block in enumerate(self.blocks[:steps], 1):
-                state = features[:, : length - k]
-                found.append((state + functional.silu(block(state)), None))
+                found.append((block(features[:, : length - k]), None))
             return found
         positions = torch.arange(length, device=features.device)
         x = features
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         for k in range(1, steps + 1):
             if embedded is not None:  # of the token behind each state; the last few have none and are cut below
-                x = self.fuse(torch.cat([x, embedded.roll(-k, 1)], -1))
+                x = self.fuse(torch.cat([x, embedded.roll(-k, 1)], -1)).float()
             for layer, own in zip(self.layers, seen, strict=True):
                 x = layer(x, positions + k - 1, own)
             x = self.norm(x)
             information = self.token_information(tokens[:, k:]) if self.config.kind == "lyanna" else None
             found.append((x[:, : length - k], information))
         return found
+
+
+class Block(nn.Module):
+    """Medusa's residual block, of two matrices here, so that it can be of any size."""
+
+    def __init__(self, config: HiddenConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, state: Tensor) -> Tensor:
+        return state + self.down(functional.silu(self.up(state)))
 
 
 class Layer(nn.Module):

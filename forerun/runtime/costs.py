@@ -20,6 +20,7 @@ from forerun.model import CausalLM
 from forerun.nn.echo import SIZES
 from forerun.nn.pre_verifier import LEAST, PreVerifier, chances_of
 from forerun.nn.quick import quick
+from forerun.runtime.hidden import HiddenLM
 from forerun.sampling import Sampler, accept, choose
 
 _TOP_P = LogitsProcessorList([TopPLogitsWarper(0.95)])
@@ -79,6 +80,26 @@ def _drawing_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[flo
         return accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, None)
 
     return extra(draft, 1, costs.drafting(1), drawn), extra(target, 4, costs.verify(4), judged)
+
+
+@torch.inference_mode()
+def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
+    """Milliseconds of a head's next state and its logits, by the number of rows, behind `context` others."""
+    head, found = head.fresh(), {}
+    for rows in COUNTS[:-1]:
+        head.start(rows)
+        states = torch.zeros(rows, context, head.width, dtype=head.dtype, device=head.device)
+        state, lengths = head.extend(list(states)), list(head.cache.lengths)
+        seconds = []
+        for _ in range(3 * RUN):
+            begun = perf_counter()
+            head.logits(head.extend(list(state[:, None])))
+            if head.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(perf_counter() - begun)
+            head.crop(lengths)
+        found[rows] = round(1000 * sorted(seconds)[int(QUIET * len(seconds))], 4)
+    return found
 
 
 @torch.inference_mode()

@@ -11,48 +11,67 @@ from torch.nn import functional
 
 from forerun.cache import KVCache
 from forerun.model import CausalLM, Rows
-from forerun.nn.hidden import HiddenDrafter, Layer
+from forerun.nn.hidden import Block, HiddenDrafter, Layer
 from forerun.runtime.lean import LayerWeights, LeanLayers
 from forerun.runtime.packed import product
 
 
 class HiddenLM(Rows):
-    """The layers of a head of the kind lyanna, the target's LM head at its hot set, and the token information as a
-    table. Keeps copies of the weights: do not train the head afterwards.
+    """A head of any kind, with the target's LM head at its hot set. Keeps copies of the weights: do not train the head
+    afterwards.
 
     Attributes:
-        hot: [S] the tokens that it answers for, as a list.
-        table: [V, S] token information.
+        kind: see `forerun.nn.hidden.KINDS`.
+        width: of a state.
+        hot: [S] the tokens that it answers for.
+        logits: states [n, d] to logits [n, S], without token information.
+        table: [V, S] token information, for lyanna.
+        states: how many places it looks ahead, for medusa.
+        curves: of the calibration, see `HiddenConfig`.
     """
 
+    @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM) -> None:
-        self.device, self.dtype, config = target.device, target.dtype, head.config
-        self.hot = head.hot.tolist()
-        layers = [layer for layer in head.layers if isinstance(layer, Layer)]
-        with torch.no_grad():
-            weight, bias = head_rows(target, head.hot)
-            self.logits = product(weight, bias, one_row=True)
-            self.table = head.table().to(self.dtype)
-            weights: list[LayerWeights] = [
-                (
-                    layer.before_attention.weight.to(self.dtype),
-                    [layer.qkv.weight.to(self.dtype)],
-                    layer.out.weight.to(self.dtype),
-                    layer.before_mlp.weight.to(self.dtype),
-                    [layer.gate_up.weight.to(self.dtype)],
-                    layer.down.weight.to(self.dtype),
-                )
-                for layer in layers
+        config = head.config
+        self.kind, self.width, self.states = config.kind, config.hidden_size, config.states
+        self.device, self.dtype = target.device, target.dtype
+        self.hot = head.hot.to(self.device)
+        self.curves = config.curves
+        weight, bias = head_rows(target, self.hot)
+        self.logits = product(weight, bias if bias.any() else None, one_row=True)
+        if self.kind == "medusa":
+            blocks = [block for block in head.blocks if isinstance(block, Block)]
+            self.blocks = [
+                tuple(product(linear.weight.to(self.dtype), one_row=True) for linear in (block.up, block.down))
+                for block in blocks
             ]
-            self.layers = LeanLayers(
-                weights,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.rms_norm_eps,
-                layers[0].angles,
-                config.max_position_embeddings,
+            return
+        if self.kind == "lyanna":
+            self.table = head.table().to(self.dtype)
+        else:
+            self.embeddings = target.model.get_input_embeddings()
+            self.fuse = product(head.fuse.weight.to(self.dtype), one_row=True)
+        layers = [layer for layer in head.layers if isinstance(layer, Layer)]
+        weights: list[LayerWeights] = [
+            (
+                layer.before_attention.weight.to(self.dtype),
+                [layer.qkv.weight.to(self.dtype)],
+                layer.out.weight.to(self.dtype),
+                layer.before_mlp.weight.to(self.dtype),
+                [layer.gate_up.weight.to(self.dtype)],
+                layer.down.weight.to(self.dtype),
             )
-            self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
+            for layer in layers
+        ]
+        self.layers = LeanLayers(
+            weights,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.rms_norm_eps,
+            layers[0].angles,
+            config.max_position_embeddings,
+        )
+        self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
 
     def fresh(self) -> HiddenLM:
         """The same head with a cache of its own."""
@@ -60,22 +79,52 @@ class HiddenLM(Rows):
 
     def start(self, rows: int) -> None:
         """Forgets everything; there are this many rows."""
-        self.cache = KVCache(len(self.layers.layers), rows)
+        self.cache = KVCache(0 if self.kind == "medusa" else len(self.layers.layers), rows)
 
     @torch.inference_mode()
-    def extend(self, states: Sequence[Tensor]) -> Tensor:
-        """Runs and keeps the next states [n_r, d] of each row; the head's states [B, d] behind each row's last one,
-        and something for rows that have none."""
+    def extend(self, states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Runs and keeps the next states [n_r, d] of each row, for eagle with the tokens behind them; the head's states
+        [B, d] behind each row's last one, and something for rows that have none."""
         counts = [len(row) for row in states]
         new = max(counts)
-        x = torch.stack([functional.pad(row, (0, 0, 0, new - len(row))) for row in states])  # [B, N, d]
+        if len(states) == 1:
+            x = states[0]
+        else:
+            x = torch.cat([functional.pad(row, (0, 0, 0, new - len(row))) for row in states])  # [B N, d]
+        if tokens is not None:
+            ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
+            x = self._fused(x, ids.flatten())
         positions, mask = self._layout(counts, [range(count) for count in counts], None)
+        x = self._run(x, positions, mask)
+        self.cache.commit([list(range(count)) for count in counts])
+        if len(states) == 1:
+            return x[-1:]
+        return x[torch.tensor([row * new + max(count, 1) - 1 for row, count in enumerate(counts)], device=self.device)]
+
+    @torch.inference_mode()
+    def branch(self, states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
+        """Runs and keeps states [B, w, d] with the tokens [B, w] behind them, all `depth` places behind a text, as an
+        eagle's beams do. `seen` [B, w, P + w] bool: which of the P that were kept last and of themselves each one
+        sees. States [B, w, d] behind them."""
+        rows, width = tokens.shape
+        back = seen.shape[-1] - width
+        positions, mask = self._layout([width] * rows, [[depth - back] * width] * rows, list(seen))
+        x = self._run(self._fused(states.flatten(0, 1), tokens.flatten()), positions, mask)
+        self.cache.commit([list(range(width))] * rows)
+        return x.view(rows, width, -1)
+
+    def _fused(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.fuse(torch.cat([x, self.embeddings(ids).to(x.dtype)], -1))
+
+    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
         assert not isinstance(mask, dict)
         positions = positions.clamp(max=self.layers.context - 1)  # a row that drafts for longer neighbours
-        y = self.layers(x.flatten(0, 1), positions, self.cache, mask)
-        self.cache.commit([list(range(count)) for count in counts])
-        last = torch.tensor([row * new + max(count, 1) - 1 for row, count in enumerate(counts)], device=self.device)
-        return self.layers.normed(y[last]) * self.gain
+        return self.layers.normed(self.layers(x, positions, self.cache, mask)) * self.gain
+
+    @torch.inference_mode()
+    def ahead(self, states: Tensor) -> Tensor:
+        """States [B, K, d] at each of the places ahead of states [B, d], as medusa has them."""
+        return torch.stack([states + down(functional.silu(up(states))) for up, down in self.blocks], 1)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from forerun.nn.hidden import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.train.data import read_texts, tokenize
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts
+from forerun.train.processes import Processes, processes
 
 SEED = 9000  # so that no draft was distilled on the same output
 LOSSES = ("law", "regression")
@@ -36,7 +37,7 @@ class Recipe:
     Attributes:
         sequences: windows of the target's own output, half of them greedy and half drawn; `prompt` and `output` are
             tokens of each.
-        steps, batch, lr, seed: of the training; a batch counts windows.
+        steps, batch, lr, seed: of the training; a batch counts windows. The same output serves all seeds.
         unroll: steps of a draft that are trained, each on what the head itself said in those before.
         loss: "law": cross-entropy with the target's law, end to end. "regression": EAGLE's form, SmoothL1 to the
             features and a tenth of that cross-entropy; token information then learns from states that it leaves alone.
@@ -74,7 +75,8 @@ def train_hidden(
 
     `hot` is the hot set's share of the vocabulary; `rank` that of the token information, by default what makes lyanna
     as large as eagle. `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on, and
-    the target's own output, which several heads may share.
+    the target's own output, which several heads may share. Under `accelerate launch` the processes train together, a
+    batch each a step.
 
     Raises ValueError for settings out of range, data that is missing or too little, windows longer than the context, a
     target without readable features, and an `out` that holds another run.
@@ -85,9 +87,10 @@ def train_hidden(
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, not {recipe.loss!r}")
     if not 0 < hot <= 1:
         raise ValueError(f"hot must be above 0 and at most 1, not {hot}")
-    work = work or out / "work"
+    work, sharing = work or out / "work", processes()
+    device = sharing.device(device)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    stream = tokenize(tokenizer, list(read_texts(data)), recipe.seed)
+    stream = tokenize(tokenizer, list(read_texts(data)), 0)
     if len(stream) < 4 * recipe.prompt:
         raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
     model = load_model(target, "target", device=device, trust_remote_code=trust_remote_code)
@@ -97,7 +100,10 @@ def train_hidden(
         raise ValueError(f"prompt + output is {length} tokens, more than the target's context of {context}")
     judge = CausalLM(model.requires_grad_(False))
     head = judge.head.get_parameter("weight").detach()
-    claim(work, json.dumps({"target": judge.fingerprint, "data": list(data), **_of_data(recipe)}))
+    if sharing.is_first:
+        claim(work, json.dumps({"target": judge.fingerprint, "data": list(data), **_of_data(recipe)}))
+    else:
+        sharing.wait()
     windows = behind_prompts(
         model,
         stream,
@@ -105,9 +111,11 @@ def train_hidden(
         sequences=recipe.sequences,
         prompt=recipe.prompt,
         output=recipe.output,
-        seed=recipe.seed + SEED,
+        seed=SEED,
         say=say,
     ).astype(np.int64)
+    if sharing.is_first:
+        sharing.wait()  # until then the others wait for the output
     apart = np.s_[:: max(1, round(1 / recipe.held))]
     held, learnt = windows[apart], np.delete(windows, apart, 0)
     counts = torch.bincount(torch.from_numpy(learnt[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
@@ -116,10 +124,13 @@ def train_hidden(
     coverage = float(said[tokens].sum() / said.sum())
     size, rope = head.shape[-1], getattr(text, "rope_parameters", None) or {}
     heads = text.num_attention_heads
+    inner = getattr(text, "intermediate_size", None) or 4 * size
+    if kind == "medusa":  # as large as eagle: two matrices into its layer, four of attention, three of an MLP
+        inner = max(1, round((6 * size + 3 * inner) / (2 * recipe.unroll)))
     config = HiddenConfig(
         kind=kind,
         hidden_size=size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * size,
+        intermediate_size=inner,
         num_attention_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or size // heads,
@@ -139,11 +150,15 @@ def train_hidden(
     drafter.hot.copy_(tokens)
     nn.Module.to(drafter, model.device)
     folder = work / "training" / out.resolve().name
-    claim(folder / "settings", json.dumps({"kind": kind, "layers": layers, "rank": config.rank, "hot": hot}))
-    _fit(drafter, judge, head, learnt, held, recipe, folder, say)
+    if sharing.is_first:
+        claim(folder / "settings", json.dumps({"kind": kind, "layers": layers, "rank": config.rank, "hot": hot}))
+    _fit(drafter, judge, head, learnt, held, recipe, folder, say, sharing)
+    if not sharing.is_first:
+        return {}
     drafter.eval()
     found = measure(drafter, judge, head, torch.from_numpy(held), recipe) | {"coverage": round(coverage, 4)}
     found["parameters"] = sum(parameter.numel() for parameter in drafter.parameters())
+    drafter.config.curves = found.pop("curves")
     drafter.config.recipe["validation"] = found
     drafter.save_pretrained(out)
     write_text(out / "README.md", _card(drafter, found))
@@ -153,7 +168,7 @@ def train_hidden(
 
 
 def _of_data(recipe: Recipe) -> dict[str, Any]:
-    return {name: getattr(recipe, name) for name in ("sequences", "prompt", "output", "seed")}
+    return {name: getattr(recipe, name) for name in ("sequences", "prompt", "output")}
 
 
 @torch.no_grad()
@@ -174,6 +189,7 @@ def _fit(
     recipe: Recipe,
     work: Path,
     say: Callable[[str], None],
+    sharing: Processes,
 ) -> None:
     def batch(step: int) -> Tensor:
         rows = np.random.default_rng([recipe.seed, step]).integers(len(learnt), size=recipe.batch)
@@ -199,11 +215,16 @@ def _fit(
         save_every=100,
         compile=False,
     )
-    train(drafter, loss, batch, evaluate, config, work, say)
+    train(drafter, loss, batch, evaluate, config, work, say, sharing)
 
 
 def loss_of(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, tokens: Tensor, recipe: Recipe) -> Tensor:
     """The mean over all steps of drafts from all positions of windows [B, T]; a scalar."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):  # a third of the time, and no worse a head
+        return _loss_of(drafter, judge, head, tokens, recipe)
+
+
+def _loss_of(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, tokens: Tensor, recipe: Recipe) -> Tensor:
     features, logits = features_of(judge, tokens)
     hot, rows = drafter.hot, head[drafter.hot].float()
     laws = logits.softmax(-1)[..., hot]
@@ -237,8 +258,9 @@ def _embedded(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor
 @torch.no_grad()
 def measure(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, windows: Tensor, recipe: Recipe) -> dict[str, Any]:
     """Of greedy chains from every place of the output in windows [N, T]: the share whose first k tokens are the
-    target's best ones, for each k; with and without token information."""
+    target's best ones, for each k; with and without token information. And "curves", see HiddenConfig."""
     right: dict[str, list[Tensor]] = {"survival": [], "without_information": []}
+    cases: list[list[Tensor]] = [[] for _ in range(recipe.unroll)]  # (log-odds, whether right) of living chains
     rows = head[drafter.hot].float()
     for tokens in windows.to(head.device).split(16):
         features, logits = features_of(judge, tokens)
@@ -248,17 +270,43 @@ def measure(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, windows: Tens
         following = tokens.roll(-1, 1)
         for use, parts in right.items():
             alive = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
+            alive[:, : recipe.prompt] = False
             steps = []
             for k, (state, information) in enumerate(unrolled, 1):
                 said = state @ rows.T
                 if information is not None and use == "survival":
                     said = said + information
-                alive = alive & (drafter.hot[said.argmax(-1)] == best[:, k:])[:, :length]
+                chance, at = said.log_softmax(-1)[:, :length].max(-1)
+                hit = drafter.hot[at] == best[:, k:][:, :length]
+                if use == "survival":
+                    odds = chance - torch.log1p(-chance.exp().clamp(max=1 - 1e-6))
+                    cases[k - 1].append(torch.stack([odds, hit.float()], -1)[alive])
+                alive = alive & hit
                 # The tokens in between are those of the window: right only where it is what the target says.
                 steps.append(alive[:, recipe.prompt :].float())
                 alive = alive & (best[:, k:] == following[:, k:])[:, :length]
             parts.append(torch.stack(steps, -1).flatten(0, 1))
-    return {use: [round(float(share), 4) for share in torch.cat(parts).mean(0)] for use, parts in right.items()}
+    found = {use: [round(float(share), 4) for share in torch.cat(parts).mean(0)] for use, parts in right.items()}
+    return found | {"curves": [_curve(torch.cat(parts)) for parts in cases]}
+
+
+@torch.enable_grad()
+def _curve(cases: Tensor) -> list[float]:
+    """(a, b, m) of HiddenConfig's curves by logistic regression on cases [n, 2] of log-odds and what happened."""
+    odds, hit = cases.unbind(-1)
+    if not len(odds) or not 0 < hit.mean() < 1:  # nothing to fit
+        return [0.0, 1.0, float(hit.mean()) if len(hit) else 0.0]
+    line = torch.tensor([0.0, 1.0], device=odds.device, requires_grad=True)
+    fit = torch.optim.LBFGS([line], max_iter=50, line_search_fn="strong_wolfe")
+
+    def miss() -> Tensor:
+        fit.zero_grad()
+        loss = functional.binary_cross_entropy_with_logits(line[0] + line[1] * odds, hit)
+        loss.backward()
+        return loss
+
+    fit.step(miss)  # type: ignore[arg-type]
+    return [round(float(value), 4) for value in (*line.detach(), hit.mean())]
 
 
 def _card(drafter: HiddenDrafter, found: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forerun.files import write_text
+from forerun.train.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,19 @@ def train(
     config: TrainConfig,
     out: Path,
     say: Callable[[str], None] = print,
+    sharing: Processes | None = None,
 ) -> None:
     """Trains `model` in place for `config.steps` steps and resumes from `out/checkpoint.safetensors` if it is there.
 
     `loss(tokens [B, T+1]) -> scalar` is what is minimised, `batch(step)` gives its input, `evaluate()` the
-    validation loss. Losses go to `out/log.jsonl`, one object a line. Raises ValueError when `out` belongs to
+    validation loss. Processes that share the training take a batch each and average their gradients; the first one
+    writes. Losses go to `out/log.jsonl`, one object a line. Raises ValueError when `out` belongs to
     a run with other settings.
     """
-    claim(out, json.dumps(asdict(config) | {"compile": None}, sort_keys=True))
+    sharing = sharing or Processes()
+    if sharing.is_first:
+        claim(out, json.dumps(asdict(config) | {"compile": None}, sort_keys=True))
+    sharing.wait()
     device = next(model.parameters()).device
     optims = optimizers(model, config)
     checkpoint = out / "checkpoint.safetensors"
@@ -135,15 +141,16 @@ def train(
     forward = torch.compile(loss) if config.compile and shutil.which("g++") else loss
     model.train()
     started, first = time.perf_counter(), step
-    with (out / "log.jsonl").open("a") as log:
+    with (out / "log.jsonl" if sharing.is_first else Path(os.devnull)).open("a") as log:
         while step < config.steps:
-            tokens = batch(step).to(device)
+            tokens = batch(step * sharing.count + sharing.rank).to(device)
             for optim in optims:
                 optim.zero_grad(set_to_none=True)
                 for group in optim.param_groups:
                     group["lr"] = config.lr * config.rate(step)
             value = forward(tokens)
             value.backward()
+            sharing.average(model)
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)
             for optim in optims:
                 optim.step()
@@ -151,6 +158,8 @@ def train(
             record = {"step": step, "loss": round(float(value.detach()), 4), "tokens": tokens[:, 1:].numel()}
             if not math.isfinite(record["loss"]):
                 raise ValueError(f"the loss of step {step} is {record['loss']}: lower the learning rate ({config.lr})")
+            if not sharing.is_first:
+                continue
             last = step == config.steps
             if step % config.evaluate_every == 0 or last:
                 record["validation"] = round(evaluate(), 4)

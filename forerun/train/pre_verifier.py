@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +25,7 @@ from forerun.sampling import Sampler
 from forerun.train.data import read_texts, tokenize
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts
+from forerun.train.processes import Processes, processes
 from forerun.train.rollout import Rollouts, roll_out
 from forerun.zoo.corpus import spare_files
 
@@ -84,8 +84,8 @@ def train_pre_verifier(
     another run.
     """
     work = work or out / "work"
-    rank, ranks, wait = _processes()
-    how: dict[str, Any] = {"device": device or (f"cuda:{rank}" if torch.cuda.device_count() > rank else None)}
+    sharing = processes()
+    how: dict[str, Any] = {"device": sharing.device(device)}
     how["trust_remote_code"] = trust_remote_code
     if recipe.sequences < 2:
         raise ValueError(f"sequences must be at least 2, one greedy and one drawn, not {recipe.sequences}")
@@ -126,7 +126,7 @@ def train_pre_verifier(
         recipe=asdict(recipe) | {"target": target, "draft": draft, "data": list(data)},
         **layer or {},
     )
-    if rank == 0:
+    if sharing.is_first:
         mark = {"target": verifying.fingerprint, "draft": drafting.fingerprint, "data": list(data)}
         drawn = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
         claim(work, json.dumps(mark | drawn))
@@ -141,10 +141,10 @@ def train_pre_verifier(
             top_p=TOP_P,
             say=say,
         )
-    wait()
-    _collect(verifying, drafting, work, recipe, rank, ranks, say)
-    wait()
-    if rank:
+    sharing.wait()
+    _collect(verifying, drafting, work, recipe, sharing, say)
+    sharing.wait()
+    if not sharing.is_first:
         return {}
     torch.manual_seed(recipe.seed)
     model = PreVerifier(config)
@@ -171,18 +171,8 @@ def train_pre_verifier(
 _OF_TRAINING = ("steps", "batch", "lr", "weight", "held")  # drafts are the same whatever these are
 
 
-def _processes() -> tuple[int, int, Callable[[], None]]:
-    """This process's number, how many there are, and what waits for all: accelerate's, where it started them."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1, lambda: None
-    from accelerate import PartialState
-
-    state = PartialState(timeout=timedelta(days=2))  # the others wait while the first makes the target's own output
-    return state.process_index, state.num_processes, state.wait_for_everyone
-
-
 def _collect(
-    target: CausalLM, draft: CausalLM, work: Path, recipe: Recipe, rank: int, ranks: int, say: Callable[[str], None]
+    target: CausalLM, draft: CausalLM, work: Path, recipe: Recipe, sharing: Processes, say: Callable[[str], None]
 ) -> None:
     """Drafts from every shard of the target's own output, this process's share of them; greedy shards have even
     numbers."""
@@ -191,7 +181,7 @@ def _collect(
     samplers = [Sampler(), Sampler(False, target.processors(law, recipe.prompt))]
     sources = sorted((work / "own-output").glob("[0-9]*.safetensors"))
     begun, made = perf_counter(), 0
-    for number, source in list(enumerate(sources))[rank::ranks]:
+    for number, source in list(enumerate(sources))[sharing.rank :: sharing.count]:
         path = work / "rollouts" / source.name
         if path.exists():
             continue
@@ -218,7 +208,7 @@ def _collect(
         save_file(tensors, temporary)
         os.replace(temporary, path)
         made += 1
-        left = (perf_counter() - begun) / made * (len(sources[rank::ranks]) - made)
+        left = (perf_counter() - begun) / made * (len(sources[sharing.rank :: sharing.count]) - made)
         say(f"drafts of {number + 1}/{len(sources)} shards, {left / 60:.0f} min left")
 
 
