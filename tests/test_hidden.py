@@ -38,25 +38,27 @@ def features_of(target: CausalLM, tokens: list[int]) -> Tensor:
     return target.hidden[0]
 
 
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_drafting_goes_on_as_it_was_trained(layers: int) -> None:
+def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool) -> None:
     """States behind every place of a text, drafted from a cache, are those of the unrolled training pass."""
     target = CausalLM(tiny("llama"))
-    head = random_head(target, num_hidden_layers=layers)
+    head = random_head(target, num_hidden_layers=layers, known=known)
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
     features = features_of(target, tokens)
     with torch.no_grad():
-        unrolled = head.unrolled(features[None], None, torch.tensor([tokens]), 4)
-        table = head.table()
+        embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
+        unrolled = head.unrolled(features[None], embedded, torch.tensor([tokens]), 4)
     fast = HiddenLM(head, target)
     fast.start(2)
     for end in range(1, 5):
-        state = fast.extend([features[end - 1 : end], features[:0]])
+        state = fast.extend([features[end - 1 : end], features[:0]], [[tokens[end]], []] if known else None)
         lengths = list(fast.cache.lengths)
         assert lengths == [end, 0]
         for k in range(1, 5):
             torch.testing.assert_close(state[0], unrolled[k - 1][0][0, end - 1], rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(unrolled[k - 1][1][0, end - 1], table[tokens[end - 1 + k]])
+            said = fast.table[tokens[end - 1 + k]]
+            torch.testing.assert_close(unrolled[k - 1][1][0, end - 1], said, rtol=1e-4, atol=1e-5)
             state = fast.extend([state[:1], features[:0]])
         fast.crop(lengths)
 
@@ -73,6 +75,7 @@ def test_the_heads_rows(architecture: str) -> None:
 WAYS = {
     "chain": Lyanna(reuse="off"),
     "free": Lyanna(depth=5, least=1),
+    "plain, free": Lyanna(depth=5, least=1),
     "add": Lyanna(depth=5, reuse="add"),
     "branch": Lyanna(depth=5, reuse="branch"),
     "tree": Lyanna(width=3, nodes=7, reuse="off"),
@@ -92,7 +95,7 @@ WAYS = {
 def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
     chosen = WAYS[way]
-    head = random_head(CausalLM(target), kind=str(chosen.head))
+    head = random_head(CausalLM(target), kind=str(chosen.head), known="plain" not in way)
     decoder = Decoder(target, None, None, chosen, guard=False, head=head)
     decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
     for prompts in (PROMPTS[:2], PROMPTS, PROMPTS * 4):
@@ -135,7 +138,7 @@ def test_reused_logits_are_those_of_the_earlier_step() -> None:
     fresh = head.fresh()
     fresh.start(1)
     features = features_of(CausalLM(target), seq.tokens[: length - 1])
-    state, states = fresh.extend([features]), []
+    state, states = fresh.extend([features], [seq.tokens[1:length]]), []
     for _ in range(5):
         states.append(state[0])
         state = fresh.extend([state])

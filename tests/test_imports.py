@@ -32,8 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": GROUND,
     "costs": set(),
     "lengths": LOOP | {"nn", "costs"},  # of decode: the record Generation
-    "drafters": LOOP
-    | {"nn", "lengths", "runtime", "costs"},  # of decode: Drafter and the records Generation and Proposal
+    "drafters": LOOP | {"nn", "lengths", "runtime", "costs"},  # of decode: Drafter, Generation, Proposal
     "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime"},
     "runtime": GROUND | {"nn", "costs", "lengths"},
     "zoo": GROUND | {"nn"},

@@ -172,7 +172,7 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
                 rank=8,
                 max_position_embeddings=512,
                 target=target.fingerprint,
-                **settings,  # type: ignore[arg-type]
+                **settings,
             )
         ).eval()
         head.hot.copy_(torch.randperm(target.vocab_size)[:hot])

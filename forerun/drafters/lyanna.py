@@ -65,7 +65,7 @@ class LyannaDrafter(HeadDrafter):
         if self.reuse == "branch" and any(left):
             limited = [min(pair) for pair in zip(limits, left, strict=True)]
             old = self._grow(roots, limited, 1, self.depth, ["reused"] * len(roots))
-        states = self._begin(fresh, left) if fresh else None
+        states = self._begin(seqs, fresh, left) if fresh else None
         deep = [min(limit, self.depth if row in fresh else left[row]) for row, limit in enumerate(limits)]
         if states is not None and self.costs is None:
             self._run(states, max(deep[row] for row in fresh))
@@ -78,13 +78,15 @@ class LyannaDrafter(HeadDrafter):
                 self.drawn[row] = self._deep
         return drafts if old is None else [one.merge(other) for one, other in zip(drafts, old, strict=True)]
 
-    def _begin(self, rows: list[int], left: list[int]) -> Tensor:
-        """The first states [R, d] of a draft for these rows."""
+    def _begin(self, seqs: Sequence[Generation], rows: list[int], left: list[int]) -> Tensor:
+        """The first states [B, d] of a draft for these rows."""
         head, begun = self.head, perf_counter()
         self._rows = rows
         self._old = {row: self._of(row, left[row]).clone() for row in rows if left[row] and self.reuse == "add"}
         nothing = self.features[0][:0]
-        states = head.extend([own if row in rows else nothing for row, own in enumerate(self.features)])
+        new = [own if row in rows else nothing for row, own in enumerate(self.features)]
+        behind = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, new, strict=True)]
+        states = head.extend(new, behind if head.known else None)
         self._lengths, self._deep = list(head.cache.lengths), 0
         for row in rows:
             self.features[row] = nothing
@@ -109,8 +111,8 @@ class LyannaDrafter(HeadDrafter):
     def _say(self, states: Tensor) -> None:
         """Keeps what the head says of the next states [B, K, d] of the drafting rows."""
         rows, first, last = self._rows, self._deep, self._deep + states.shape[1]
-        said = self.head.logits(states[rows].flatten(0, 1)).view(len(rows), last - first, -1)
-        self.logits[rows, first:last] = said
+        chosen = states[rows].flatten(0, 1)
+        self.logits[rows, first:last] = self.head.logits(chosen).view(len(rows), last - first, -1)
         for row, old in self._old.items():
             part = old[first:last]
             self.logits[row, first : first + len(part)] += self.weight * part
@@ -130,7 +132,7 @@ class LyannaDrafter(HeadDrafter):
         states: Tensor | None = None,
     ) -> list[Draft]:
         """Trees from the kept logits; from `states` on the head goes deeper as it is asked to."""
-        head, table = self.head, self.head.table
+        head = self.head
         rows = torch.arange(len(roots), device=head.device)
         passed = torch.tensor(self.passed, device=head.device) if any(self.passed) else None
 
@@ -143,8 +145,8 @@ class LyannaDrafter(HeadDrafter):
                     self.forwards += 1
                 self._say(states[:, None])
                 self.seconds += perf_counter() - begun
-            said = self.logits[:, k] if passed is None else self.logits[rows, (passed + k).clamp(max=self.depth - 1)]
-            return said[:, None] + table[tokens]
+            at_k = (slice(None), k) if passed is None else (rows, (passed + k).clamp(max=self.depth - 1))
+            return self.logits[at_k][:, None] + head.table[tokens]
 
         budget = None
         if self.costs is not None:

@@ -31,6 +31,7 @@ class HiddenConfig(PreTrainedConfig):
         num_hidden_layers: decoder layers of the head (lyanna, eagle).
         states: residual blocks (medusa), each for one place further ahead.
         rank: of the token information (lyanna).
+        known: whether lyanna's layers see tokens that are not drafted.
         vocab_size, hot_size: tokens of the target, and how many of them it answers for.
         max_position_embeddings: as of the target.
         curves: for 1, 2, ... places ahead (a, b, m): a token that the head gives the odds o, behind tokens that were
@@ -58,6 +59,7 @@ class HiddenConfig(PreTrainedConfig):
         num_hidden_layers: int = 1,
         states: int = 4,
         rank: int = 32,
+        known: bool = True,
         vocab_size: int = 256,
         hot_size: int = 64,
         max_position_embeddings: int = 1024,
@@ -70,6 +72,7 @@ class HiddenConfig(PreTrainedConfig):
         self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
         self.num_hidden_layers, self.states, self.rank = num_hidden_layers, states, rank
+        self.known = known
         self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
         self.curves = curves or [[0.0, 1.0, 0.7]]
         self.target, self.recipe = target or {}, recipe or {}
@@ -80,7 +83,9 @@ class HiddenDrafter(PreTrainedModel):
     """One head of any of the KINDS. `hot` [S] are its tokens, the target's most frequent first.
 
     lyanna: states through the layers, P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)), T(v) = U norm(E[v]).
-    eagle: the layers see the next token beside each state, and P(x_{j+1}) = softmax(W_o h^_j).
+    With `known`, which is ours, the layers see the tokens behind the target's own features, as eagle's do, but never a
+    drafted one: none that could turn out to be wrong.
+    eagle: the layers see the next token beside each state, drafted ones too, and P(x_{j+1}) = softmax(W_o h^_j).
     medusa: k places ahead of the last state h, softmax(W_o (h + D_k silu(A_k h))).
     W_o is the target's LM head at the hot set; it is no part of the head.
     """
@@ -98,7 +103,6 @@ class HiddenDrafter(PreTrainedModel):
         else:
             self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
             self.norm = nn.RMSNorm(size, config.rms_norm_eps)
-        if config.kind == "eagle":
             self.fuse = nn.Linear(2 * size, size, bias=False)
         if config.kind == "lyanna":
             self.embed = nn.Embedding(config.vocab_size, config.rank)
@@ -120,12 +124,17 @@ class HiddenDrafter(PreTrainedModel):
 
     def token_information(self, tokens: Tensor) -> Tensor:
         """T [.., S] of tokens [..]."""
-        known = self.embed(tokens)
-        return self.answer(functional.rms_norm(known, known.shape[-1:]))
+        return self.answer(functional.rms_norm(self.embed(tokens), self.embed.weight.shape[-1:]))
 
     def table(self) -> Tensor:
         """T [V, S] of every token."""
         return self.token_information(torch.arange(self.config.vocab_size, device=self.hot.device))
+
+    def fused(self, states: Tensor, embedded: Tensor | None = None) -> Tensor:
+        """What goes into the layers [.., d]: states [.., d] with the embeddings of the tokens behind them, or alone."""
+        if embedded is None:
+            return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
+        return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
     def unrolled(
         self, features: Tensor, embedded: Tensor | None, tokens: Tensor, steps: int
@@ -134,7 +143,7 @@ class HiddenDrafter(PreTrainedModel):
 
         Args:
             features: [B, T, d] of the target over `tokens` [B, T].
-            embedded: [B, T, d] the target's embeddings of the tokens, for eagle.
+            embedded: [B, T, d] the target's embeddings of the tokens, which medusa has no need of.
         Returns:
             For k = 1 .. steps, states [B, T - k, d] that stand for the features at positions k .. T - 1, drafted from
             those up to k places before, and the token information there, where the head has such.
@@ -149,8 +158,12 @@ class HiddenDrafter(PreTrainedModel):
         x = features
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         for k in range(1, steps + 1):
-            if embedded is not None:  # of the token behind each state; the last few have none and are cut below
-                x = self.fuse(torch.cat([x, embedded.roll(-k, 1)], -1)).float()
+            if self.config.kind == "eagle" or (k == 1 and self.config.known):
+                # Of the token behind each state; the last few have none and are cut below.
+                assert embedded is not None
+                x = self.fused(x, embedded.roll(-k, 1)).float()
+            else:
+                x = self.fused(x).float()
             for layer, own in zip(self.layers, seen, strict=True):
                 x = layer(x, positions + k - 1, own)
             x = self.norm(x)

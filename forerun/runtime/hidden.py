@@ -46,11 +46,13 @@ class HiddenLM(Rows):
                 for block in blocks
             ]
             return
+        self.embeddings = target.model.get_input_embeddings()
+        fuse = head.fuse.weight.to(self.dtype)
+        self.both = product(fuse, one_row=True)
         if self.kind == "lyanna":
+            self.alone = product(fuse[:, : self.width].contiguous(), one_row=True)
+            self.known = config.known
             self.table = head.table().to(self.dtype)
-        else:
-            self.embeddings = target.model.get_input_embeddings()
-            self.fuse = product(head.fuse.weight.to(self.dtype), one_row=True)
         layers = [layer for layer in head.layers if isinstance(layer, Layer)]
         weights: list[LayerWeights] = [
             (
@@ -83,15 +85,17 @@ class HiddenLM(Rows):
 
     @torch.inference_mode()
     def extend(self, states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Runs and keeps the next states [n_r, d] of each row, for eagle with the tokens behind them; the head's states
-        [B, d] behind each row's last one, and something for rows that have none."""
+        """Runs and keeps the next states [n_r, d] of each row, with the tokens behind them or without; the head's
+        states [B, d] behind each row's last one, and something for rows that have none."""
         counts = [len(row) for row in states]
         new = max(counts)
         if len(states) == 1:
             x = states[0]
         else:
             x = torch.cat([functional.pad(row, (0, 0, 0, new - len(row))) for row in states])  # [B N, d]
-        if tokens is not None:
+        if tokens is None:
+            x = self.alone(x)
+        else:
             ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
             x = self._fused(x, ids.flatten())
         positions, mask = self._layout(counts, [range(count) for count in counts], None)
@@ -114,7 +118,8 @@ class HiddenLM(Rows):
         return x.view(rows, width, -1)
 
     def _fused(self, x: Tensor, ids: Tensor) -> Tensor:
-        return self.fuse(torch.cat([x, self.embeddings(ids).to(x.dtype)], -1))
+        embedded = self.embeddings(ids).to(x.dtype)
+        return self.both(torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
         assert not isinstance(mask, dict)

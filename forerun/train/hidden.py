@@ -49,7 +49,7 @@ class Recipe:
     output: int = 192
     steps: int = 2000
     batch: int = 8
-    lr: float = 2e-3
+    lr: float = 6e-3
     unroll: int = 4
     loss: str = "law"
     held: float = 0.04
@@ -64,8 +64,9 @@ def train_hidden(
     kind: str = "lyanna",
     *,
     layers: int = 1,
-    rank: int | None = None,
+    rank: int = 64,
     hot: float = 0.25,
+    known: bool = True,
     work: Path | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -73,8 +74,8 @@ def train_hidden(
 ) -> dict[str, Any]:
     """Trains a head for this target and saves it in `out`; returns what validation says.
 
-    `hot` is the hot set's share of the vocabulary; `rank` that of the token information, by default what makes lyanna
-    as large as eagle. `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on, and
+    `hot` is the hot set's share of the vocabulary, `rank` that of the token information; for `known` see HiddenDrafter.
+    `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on, and
     the target's own output, which several heads may share. Under `accelerate launch` the processes train together, a
     batch each a step.
 
@@ -125,8 +126,13 @@ def train_hidden(
     size, rope = head.shape[-1], getattr(text, "rope_parameters", None) or {}
     heads = text.num_attention_heads
     inner = getattr(text, "intermediate_size", None) or 4 * size
-    if kind == "medusa":  # as large as eagle: two matrices into its layer, four of attention, three of an MLP
-        inner = max(1, round((6 * size + 3 * inner) / (2 * recipe.unroll)))
+    # All kinds are of one size: lyanna has a table's factors, eagle and medusa have wider MLPs for them.
+    factors = rank * (judge.vocab_size + len(tokens))
+    if kind == "eagle":
+        inner += factors // (3 * size * layers)
+    if kind == "medusa":
+        whole = 2 * size**2 + layers * (4 * size**2 + 3 * size * inner) + factors
+        inner = max(1, whole // (2 * size * recipe.unroll))
     config = HiddenConfig(
         kind=kind,
         hidden_size=size,
@@ -137,7 +143,8 @@ def train_hidden(
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         num_hidden_layers=layers,
         states=recipe.unroll,
-        rank=rank or max(8, round(2 * size**2 / (judge.vocab_size + len(tokens)))),
+        rank=rank,
+        known=known,
         vocab_size=judge.vocab_size,
         hot_size=len(tokens),
         max_position_embeddings=context or 1_000_000,
@@ -151,7 +158,9 @@ def train_hidden(
     nn.Module.to(drafter, model.device)
     folder = work / "training" / out.resolve().name
     if sharing.is_first:
-        claim(folder / "settings", json.dumps({"kind": kind, "layers": layers, "rank": config.rank, "hot": hot}))
+        claim(
+            folder / "settings", json.dumps({"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known})
+        )
     _fit(drafter, judge, head, learnt, held, recipe, folder, say, sharing)
     if not sharing.is_first:
         return {}
@@ -249,7 +258,7 @@ def _cross_entropy(said: Tensor, laws: Tensor) -> Tensor:
 
 
 def _embedded(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:
-    if drafter.config.kind != "eagle":
+    if drafter.config.kind == "medusa":
         return None
     with torch.no_grad():
         return judge.model.get_input_embeddings()(tokens).float()
