@@ -23,7 +23,7 @@ from forerun.model import CausalLM, context_of, same_model
 from forerun.nn.hidden import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.zoo import resolve
-from forerun.zoo.quantise import WEIGHTS, load_quantised
+from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
 
 Prompt = str | Sequence[int]
 _Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
@@ -184,6 +184,10 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
         raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
     if settings.get("model_type") != config.model_type:
         raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
+    if (folder / WEIGHTS).is_file():  # the embedded target's
+        stored = cls(config(**settings))
+        restore(stored, folder)
+        return stored
     try:
         loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     except Exception as error:  # broken files may raise anything

@@ -26,6 +26,7 @@ from forerun.model import CausalLM
 from forerun.nn.hidden import hot_set
 from forerun.runtime.hidden import HiddenLM, head_rows
 from forerun.train.hidden import Recipe, train_hidden
+from forerun.zoo.quantise import save_quantised
 
 EVEN = torch.arange(3)
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
@@ -236,6 +237,11 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
         load_head(tmp_path / "nothing", target, "lyanna")
     with pytest.raises(ValueError, match="needs a head: train one with `forerun train lyanna`"):
         Decoder(target, method=Lyanna())
+    save_quantised(head, tmp_path / "small", {})
+    small = load_head(tmp_path / "small", target)
+    assert torch.equal(small.hot, head.hot) and small.config.target == head.config.target
+    for mine, whole in zip(small.parameters(), head.parameters(), strict=True):
+        torch.testing.assert_close(mine, whole, rtol=0, atol=float(whole.detach().abs().max()) / 200)
     head.hot[0] = target.vocab_size
     with pytest.raises(ValueError, match="hot set that does not fit"):
         load_head(head, target, "lyanna")

@@ -37,12 +37,13 @@ def unpack6(packed: Tensor) -> Tensor:
 
 
 def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str], bits: int = 8) -> None:
-    """Writes config.json and one safetensors file: matrices in 8 or 6 bits with scales, vectors in float32. In 6 bits
-    the columns must come in fours."""
+    """Writes config.json and one safetensors file: matrices in 8 or 6 bits with scales, vectors in float32, buffers
+    as they are. In 6 bits the columns must come in fours."""
     assert bits in (6, 8)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
-    tensors = {}
+    kept = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    tensors = {name: model.get_buffer(name) for name in kept}
     for name, parameter in model.named_parameters():
         value = parameter.detach().float()
         if value.ndim == 2:
@@ -57,12 +58,20 @@ def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str
 
 def load_quantised(folder: Path) -> LlamaForCausalLM:
     """The float32 model that the stored weights stand for; tied weights are tied again."""
-    tensors = load_file(folder / WEIGHTS)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            value = tensors[name]
-            if value.dtype == torch.uint8:
-                value = unpack6(value)
-            parameter.copy_(value.float() * tensors[f"{name}.scale"] if value.dtype == torch.int8 else value)
+    restore(model, folder)
     return model.eval()
+
+
+@torch.no_grad()
+def restore(model: PreTrainedModel, folder: Path) -> None:
+    """Gives a model the weights that are stored in a folder."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, parameter in model.named_parameters():
+        value = tensors[name]
+        if value.dtype == torch.uint8:
+            value = unpack6(value)
+        parameter.copy_(value.float() * tensors[f"{name}.scale"] if value.dtype == torch.int8 else value)
+    for name, buffer in model.named_buffers():
+        if name in tensors:
+            buffer.copy_(tensors[name])

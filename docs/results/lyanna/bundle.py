@@ -1,0 +1,27 @@
+"""Puts a trained head into the package, in 8 bits: python docs/results/lyanna/bundle.py HEAD_FOLDER
+
+Made with `forerun train lyanna --data stdlib --sequences 4096 --hot 1 --steps 2000 --out HEAD_FOLDER`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from forerun.loading import load_head, load_model
+from forerun.model import CausalLM
+from forerun.zoo import EMBEDDED, FOLDER
+from forerun.zoo.quantise import save_quantised
+
+
+def main(source: Path) -> None:
+    head = load_head(source, CausalLM(load_model(EMBEDDED, "target")))
+    folder = FOLDER / head.config.kind
+    save_quantised(head, folder, {})
+    shutil.copy(source / "README.md", folder)
+    print(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
