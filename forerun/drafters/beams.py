@@ -19,8 +19,9 @@ Law = Callable[[int, Tensor, Tensor], Tensor]
 class Choice(Protocol):
     """How deep trees grow and how many nodes they take."""
 
-    def worth(self, k: int, logits: Tensor) -> Tensor:
-        """What tokens with these logits [B, w, S] at depth k add to the values of paths that hold them."""
+    def worth(self, k: int, chances: Tensor) -> Tensor:
+        """What tokens with these log-probabilities at depth k add to the values of paths that hold them: the more, the
+        likelier they are."""
         ...
 
     def more(self, k: int, values: Tensor) -> list[bool]:
@@ -73,11 +74,15 @@ def grow(
     count = 1  # nodes so far, the root included
     for k in range(depth):
         logits = law(k, tokens, at)
-        gains = choice.worth(k, logits) if choice is not None else logits.log_softmax(-1)
+        wanted = 1 if width == 1 else max(nodes - k, width)
+        top, which = logits.topk(min(wanted, len(hot)))  # [B, w, m]
+        gains = top - logits.logsumexp(-1, keepdim=True)
+        if choice is not None:
+            gains = choice.worth(k, gains)
         total = (gains + values[..., None] - _CLOSER).flatten(1)
-        best, place = total.topk(1 if width == 1 else min(max(nodes - k, width), total.shape[1]))
+        best, place = total.topk(min(wanted, total.shape[1]))
         best = best.masked_fill(ends <= k, -torch.inf)
-        parent, token = place // len(hot), hot[place % len(hot)]
+        parent, token = place // which.shape[-1], hot[which.flatten(1).gather(1, place)]
         found_tokens.append(token)
         found_parents.append(beams.gather(1, parent))
         found_values.append(best)

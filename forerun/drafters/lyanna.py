@@ -181,10 +181,9 @@ class Budget:
         self.verify = lambda nodes: costs.verify(rows * (nodes + 1)) / rows
         self.sure: list[list[float]] = [[] for _ in ready]  # survival of the paths so far
 
-    def worth(self, k: int, logits: Tensor) -> Tensor:
+    def worth(self, k: int, chances: Tensor) -> Tensor:
         shift, slope, _ = self._curve(k)
-        law = logits.log_softmax(-1)
-        return functional.logsigmoid(shift + slope * (law - torch.log1p(-law.exp().clamp(max=1 - 1e-6))))
+        return functional.logsigmoid(shift + slope * (chances - torch.log1p(-chances.exp().clamp(max=1 - 1e-6))))
 
     def _curve(self, k: int) -> list[float]:
         return self.curves[min(k, len(self.curves) - 1)]
