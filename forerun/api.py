@@ -288,15 +288,21 @@ class Decoder:
 
         return chunks()
 
+    def measure(self, method: Method) -> None:
+        """Measures the costs that a method reckons with, where they are not known yet."""
+        if not method.needs_costs:
+            return
+        if self.costs is None:
+            self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
+        if self.head is not None and not self.costs.head:
+            self.costs, self.clocked = replace(self.costs, head=head_costs(self.head)), True
+
     def _decode(self, seqs: list[Generation], seeded: bool) -> Iterator[list[Step]]:
         """`seeded`: draws are to be the same in every run, so no clock may decide when drafts use up random numbers."""
         target, draft = self.target.fresh(), self.draft.fresh() if self.draft is not None else None
         greedy = seqs[0].sampler.greedy
         method = self.method_for(greedy)
-        if self.costs is None and method.needs_costs:
-            self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
-        if self.head is not None and method.needs_costs and self.costs is not None and not self.costs.head:
-            self.costs, self.clocked = replace(self.costs, head=head_costs(self.head)), True
+        self.measure(method)
         costs = None if seeded and not greedy and self.clocked else self.costs
         pools = self.pools if greedy else None  # phrases of other calls would change where drafts use up random numbers
         drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools, self.head))

@@ -33,9 +33,9 @@ from forerun.decode import Generation, Step
 from forerun.loading import encode
 from forerun.methods import Method
 from forerun.metrics import Stats, summarise
+from forerun.nn.hidden import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import is_untouched
-from forerun.runtime.costs import measure_costs
 from forerun.sampling import Sampler
 
 _KEPT = "_forerun_kept"  # the attribute of a target that its decoder is kept in
@@ -55,6 +55,7 @@ def custom_generate(
     stats: list[Stats] | None = None,
     guard: bool | None = None,
     pre_verifier: str | Path | PreVerifier | None = None,
+    head: str | Path | HiddenDrafter | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """`model.generate(..., custom_generate=forerun.custom_generate)` calls this and passes on what is described below.
@@ -72,6 +73,7 @@ def custom_generate(
         guard: as in `forerun.load`. Default: for greedy decoding, as torch's seed is to say what is drawn.
         pre_verifier: the trained layer of "pacer" or "specdec++", a folder (read in every call) or the layer. Costs
             that a method asks for are measured in the first call, and kept as the models are.
+        head: what "lyanna" and others like it draft with, a folder or the head; kept likewise.
 
     Returns:
         ids [B * num_return_sequences, longest], padded on the right, or GenerateDecoderOnlyOutput with them alone.
@@ -86,7 +88,7 @@ def custom_generate(
     padding = _padding(input_ids, model_kwargs)
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
-    decoder = _decoder(model, draft, method, pre_verifier)
+    decoder = _decoder(model, draft, method, pre_verifier, head)
     decoder.guard = guard
     prompts = [row[count:] for row, count in zip(input_ids.tolist(), padding, strict=True)]
     context = decoder.target.context
@@ -173,6 +175,7 @@ class _Kept:
     def __init__(self, decoder: Decoder, model: PreTrainedModel, draft: PreTrainedModel | None) -> None:
         self.decoder, self.model, self.draft = decoder, model, draft
         self.weights = self._versions()
+        self.head: str | Path | HiddenDrafter | None = None  # what that of the decoder was made of
 
     def _versions(self) -> list[Any]:
         """What changes with weights, modules, hooks and attention implementations."""
@@ -198,6 +201,7 @@ def _decoder(
     draft: PreTrainedModel | None,
     method: str | Method | None,
     pre_verifier: str | Path | PreVerifier | None,
+    head: str | Path | HiddenDrafter | None,
 ) -> Decoder:
     """A decoder of what is kept on the model, where that still fits, or of what is prepared now.
 
@@ -213,16 +217,19 @@ def _decoder(
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):
         kept = vars(model)[_KEPT] = None  # two copies of the weights are enough
-        prepared = Decoder(model, None, needed, chosen, pre_verifier=pre_verifier)
+        prepared = Decoder(model, None, needed, chosen, pre_verifier=pre_verifier, head=head)
         kept = vars(model)[_KEPT] = _Kept(prepared, model, needed)
+        kept.head = head
         decoder = copy.copy(prepared)
     else:
         decoder = copy.copy(kept.decoder)
         decoder.method, decoder.pre_verifier = chosen, decoder.layer_for(chosen, pre_verifier)
-        decoder.head = decoder.head_for(chosen, None)
-    if chosen.needs_costs and decoder.costs is None:
-        decoder.costs = kept.decoder.costs = measure_costs(decoder.target, decoder.draft, layer=decoder.pre_verifier)
-        decoder.clocked = kept.decoder.clocked = True
+        if head is None or head != kept.head or decoder.head is None or decoder.head.kind != chosen.head:
+            decoder.head = decoder.head_for(chosen, head)
+            if decoder.head is not None:
+                kept.head, kept.decoder.head = head, decoder.head
+    decoder.measure(chosen)
+    kept.decoder.costs, kept.decoder.clocked = decoder.costs, decoder.clocked
     return decoder
 
 

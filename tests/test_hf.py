@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from toys import CONTEXT, COSTS, LAYERS, VOCAB, noisy_copy, random_layer, tiny, tiny_tokenizer
+from toys import CONTEXT, COSTS, LAYERS, VOCAB, noisy_copy, random_head, random_layer, tiny, tiny_tokenizer
 from transformers import (
     DynamicCache,
     PreTrainedModel,
@@ -30,9 +30,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import forerun
-from forerun import hf
 from forerun.hf import _KEPT
 from forerun.methods import SD, Cumulative, Pacer
+from forerun.model import CausalLM
 from forerun.nn.pre_verifier import PreVerifier
 
 NEW = 28
@@ -102,7 +102,7 @@ def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, asked = tiny("llama"), []
-    monkeypatch.setattr(hf, "measure_costs", lambda *models, **options: asked.append(models) or COSTS)
+    monkeypatch.setattr("forerun.api.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
     wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft()).tolist()
     layer().save_pretrained(tmp_path)
     for method, given in (("pacer", layer()), ("pacer", tmp_path), (None, str(tmp_path))):
@@ -117,6 +117,23 @@ def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
     other = noisy_copy(model, 0.04, seed=1)
     with pytest.raises(ValueError, match="belongs to another draft"):
         fast(model, **GREEDY, draft=other, method="pacer", pre_verifier=layer())
+
+
+def test_lyanna_takes_its_head_or_a_folder(tmp_path: Path) -> None:
+    model = tiny("llama")
+    head = random_head(CausalLM(model))
+    head.save_pretrained(tmp_path)
+    wanted = fast(model, padded(PROMPTS), **GREEDY).tolist()
+    for method, given in (("lyanna", head), ("lyanna", tmp_path), ("pacer-lyanna", head)):
+        stats: list[Any] = []
+        for _ in range(2):
+            found = fast(model, padded(PROMPTS), **GREEDY, method=method, head=given, guard=False, stats=stats)
+            assert found.tolist() == wanted
+        assert sum(row.drafted for row in stats) > 0
+    with pytest.raises(ValueError, match="needs a head"):
+        fast(model, **GREEDY, method="lyanna")
+    with pytest.raises(ValueError, match="belongs to another target"):
+        fast(noisy_copy(model, 0.04, seed=1), **GREEDY, method="lyanna", head=head)
 
 
 def test_no_mask_is_all_ones_and_max_length_counts_the_prompt() -> None:

@@ -308,7 +308,7 @@ def test_training_learns_and_resumes(kind: str, tmp_path: Path) -> None:
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("way", ["add", "branch", "tree, free", "paced", "eagle, tree", "medusa, tree"])
+@pytest.mark.parametrize("way", WAYS)
 def test_drawn_drafts_keep_the_law(way: str) -> None:
     """Point masses from any head: the first tokens' joint law is the target's, by chi-square."""
     target = tiny("llama", vocab=6)

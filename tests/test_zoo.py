@@ -97,13 +97,35 @@ def greedy(pair: Decoder) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].head is None])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].head in (None, "lyanna")])
 def test_greedy_output_is_transformers_own(greedy: tuple[list[list[int]], list[list[int]]], name: str) -> None:
     """Batch 1 and 5 on the embedded target."""
     prompts, theirs = greedy
     decoder = forerun.load(method=name, guard=False)
     assert [decoder.generate(prompt, max_new_tokens=64).tokens for prompt in prompts] == theirs
     assert [result.tokens for result in decoder.generate(prompts, max_new_tokens=64)] == theirs
+
+
+REUSED = {
+    **{reuse: {"reuse": reuse, "depth": 6} for reuse in ("off", "add", "branch")},
+    "own pass": {"reuse": "free", "least": 1, "depth": 6},
+    "tree": {"reuse": "free", "width": 3, "nodes": 12},
+    "tree, branch": {"reuse": "branch", "width": 2, "nodes": 10, "depth": 6},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", REUSED)
+def test_every_way_to_reuse_states(greedy: tuple[list[list[int]], list[list[int]]], way: str) -> None:
+    """Batch 1, 2, 5 and 16 with the embedded target's own head."""
+    prompts, theirs = greedy
+    decoder = forerun.load(method="lyanna", guard=False, **REUSED[way])
+    for size in (1, 2, 5, 16):
+        rows = [row % len(prompts) for row in range(size)]
+        done = decoder.generate([prompts[row] for row in rows], max_new_tokens=64)
+        assert [result.tokens for result in done] == [theirs[row] for row in rows]
+    origins = {origin for result in done for origin in result.origins}
+    assert "draft" in origins and ("reused" in origins) == (way in ("branch", "own pass", "tree", "tree, branch"))
 
 
 def test_the_draft_is_worth_having(pair: Decoder) -> None:
