@@ -1,0 +1,145 @@
+"""Small trained models in the shape of big ones: what they say stays, what a forward costs is that of the big one.
+
+Width is padded with zeros, layers are added whose output projections are 0 (Net2Net, arXiv 1511.05641, has the idea;
+the placing is ours). So a method meets the costs of a 7B or 70B model and the acceptance of a real trained pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes by their names in transformers' configurations."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    head_dim: int = 128
+
+
+# From the configurations that were published with these models.
+SHAPES = {
+    "llama-2-7b": Shape(4096, 32, 32, 32, 11008, 32000),
+    "llama-2-13b": Shape(5120, 40, 40, 40, 13824, 32000),
+    "deepseek-coder-33b": Shape(7168, 62, 56, 8, 19200, 32256),
+    "llama-3-8b": Shape(4096, 32, 32, 8, 14336, 128256),
+    "llama-3-70b": Shape(8192, 80, 64, 8, 28672, 128256),
+    "deepseek-coder-1.3b": Shape(2048, 24, 16, 16, 5504, 32256),
+    "qwen2.5-0.5b": Shape(896, 24, 14, 7, 4864, 32256, 64),  # 2 key/value heads of its own: too few for a trained one
+    "llama-160m": Shape(768, 12, 12, 12, 3072, 32000, 64),
+    "llama-68m": Shape(768, 2, 12, 12, 3072, 32000, 64),
+}
+
+
+@torch.no_grad()
+def expand(
+    model: PreTrainedModel,
+    shape: Shape,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A model of that shape that says what the given one says: equal logits [.., V] for its V tokens, and for all
+    others that of the token it finds least likely on the whole.
+
+    Weights that cannot reach the output are random, so that the arithmetic is not on zeros. Rotation stays that of the
+    small model. Made on the device, tensor by tensor.
+
+    Raises ValueError for architectures other than Llama and Qwen3, rotations other than the default, biases, and a
+    shape that is smaller in anything, or whose heads do not hold the model's.
+    """
+    config = model.config
+    if type(model) not in (LlamaForCausalLM, Qwen3ForCausalLM):
+        raise ValueError(f"{type(model).__name__} cannot be given another shape; Llama and Qwen3 can")
+    if (config.rope_parameters or {}).get("rope_type", "default") != "default":
+        raise ValueError(f"rotation of the type {config.rope_parameters['rope_type']!r} cannot be given another shape")
+    small = Shape(**{name: getattr(config, name) for name in asdict(shape)})
+    for name, size in asdict(small).items():
+        if getattr(shape, name) < size:
+            raise ValueError(f"the shape's {name} is {getattr(shape, name)}, less than the model's {size}")
+    groups = [each.num_attention_heads // each.num_key_value_heads for each in (shape, small)]
+    if shape.head_dim % small.head_dim or groups[0] < groups[1]:
+        raise ValueError(
+            f"heads of {shape.head_dim}, {groups[0]} a key/value head, do not hold heads of {small.head_dim}, "
+            f"{groups[1]} a key/value head"
+        )
+    if config.attention_bias or getattr(config, "mlp_bias", False):
+        raise ValueError("a model with biases cannot be given another shape")
+    dtype, device = dtype or model.dtype, torch.device(device or model.device)
+    wider = shape.hidden_size / small.hidden_size
+    sizes: dict[str, Any] = config.to_dict() | asdict(shape)
+    sizes |= {"tie_word_embeddings": False, "rms_norm_eps": config.rms_norm_eps / wider, "layer_types": None}
+    with torch.device("meta"):
+        big: Any = type(model)(type(config)(**sizes))
+    nn.Module.to(big, dtype).to_empty(device=device)
+    big.model.rotary_emb = type(big.model.rotary_emb)(big.config).to(device)
+    old, random = dict(model.named_parameters()), torch.Generator(device).manual_seed(seed)
+    place = _Places(shape, small, groups, device)
+    for name, parameter in big.named_parameters():
+        parameter.normal_(std=0.02, generator=random)
+        part = name.split(".")[-2]
+        if part == "lm_head":
+            head = model.get_output_embeddings().weight.to(device, dtype)
+            parameter[: len(head), : head.shape[1]] = head
+            parameter[len(head) :, : head.shape[1]] = head[_least_likely(model)]
+            continue
+        if part in ("embed_tokens", "o_proj", "down_proj"):  # what writes into the states, and so into the padding
+            parameter.zero_()
+        if name not in old:
+            continue
+        value = old[name].to(device, torch.float32)
+        if part in ("q_norm", "k_norm"):
+            value = value * (1 if part == "q_norm" else place.stretch**-1)
+            parameter[place.within] = value.to(dtype)
+        elif value.ndim == 1:
+            parameter[: len(value)] = (value * wider**-0.5).to(dtype)
+        elif part in ("q_proj", "k_proj", "v_proj"):
+            heads = place.queries if part == "q_proj" else place.keys
+            # A norm behind queries would undo what makes up for attention's other scale; there it is in that norm.
+            scale = place.stretch if part == "q_proj" and not hasattr(big.model.layers[0].self_attn, "q_norm") else 1
+            parts = parameter.view(-1, shape.head_dim, shape.hidden_size)
+            parts[heads] = 0
+            parts[heads[:, None], place.within, : value.shape[1]] = (
+                (value * scale).view(len(heads), -1, value.shape[1]).to(dtype)
+            )
+        elif part == "o_proj":
+            parts = parameter.view(shape.hidden_size, -1, shape.head_dim)
+            parts[: len(value), place.queries[:, None], place.within] = value.view(
+                len(value), len(place.queries), -1
+            ).to(dtype)
+        else:
+            parameter[: value.shape[0], : value.shape[1]] = value.to(dtype)
+    for name, module in big.named_modules():
+        if name.endswith(("q_norm", "k_norm")):  # over a head's width, which grows by another factor
+            module.variance_epsilon = config.rms_norm_eps * small.head_dim / shape.head_dim
+    big.generation_config = model.generation_config
+    return big.eval()
+
+
+class _Places:
+    """Where the heads of a small model, and the dimensions within one, are in a big one."""
+
+    def __init__(self, shape: Shape, small: Shape, groups: list[int], device: torch.device) -> None:
+        step, half = shape.head_dim // small.head_dim, torch.arange(small.head_dim // 2, device=device)
+        self.within = torch.cat([half * step, shape.head_dim // 2 + half * step])  # the same frequencies of rotation
+        self.keys = torch.arange(small.num_key_value_heads, device=device)
+        queries = torch.arange(small.num_attention_heads, device=device)
+        self.queries = queries // groups[1] * groups[0] + queries % groups[1]
+        self.stretch = step**0.5  # by which attention's own scale is smaller
+
+
+def _least_likely(model: PreTrainedModel) -> int:
+    """The token with the lowest logit on the mean, so that a copy of it is never the best."""
+    ids = torch.arange(min(model.config.vocab_size, 256), device=model.device)[None]
+    return int(model(input_ids=ids).logits[0].float().mean(0).argmin())
