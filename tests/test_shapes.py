@@ -9,7 +9,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from forerun.bench.shapes import SHAPES, Shape, expand
+from forerun.bench.plan import Plan
+from forerun.bench.session import bench
+from forerun.bench.shapes import difference, expand
+from forerun.bench.sizes import SHAPES, Shape
+from forerun.methods import method
+from forerun.zoo import EMBEDDED
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50,
@@ -52,6 +57,30 @@ def test_a_big_model_says_what_the_small_one_says(architecture: str, kv_heads: i
     assert all(name.split(".")[-2] in ("o_proj", "down_proj") for name in idle) and len(idle) == 2 * 3
 
 
+@pytest.mark.slow
+def test_a_bench_in_other_shapes_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded pair with its pre-verifier, between models a little larger."""
+    monkeypatch.setitem(SHAPES, "wide", Shape(384, 17, 6, 6, 900, 4200, 64))
+    monkeypatch.setitem(SHAPES, "wide draft", Shape(256, 3, 4, 4, 600, 4100, 64))
+    methods = {"ar": method("ar"), "sd": method("sd"), "pacer": method("pacer", threshold=0.5)}
+    asked: dict[str, Any] = {"target": EMBEDDED, "draft": EMBEDDED, "limit": 1, "rounds": 1, "max_new_tokens": 24}
+    own = bench(Plan(methods, **asked), {}, None)
+    wide = bench(Plan(methods, **asked, target_shape="wide", draft_shape="wide draft"), {}, None)
+    for name in methods:
+        mine, theirs = (run["methods"][name] for run in (own, wide))
+        assert theirs["tau"] == mine["tau"] and theirs["exact_match"] == 1.0
+    assert wide["arguments"]["target_shape"] == "wide"
+
+
+def test_a_shape_that_says_something_else_is_noticed() -> None:
+    model = small("llama")
+    big = expand(model, BIG)
+    assert difference(model, big) < 1e-5
+    with torch.no_grad():
+        big.model.layers[0].self_attn.q_proj.weight[0, 0] += 1  # type: ignore[operator, index]
+    assert difference(model, big) > 1e-4
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = small("llama")
     for name, size in vars(BIG).items():
@@ -67,4 +96,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="rotation of the type 'linear'"):
         rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
         expand(small("llama", rope_parameters=rope), BIG)
+    with pytest.raises(ValueError, match="'hf-ar' cannot be measured in another shape"):
+        Plan({"hf-ar": None}, target_shape="llama-2-7b")
+    with pytest.raises(ValueError, match="--draft-shape must be one of llama-2-7b"):
+        Plan({"ar": method("ar")}, draft_shape="llama")
     assert all(shape.num_attention_heads % shape.num_key_value_heads == 0 for shape in SHAPES.values())

@@ -9,6 +9,7 @@ from typing import Any
 
 from forerun.bench.choose import ASSISTED, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
+from forerun.bench.sizes import SHAPES
 from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, bundled_head, resolve
@@ -28,6 +29,8 @@ class Plan:
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
         pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
+        target_shape, draft_shape: names of SHAPES (forerun/bench/sizes.py): what the models say is then measured at the
+            costs of these.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then say which value was best.
     """
@@ -53,6 +56,8 @@ class Plan:
     top_p: float = 1.0
     pre_verifier: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
+    target_shape: str | None = None
+    draft_shape: str | None = None
     tune: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +79,14 @@ class Plan:
             for folder in folders:
                 if not (Path(folder) / "config.json").is_file():
                     raise ValueError(f"no {what} in the folder {folder!r}")
+        for part in ("target", "draft"):
+            shape = getattr(self, f"{part}_shape")
+            if shape is not None and shape not in SHAPES:
+                raise ValueError(f"--{part}-shape must be one of {', '.join(SHAPES)}, not {shape!r}")
+        if self.target_shape or self.draft_shape:
+            for name, each in self.methods.items():
+                if each is None or each.head is not None:
+                    raise ValueError(f"method {name!r} cannot be measured in another shape; leave it out")
         check_datasets(self.datasets, self.data)
         resolve(self.target, "target")
         if self.needs_draft:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api import Decoder
@@ -20,6 +21,8 @@ from forerun.bench.plan import Plan, check_folder
 from forerun.bench.records import Records
 from forerun.bench.report import results, versions
 from forerun.bench.runners import Run, decoder_run
+from forerun.bench.shapes import difference, expand
+from forerun.bench.sizes import SHAPES
 from forerun.files import read_text, write_text
 from forerun.lengths.oracle import Truth
 from forerun.loading import (
@@ -31,7 +34,7 @@ from forerun.loading import (
     load_tokenizer,
 )
 from forerun.methods import Oracle, Pacer, SeeingOracle, SpecDec
-from forerun.model import CausalLM, context_of
+from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.hidden import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import identity
@@ -194,11 +197,25 @@ def _how(plan: Plan) -> dict[str, Any]:
 
 def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
     """The target, and the draft where a method of ours needs it, with their fast forwards."""
-    target = prepare(load_model(plan.target, "target", **_how(plan)), in_place=True)
+    target = _ready(plan, "target")
     if not any(method.needs_draft for method in plan.methods.values() if method is not None):
         return target, None
     assert plan.draft is not None
-    return target, prepare(load_model(plan.draft, "draft", **_how(plan)), in_place=True)
+    return target, _ready(plan, "draft")
+
+
+def _ready(plan: Plan, part: str) -> CausalLM:
+    """The plan's target or draft, in the shape that it asks for. Raises ValueError where that says something else."""
+    model, shape = load_model(getattr(plan, part), part, **_how(plan)), getattr(plan, f"{part}_shape")
+    if shape is None:
+        return prepare(model, in_place=True)
+    big = expand(model, SHAPES[shape])
+    apart, allowed = difference(model, big), 1e-4 if model.dtype == torch.float32 else 0.05
+    if not apart <= allowed:
+        raise ValueError(f"the {part} in the shape of {shape} says something else: its logits differ by {apart:.2g}")
+    ready = prepare(big, in_place=True)
+    ready.fingerprint = fingerprint(model)  # what was trained for the small one is for this one as well
+    return ready
 
 
 def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | None, PreVerifier]:
@@ -208,6 +225,9 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
     found: dict[str | None, PreVerifier] = {}
     for folder in folders if wanted else ():
         layer = load_pre_verifier(folder, target, draft)
+        seen = sorted({"hidden", "target", "token"} & set(layer.config.inputs))
+        if seen and (plan.target_shape or plan.draft_shape):
+            raise ValueError(f"{folder} looks at {seen[0]} states, which another shape makes wider; train one without")
         found |= {each.layer: layer for each in (Pacer, SpecDec) if each.kind == layer.config.kind}
     for name in sorted(wanted - set(found)):
         raise ValueError(f"none of --pre-verifier is for {name}; `forerun train pre-verifier` makes one")

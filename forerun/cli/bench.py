@@ -13,6 +13,7 @@ import typer
 from forerun.bench.choose import NAMES, parse_methods, stored_tuning
 from forerun.bench.datasets import PUBLIC, STDLIB, read_files
 from forerun.bench.plan import Plan, check_folder
+from forerun.bench.sizes import SHAPES
 from forerun.cli.common import (
     DeviceOption,
     DtypeOption,
@@ -57,6 +58,10 @@ def bench(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
+    target_shape: Annotated[
+        str | None, typer.Option(help=f"Measure the target in the size of another: {', '.join(SHAPES)}.")
+    ] = None,
+    draft_shape: Annotated[str | None, typer.Option(help="Likewise for the draft.")] = None,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
@@ -89,6 +94,8 @@ def bench(
         top_p=top_p,
         pre_verifier=tuple(pre_verifier or ()),
         head=tuple(head or ()),
+        target_shape=target_shape,
+        draft_shape=draft_shape,
         tune=tune,
     )
     check_folder(out, resume)

@@ -1,0 +1,32 @@
+"""The sizes of big models that small ones can be given (`forerun.bench.shapes`). Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes by their names in transformers' configurations."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    head_dim: int = 128
+
+
+# From the configurations that were published with these models.
+SHAPES = {
+    "llama-2-7b": Shape(4096, 32, 32, 32, 11008, 32000),
+    "llama-2-13b": Shape(5120, 40, 40, 40, 13824, 32000),
+    "deepseek-coder-33b": Shape(7168, 62, 56, 8, 19200, 32256),
+    "llama-3-8b": Shape(4096, 32, 32, 8, 14336, 128256),
+    "llama-3-70b": Shape(8192, 80, 64, 8, 28672, 128256),
+    "deepseek-coder-1.3b": Shape(2048, 24, 16, 16, 5504, 32256),
+    "qwen2.5-0.5b": Shape(896, 24, 14, 7, 4864, 32256, 64),  # 2 key/value heads of its own: too few for a trained one
+    "llama-160m": Shape(768, 12, 12, 12, 3072, 32000, 64),
+    "llama-68m": Shape(768, 2, 12, 12, 3072, 32000, 64),
+}
