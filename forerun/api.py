@@ -142,7 +142,10 @@ class Decoder:
         for each in (self.method, sampling_method):
             if each is not None and each.layer is not None:
                 self.pre_verifier = self.layer_for(each, self.pre_verifier or pre_verifier)
-        self.head = self.head_for(self.method, head)
+        self.head: HiddenLM | None = None
+        for each in (self.method, sampling_method):
+            if each is not None and each.head is not None:
+                self.head = self.head_for(each, head)
 
     def layer_for(self, method: Method, pre_verifier: str | Path | PreVerifier | None) -> PreVerifier | None:
         """The trained layer that a method of this decoder needs, if any; raises ValueError where it is not given or
@@ -161,7 +164,7 @@ class Decoder:
         if method.head is None:
             return None
         if head is None:
-            raise ValueError(f"method {method.name!r} needs a head: train one with `forerun train {method.head}`")
+            raise ValueError(f"method {method.name!r} needs a head: train one with `forerun train lyanna`")
         return HiddenLM(load_head(head, self.target, method.head), self.target)
 
     def read_phrases(self, path: str | Path) -> None:
@@ -294,7 +297,7 @@ class Decoder:
             return
         if self.costs is None:
             self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
-        if self.head is not None and not self.costs.head:
+        if method.head is not None and self.head is not None and not self.costs.head:
             self.costs, self.clocked = replace(self.costs, head=head_costs(self.head)), True
 
     def _decode(self, seqs: list[Generation], seeded: bool) -> Iterator[list[Step]]:
@@ -302,7 +305,8 @@ class Decoder:
         target, draft = self.target.fresh(), self.draft.fresh() if self.draft is not None else None
         greedy = seqs[0].sampler.greedy
         method = self.method_for(greedy)
-        self.measure(method)
+        if greedy or not seeded:
+            self.measure(method)
         costs = None if seeded and not greedy and self.clocked else self.costs
         pools = self.pools if greedy else None  # phrases of other calls would change where drafts use up random numbers
         drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools, self.head))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -228,6 +228,8 @@ def _decoder(
             decoder.head = decoder.head_for(chosen, head)
             if decoder.head is not None:
                 kept.head, kept.decoder.head = head, decoder.head
+                if decoder.costs is not None:
+                    decoder.costs = replace(decoder.costs, head={})
     decoder.measure(chosen)
     kept.decoder.costs, kept.decoder.clocked = decoder.costs, decoder.clocked
     return decoder

@@ -184,11 +184,11 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
         raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
     if settings.get("model_type") != config.model_type:
         raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
-    if (folder / WEIGHTS).is_file():  # the embedded target's
-        stored = cls(config(**settings))
-        restore(stored, folder)
-        return stored
     try:
+        if (folder / WEIGHTS).is_file():  # the embedded target's
+            stored = cls(config(**settings))
+            restore(stored, folder)
+            return stored
         loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     except Exception as error:  # broken files may raise anything
         raise ValueError(f"cannot load {name}: {_first_line(error)}") from error

@@ -58,7 +58,7 @@ def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool) -> None:
         assert lengths == [end, 0]
         for k in range(1, 5):
             torch.testing.assert_close(state[0], unrolled[k - 1][0][0, end - 1], rtol=1e-4, atol=1e-5)
-            said = fast.table[tokens[end - 1 + k]]
+            said = fast.information(torch.tensor(tokens[end - 1 + k]))
             torch.testing.assert_close(unrolled[k - 1][1][0, end - 1], said, rtol=1e-4, atol=1e-5)
             state = fast.extend([state[:1], features[:0]])
         fast.crop(lengths)
@@ -68,7 +68,7 @@ def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool) -> None:
 def test_the_heads_rows(architecture: str) -> None:
     target = CausalLM(tiny(architecture))
     tokens = torch.tensor([3, 1, 7])
-    weight, bias = head_rows(target, tokens)
+    weight, bias = head_rows(target, tokens, 32)
     features = features_of(target, [1, 2, 3])
     torch.testing.assert_close(features @ weight.T + bias, target.head(features)[:, tokens], rtol=1e-4, atol=1e-5)
 
@@ -150,7 +150,7 @@ def test_a_tree_holds_the_best_paths() -> None:
     """Against an enumeration of all paths, where the beams are wide enough to miss none."""
     target = CausalLM(tiny("llama"))
     head = HiddenLM(random_head(target, hot=4), target)
-    table, hot = head.table * 3, head.hot.tolist()
+    table, hot = head.information(torch.arange(target.vocab_size)) * 3, head.hot.tolist()
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 
     def law(k: int, tokens: Tensor, at: Tensor) -> Tensor:
@@ -228,7 +228,12 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     target = CausalLM(tiny("llama"))
     head = random_head(target)
     head.save_pretrained(tmp_path / "head")
-    assert torch.equal(load_head(tmp_path / "head", target, "lyanna").hot, head.hot)
+    again, first = (HiddenLM(each, target) for each in (load_head(tmp_path / "head", target, "lyanna"), head))
+    assert torch.equal(again.hot, first.hot)
+    states = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    for each in (again, first):
+        each.start(1)
+    assert torch.equal(again.extend([states], [[3] * 7]), first.extend([states], [[3] * 7]))
     with pytest.raises(ValueError, match="belongs to another target"):
         load_head(tmp_path / "head", CausalLM(tiny("qwen3")), "lyanna")
     with pytest.raises(ValueError, match="of the kind 'lyanna'; the method needs 'eagle'"):
@@ -266,21 +271,24 @@ def test_settings_are_checked() -> None:
             method("lyanna", **{name: value})
 
 
+def trainable(folder: Path) -> tuple[str, list[str]]:
+    """A target and text to train a head on."""
+    tokenizer = tiny_tokenizer()
+    tiny("llama", vocab=len(tokenizer)).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    (folder / "text.txt").write_text("def add(a, b): return a + b\nthe cat sat on the mat\n" * 90)
+    return str(folder / "target"), [str(folder / "text.txt")]
+
+
 @pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
 def test_training_learns_and_resumes(kind: str, tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    target = tiny("llama", vocab=len(tokenizer))
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    (tmp_path / "text.txt").write_text("def add(a, b): return a + b\nthe cat sat on the mat\n" * 40)
-    data = [str(tmp_path / "text.txt")]
+    what = trainable(tmp_path)
     recipe = Recipe(sequences=32, prompt=8, output=24, steps=40, batch=4, unroll=3, lr=1e-2, held=0.2)
     said: list[str] = []
 
     def run(out: str, steps: int) -> dict[str, Any]:
         return train_hidden(
-            str(tmp_path / "target"),
-            data,
+            *what,
             tmp_path / out,
             replace(recipe, steps=steps),
             kind,
@@ -292,9 +300,9 @@ def test_training_learns_and_resumes(kind: str, tmp_path: Path) -> None:
     log = [json.loads(line) for line in (tmp_path / "work/training/whole/log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < log[0]["loss"]
     assert 0 < found["coverage"] <= 1 and found["survival"][0] >= found["survival"][-1]
-    judge = CausalLM(tiny("llama", vocab=len(tokenizer)))
+    judge = CausalLM(tiny("llama", vocab=len(tiny_tokenizer())))
     head = load_head(tmp_path / "whole", judge, kind)
-    assert head.config.hot_size == round(0.25 * len(tokenizer))
+    assert head.config.hot_size == round(0.25 * judge.vocab_size)
     checkpoint = tmp_path / "work/training/whole/checkpoint.safetensors"
     before = {name: value.clone() for name, value in head.state_dict().items()}
     (tmp_path / "work/training/again").mkdir()
@@ -315,7 +323,8 @@ def test_drawn_drafts_keep_the_law(way: str) -> None:
     model = CausalLM(target)
     prompt = [1, 2, 3, 4, 5, 0, 1, 2]
     chosen = WAYS[way]
-    decoder = Decoder(target, None, None, chosen, guard=False, head=random_head(model, hot=4, kind=str(chosen.head)))
+    head = random_head(model, hot=4, kind=str(chosen.head), known="plain" not in way)
+    decoder = Decoder(target, None, None, chosen, guard=False, head=head)
     decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
     rows = decoder.generate([prompt] * 1500, max_new_tokens=4, temperature=1.0, seed=0, ignore_eos=True)
     with torch.no_grad():
@@ -323,3 +332,43 @@ def test_drawn_drafts_keep_the_law(way: str) -> None:
         pairs = target(torch.tensor([[*prompt, token] for token in range(6)])).logits[:, -1].softmax(-1)
     assert sum(row.stats.drafted for row in rows) > 1500
     assert p_value([row.tokens[:2] for row in rows], first[:, None] * pairs) > 1e-4
+
+
+@pytest.mark.parametrize("way", ["free", "add", "branch", "paced", "paced chain", "tree, free"])
+def test_drawn_rows_do_not_depend_on_their_neighbours(way: str) -> None:
+    """One row under its seed, alone and beside others of other lengths that end sooner."""
+    target = tiny("llama")
+    head = random_head(CausalLM(target))
+    decoder = Decoder(target, None, None, WAYS[way], guard=False, head=head)
+    for seed in range(6):
+        options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_new_tokens": 16, "ignore_eos": True}
+        alone = decoder.generate(PROMPTS[0], **options)
+        beside = decoder.generate([PROMPTS[0], *PROMPTS[1:]], **options)[0]
+        assert beside.tokens == alone.tokens
+        assert [step.drafted for step in beside.steps] == [step.drafted for step in alone.steps]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"unroll": 24}, "unroll must be 1 to 23, less than the output, not 24"),
+        ({"held": 0.9}, "held must be above 0 and at most 0.5, not 0.9"),
+        ({"loss": "mean"}, "loss must be one of law, regression, not 'mean'"),
+        ({"prompt": 400}, "more than the target's context of"),
+    ],
+)
+def test_training_refuses_at_once(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    what = trainable(tmp_path)
+    recipe = replace(Recipe(sequences=8, prompt=8, output=24, steps=2), **changes)
+    with pytest.raises(ValueError, match=message):
+        train_hidden(*what, tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_loss_is_another_run(tmp_path: Path) -> None:
+    what = trainable(tmp_path)
+    recipe = Recipe(sequences=8, prompt=8, output=24, steps=2, unroll=2, held=0.5)
+    for each in (recipe, recipe):
+        train_hidden(*what, tmp_path / "out", each, say=lambda line: None)
+    with pytest.raises(ValueError, match="other settings"):
+        train_hidden(*what, tmp_path / "out", replace(recipe, unroll=3))

@@ -73,7 +73,7 @@ def grow(
     found_tokens, found_parents, found_values = [], [], []
     count = 1  # nodes so far, the root included
     for k in range(depth):
-        logits = law(k, tokens, at)
+        logits = law(k, tokens, at).float()
         wanted = 1 if width == 1 else max(nodes - k, width)
         top, which = logits.topk(min(wanted, len(hot)))  # [B, w, m]
         gains = top - logits.logsumexp(-1, keepdim=True)

@@ -31,7 +31,20 @@ class HeadDrafter:
         self.head.start(len(seqs))
         if hidden is None:
             hidden = torch.zeros(len(seqs), 0, self.head.width, dtype=self.head.dtype, device=self.head.device)
-        self.features = [hidden[row, : len(seq.tokens) - 1] for row, seq in enumerate(seqs)]
+        self._pieces = [[hidden[row, : len(seq.tokens) - 1]] for row, seq in enumerate(seqs)]
+
+    @property
+    def features(self) -> list[Tensor]:
+        """Of each row [n, d], what the head has not run yet."""
+        for own in self._pieces:
+            if len(own) > 1:
+                own[:] = [torch.cat(own)]
+        return [own[0] for own in self._pieces]
+
+    def took(self, row: int, left: int = 0) -> None:
+        """The head has run the row's features, all but so many last ones."""
+        (own,) = self._pieces[row]
+        self._pieces[row] = [own[len(own) - left :]]
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
         self.seconds, self.forwards = 0.0, 0
@@ -49,11 +62,11 @@ class HeadDrafter:
         for row, verdict in enumerate(verdicts):
             path = verdict.path
             new = hidden[row, : len(path)] if path[-1] == len(path) - 1 else hidden[row, path]
-            self.features[row] = torch.cat([self.features[row], new]) if len(self.features[row]) else new
+            self._pieces[row].append(new)
 
     def keep(self, rows: list[int]) -> None:
         self.head.keep(rows)
-        self.features = [self.features[row] for row in rows]
+        self._pieces = [self._pieces[row] for row in rows]
 
 
 class EagleDrafter(HeadDrafter):
@@ -61,15 +74,16 @@ class EagleDrafter(HeadDrafter):
     on all beams (arXiv 2401.15077)."""
 
     def draft(self, seqs: Sequence[Generation], limits: list[int]) -> list[Draft]:
-        head = self.head
-        limits = [limit if len(own) else 0 for limit, own in zip(limits, self.features, strict=True)]
+        head, features = self.head, self.features
+        limits = [limit if len(own) else 0 for limit, own in zip(limits, features, strict=True)]
         roots = [seq.tokens[-1] for seq in seqs]
         if max(limits) < 1:
             return [Draft.root(root) for root in roots]
         begun = perf_counter()
-        behind = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, self.features, strict=True)]
-        states = head.extend(self.features, behind)[:, None]  # [B, w, d]
-        self.features = [own[:0] for own in self.features]
+        behind = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
+        states = head.extend(features, behind)[:, None]  # [B, w, d]
+        for row in range(len(seqs)):
+            self.took(row)
         self.seconds += perf_counter() - begun
         self.forwards += 1
         lengths, rows = list(head.cache.lengths), torch.arange(len(seqs), device=head.device)[:, None]
@@ -97,16 +111,17 @@ class MedusaDrafter(HeadDrafter):
     """All places ahead at once, each without knowing the tokens of the others (arXiv 2401.10774)."""
 
     def draft(self, seqs: Sequence[Generation], limits: list[int]) -> list[Draft]:
-        head, begun = self.head, perf_counter()
+        head, features, begun = self.head, self.features, perf_counter()
         deep = min(self.depth, head.states)
-        limits = [min(limit, deep) if len(own) else 0 for limit, own in zip(limits, self.features, strict=True)]
+        limits = [min(limit, deep) if len(own) else 0 for limit, own in zip(limits, features, strict=True)]
         roots = [seq.tokens[-1] for seq in seqs]
         if max(limits) < 1:
             return [Draft.root(root) for root in roots]
         nothing = torch.zeros(head.width, dtype=head.dtype, device=head.device)
-        last = torch.stack([own[-1] if len(own) else nothing for own in self.features])
-        self.features = [own[-1:] for own in self.features]
-        logits = head.logits(head.ahead(last).flatten(0, 1)).view(len(seqs), head.states, -1)
+        last = torch.stack([own[-1] if len(own) else nothing for own in features])
+        for row, own in enumerate(features):
+            self.took(row, min(len(own), 1))
+        logits = head.logits(head.ahead(last, deep).flatten(0, 1)).view(len(seqs), deep, -1)
         self.seconds, self.forwards = perf_counter() - begun, 1
         return grow(
             roots,

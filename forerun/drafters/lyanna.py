@@ -1,5 +1,5 @@
-"""Drafting at the level of hidden states (Lyanna, arXiv 2602.21224): states go forward without tokens, tokens are
-chosen from all of them at the end, and states behind a rejected token are used again with the right one."""
+"""Drafting at the level of hidden states (Lyanna, arXiv 2602.21224): states go forward without drafted tokens, tokens
+are chosen from all of them at the end, and states behind a rejected token are used again with the right one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LyannaDrafter(HeadDrafter):
     """Drafts `depth` states a step and makes a chain or tree of tokens of them.
 
     Reuse of the logits that an earlier step left behind the new root: "add" gives them `weight` in the fresh ones (mode
-    A of our reading of the paper); "branch" makes a second branch of them (mode B); "free" drafts from them alone,
-    without running the head, where there are `least` of them or more (mode D, ours; for a `least` of 1 it is mode C,
-    all that is left verified in a forward of its own); "off" drops them.
+    A of our reading of the paper); "branch" makes a second branch of them, beside `nodes` fresh tokens (mode B); "free"
+    drafts from them alone, without running the head, where there are `least` of them or more (mode D, ours; for a
+    `least` of 1 it is mode C, all that is left verified in a forward of its own); "off" drops them.
 
-    With `costs`, depth and number of nodes are those that make the step's tokens a ms the most (`Budget`).
+    With `costs`, depth and number of nodes are those that make a step's tokens a ms the most (`Budget`).
     """
 
     def __init__(
@@ -48,48 +48,56 @@ class LyannaDrafter(HeadDrafter):
         super().start(seqs, hidden)
         head, rows = self.head, len(seqs)
         self.greedy = seqs[0].sampler.greedy
-        # Of each row the last drafted logits, how many there are, and how many of them the text has passed by now.
+        # Of each row the last drafted logits, how many of them are its own, and how many the text has passed by now.
         self.logits = torch.zeros(rows, self.depth, len(head.hot), dtype=head.dtype, device=head.device)
         self.drawn, self.passed = [0] * rows, [0] * rows
+        self.prices: dict[int, Prices] = {}
 
     def draft(self, seqs: Sequence[Generation], limits: list[int]) -> list[Draft]:
+        rows, features = range(len(seqs)), self.features
         roots = [seq.tokens[-1] for seq in seqs]
         left = [max(0, drawn - passed) for drawn, passed in zip(self.drawn, self.passed, strict=True)]
         free = [self.reuse == "free" and have >= self.least for have in left]
-        fresh = [
-            row
-            for row, features in enumerate(self.features)
-            if not free[row] and limits[row] > 0 and len(features)  # none at the start behind a single token
-        ]
-        old: list[Draft] | None = None
+        # At the start behind a single token there are no features.
+        fresh = [row for row in rows if not free[row] and limits[row] > 0 and len(features[row])]
+        other = None
         if self.reuse == "branch" and any(left):
             limited = [min(pair) for pair in zip(limits, left, strict=True)]
-            old = self._grow(roots, limited, 1, self.depth, ["reused"] * len(roots))
-        states = self._begin(seqs, fresh, left) if fresh else None
+            other = self._grow(roots, limited, 1, self.depth, ["reused"] * len(roots))
+        self._old = {row: self._of(row, left[row]).clone() for row in fresh if left[row] and self.reuse == "add"}
         deep = [min(limit, self.depth if row in fresh else left[row]) for row, limit in enumerate(limits)]
-        if states is not None and self.costs is None:
+        budget = self._budget(fresh, deep) if self.costs is not None else None
+        states = self._begin(seqs, fresh, features) if fresh else None
+        if states is not None and budget is None:
             self._run(states, max(deep[row] for row in fresh))
             states = None
         origins = ["reused" if is_free else "draft" for is_free in free]
-        drafts = self._grow(roots, deep, self.width, self.nodes, origins, states)
+        drafts = self._grow(roots, deep, self.width, self.nodes, origins, states, budget)
         if fresh:
             self.head.crop(self._lengths)
-            for row in fresh:
-                self.drawn[row] = self._deep
-        return drafts if old is None else [one.merge(other) for one, other in zip(drafts, old, strict=True)]
+            for row in fresh:  # as deep as it would be alone: what it does next must not depend on its neighbours
+                self.drawn[row] = budget.deep[row] if budget is not None else deep[row]
+        return drafts if other is None else [one.merge(more) for one, more in zip(drafts, other, strict=True)]
 
-    def _begin(self, seqs: Sequence[Generation], rows: list[int], left: list[int]) -> Tensor:
+    def _budget(self, fresh: list[int], limits: list[int]) -> Budget:
+        assert self.costs is not None
+        # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
+        count = len(limits) if self.greedy else 1
+        if count not in self.prices:
+            self.prices[count] = Prices(self.costs if self.greedy else self.costs.drawn, count, self.nodes)
+        passed = [0 if row in fresh else passed for row, passed in enumerate(self.passed)]
+        return Budget(self.prices[count], self.head.curves, fresh, limits, passed)
+
+    def _begin(self, seqs: Sequence[Generation], rows: list[int], features: list[Tensor]) -> Tensor:
         """The first states [B, d] of a draft for these rows."""
         head, begun = self.head, perf_counter()
         self._rows = rows
-        self._old = {row: self._of(row, left[row]).clone() for row in rows if left[row] and self.reuse == "add"}
-        nothing = self.features[0][:0]
-        new = [own if row in rows else nothing for row, own in enumerate(self.features)]
+        new = [own if row in rows else own[:0] for row, own in enumerate(features)]
         behind = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, new, strict=True)]
         states = head.extend(new, behind if head.known else None)
         self._lengths, self._deep = list(head.cache.lengths), 0
         for row in rows:
-            self.features[row] = nothing
+            self.took(row)
             self.passed[row] = 0
         self.seconds += perf_counter() - begun
         self.forwards += 1
@@ -111,11 +119,8 @@ class LyannaDrafter(HeadDrafter):
     def _say(self, states: Tensor) -> None:
         """Keeps what the head says of the next states [B, K, d] of the drafting rows."""
         rows, first, last = self._rows, self._deep, self._deep + states.shape[1]
-        chosen = states[rows].flatten(0, 1)
-        self.logits[rows, first:last] = self.head.logits(chosen).view(len(rows), last - first, -1)
-        for row, old in self._old.items():
-            part = old[first:last]
-            self.logits[row, first : first + len(part)] += self.weight * part
+        said = self.head.logits(states[rows].flatten(0, 1))
+        self.logits[rows, first:last] = said.view(len(rows), last - first, -1)
         self._deep = last
 
     def _of(self, row: int, count: int) -> Tensor:
@@ -130,6 +135,7 @@ class LyannaDrafter(HeadDrafter):
         nodes: int,
         origins: list[str],
         states: Tensor | None = None,
+        budget: Budget | None = None,
     ) -> list[Draft]:
         """Trees from the kept logits; from `states` on the head goes deeper as it is asked to."""
         head = self.head
@@ -145,14 +151,13 @@ class LyannaDrafter(HeadDrafter):
                     self.forwards += 1
                 self._say(states[:, None])
                 self.seconds += perf_counter() - begun
-            at_k = (slice(None), k) if passed is None else (rows, (passed + k).clamp(max=self.depth - 1))
-            return self.logits[at_k][:, None] + head.table[tokens]
+            said = self.logits[:, k] if passed is None else self.logits[rows, (passed + k).clamp(max=self.depth - 1)]
+            said = said[:, None] + head.information(tokens)
+            for row, old in self._old.items():
+                if k < len(old):
+                    said[row] += self.weight * old[k]
+            return said
 
-        budget = None
-        if self.costs is not None:
-            ready = [states is None or row not in self._rows for row in range(len(roots))]
-            # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
-            budget = Budget(self.costs, head.curves, ready, len(roots) if self.greedy else 1)
         return grow(roots, law, head.hot, limits, width, nodes, budget, origins)
 
     def observe(
@@ -168,47 +173,71 @@ class LyannaDrafter(HeadDrafter):
         self.drawn, self.passed = ([each[row] for row in rows] for each in (self.drawn, self.passed))
 
 
+class Prices:
+    """What a step of so many rows costs, for one of them."""
+
+    def __init__(self, costs: Costs, rows: int, nodes: int) -> None:
+        self.state = costs.heading(rows) / rows
+        self.verify = [costs.verify(rows * (count + 1)) / rows for count in range(nodes + 1)]  # by nodes
+
+
 class Budget:
     """Depth and number of nodes of a step: what makes its tokens a ms the most, by the head's calibrated probabilities
-    and a table of costs. Pacer's idea (arXiv 2602.01274) on a tree; the rule is ours."""
+    and a table of costs. Pacer's idea (arXiv 2602.01274) on a tree; the rule is ours.
 
-    def __init__(self, costs: Costs, curves: list[list[float]], ready: list[bool], rows: int) -> None:
-        """`ready`: the rows whose states are there already; `rows`: how many share a forward."""
-        self.curves = curves
-        self.state = costs.heading(rows) / rows
-        self.prices = [0.0 if is_ready else self.state for is_ready in ready]  # of going on
-        self.spent = list(self.prices)
-        self.verify = lambda nodes: costs.verify(rows * (nodes + 1)) / rows
-        self.sure: list[list[float]] = [[] for _ in ready]  # survival of the paths so far
+    Attributes:
+        deep: how many states each row has been given.
+    """
+
+    def __init__(
+        self, prices: Prices, curves: list[list[float]], fresh: list[int], limits: list[int], passed: list[int]
+    ) -> None:
+        """`fresh`: rows whose states are yet to be made; `limits`: how deep each may go; `passed`: how far behind the
+        first place that they stand for the other rows' states begin, for the calibration."""
+        self.prices, self.limits = prices, limits
+        self.curves = [
+            [curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)] for at in passed
+        ]  # of each row by depth
+        self.going_on = [prices.state if row in fresh else 0.0 for row in range(len(limits))]
+        self.spent = list(self.going_on)
+        self.deep = [min(limit, 1) for limit in limits]
+        self.sure: list[list[float]] = [[] for _ in limits]  # survival of the best paths so far
 
     def worth(self, k: int, chances: Tensor) -> Tensor:
-        shift, slope, _ = self._curve(k)
+        lines = torch.tensor([own[k] for own in self.curves], device=chances.device)
+        shift, slope, _ = lines[:, :, None, None].unbind(1)
         return functional.logsigmoid(shift + slope * (chances - torch.log1p(-chances.exp().clamp(max=1 - 1e-6))))
-
-    def _curve(self, k: int) -> list[float]:
-        return self.curves[min(k, len(self.curves) - 1)]
 
     def more(self, k: int, values: Tensor) -> list[bool]:
         going = []
         for row, survival in enumerate(values.exp().tolist()):
-            self.sure[row] = sorted([*self.sure[row], *survival], reverse=True)
-            further = sorted([*self.sure[row], survival[0] * self._curve(k + 1)[2]], reverse=True)
-            here, _ = self._best(self.sure[row], self.spent[row])
-            there, _ = self._best(further, self.spent[row] + self.prices[row])
-            going.append(there > here and survival[0] > 0)
+            self._see(row, survival)
+            going.append(k + 1 < self.limits[row] and survival[0] > 0 and self._pays(row, k, survival[0]))
             if going[-1]:
-                self.spent[row] += self.prices[row]
+                self.spent[row] += self.going_on[row]
+                self.deep[row] = k + 2
         return going
 
-    def sizes(self, values: Tensor) -> list[int]:
-        return [self._best(own, spent)[1] for own, spent in zip(values.exp().tolist(), self.spent, strict=True)]
+    def _see(self, row: int, survival: list[float]) -> None:
+        nodes = len(self.prices.verify) - 1
+        self.sure[row] = sorted([*self.sure[row], *survival], reverse=True)[:nodes]
 
-    def _best(self, survival: list[float], spent: float) -> tuple[float, int]:
+    def _pays(self, row: int, k: int, best: float) -> bool:
+        """Whether the usual token behind the best path is worth a state."""
+        further = sorted([*self.sure[row], best * self.curves[row][k + 1][2]], reverse=True)
+        there, _ = self._rate(further[: len(self.prices.verify) - 1], self.spent[row] + self.going_on[row])
+        return there > self._rate(self.sure[row], self.spent[row])[0]
+
+    def sizes(self, values: Tensor) -> list[int]:
+        return [self._rate(own, spent)[1] for own, spent in zip(values.exp().tolist(), self.spent, strict=True)]
+
+    def _rate(self, survival: list[float], spent: float) -> tuple[float, int]:
         """The most tokens a ms that a step has which takes the first of these nodes, and how many those are."""
-        tokens, best, size = 1.0, 1 / (spent + self.verify(0)), 0
+        verify = self.prices.verify
+        tokens, best, size = 1.0, 1 / (spent + verify[0]), 0
         for count, chance in enumerate(survival, 1):
             tokens += chance
-            rate = tokens / (spent + self.verify(count))
+            rate = tokens / (spent + verify[count])
             if rate > best:
                 best, size = rate, count
         return best, size

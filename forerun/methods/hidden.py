@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from forerun.costs import Costs
 from forerun.methods.settings import Parts, Settings, at_least, between
 
 if TYPE_CHECKING:
     from forerun.decode import Drafter
 
+# Where none may be measured, as what is drawn under a seed must not depend on a clock: those of the embedded target.
+USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 REUSE = ("off", "add", "branch", "free")
 
 
@@ -58,8 +61,13 @@ class Lyanna(Heads):
         from forerun.drafters.lyanna import LyannaDrafter
 
         assert parts.head is not None
-        reuse = self.reuse, self.weight, self.least
-        return LyannaDrafter(parts.head.fresh(), *self.shape, *reuse, parts.costs if self.needs_costs else None)
+        return LyannaDrafter(
+            parts.head.fresh(), *self.shape, self.reuse, self.weight, self.least, self.reckoning(parts)
+        )
+
+    def reckoning(self, parts: Parts) -> Costs | None:
+        """The costs that it goes by, if any."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,9 @@ class PacerLyanna(Lyanna):
     @property
     def needs_costs(self) -> bool:
         return True
+
+    def reckoning(self, parts: Parts) -> Costs | None:
+        return parts.costs if parts.costs is not None and parts.costs.head else USUAL
 
 
 @dataclass(frozen=True)

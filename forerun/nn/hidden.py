@@ -124,7 +124,11 @@ class HiddenDrafter(PreTrainedModel):
 
     def token_information(self, tokens: Tensor) -> Tensor:
         """T [.., S] of tokens [..]."""
-        return self.answer(functional.rms_norm(self.embed(tokens), self.embed.weight.shape[-1:]))
+        return self.answer(functional.rms_norm(self.embed(tokens), (self.config.rank,)))
+
+    def token_states(self) -> Tensor:
+        """norm(E) [V, r]."""
+        return functional.rms_norm(self.embed.weight, (self.config.rank,))
 
     def table(self) -> Tensor:
         """T [V, S] of every token."""
@@ -197,9 +201,11 @@ class Layer(nn.Module):
         self.before_mlp = nn.RMSNorm(size, config.rms_norm_eps)
         self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, size, bias=False)
-        angles = config.rope_theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32) / self.size)
-        self.register_buffer("angles", angles, persistent=False)
-        self.angles: Tensor
+        self.theta = config.rope_theta
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """[D / 2] of the rotation. No buffer: what is not stored is not restored by `from_pretrained`."""
+        return self.theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, N, D], keys and values [B, G, N, D] of states [B, N, d] at positions [N] or [B, N]."""
@@ -207,7 +213,7 @@ class Layer(nn.Module):
         parts = (
             self.qkv(self.before_attention(x)).view(rows, new, self.heads + 2 * self.groups, self.size).transpose(1, 2)
         )
-        angle = positions[..., None].float() * self.angles
+        angle = positions[..., None].float() * self.frequencies(x.device)
         cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (angle.cos(), angle.sin()))
         if positions.ndim == 2:
             cos, sin = cos[:, None], sin[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,9 @@ from forerun.cache import KVCache
 from forerun.model import CausalLM, Rows
 from forerun.nn.hidden import Block, HiddenDrafter, Layer
 from forerun.runtime.lean import LayerWeights, LeanLayers
-from forerun.runtime.packed import product
+from forerun.runtime.packed import Product, product
+
+LARGEST_TABLE = 2**26  # numbers
 
 
 class HiddenLM(Rows):
@@ -25,7 +28,7 @@ class HiddenLM(Rows):
         width: of a state.
         hot: [S] the tokens that it answers for.
         logits: states [n, d] to logits [n, S], without token information.
-        table: [V, S] token information, for lyanna.
+        information: of tokens [..], T [.., S], for lyanna: a table's rows, or a product where that would be too large.
         states: how many places it looks ahead, for medusa.
         curves: of the calibration, see `HiddenConfig`.
     """
@@ -37,7 +40,7 @@ class HiddenLM(Rows):
         self.device, self.dtype = target.device, target.dtype
         self.hot = head.hot.to(self.device)
         self.curves = config.curves
-        weight, bias = head_rows(target, self.hot)
+        weight, bias = head_rows(target, self.hot, self.width)
         self.logits = product(weight, bias if bias.any() else None, one_row=True)
         if self.kind == "medusa":
             blocks = [block for block in head.blocks if isinstance(block, Block)]
@@ -52,7 +55,11 @@ class HiddenLM(Rows):
         if self.kind == "lyanna":
             self.alone = product(fuse[:, : self.width].contiguous(), one_row=True)
             self.known = config.known
-            self.table = head.table().to(self.dtype)
+            if config.vocab_size * config.hot_size <= LARGEST_TABLE:
+                self.information: Product = functools.partial(functional.embedding, weight=head.table().to(self.dtype))
+            else:
+                tokens, answer = head.token_states().to(self.dtype), product(head.answer.weight.to(self.dtype))
+                self.information = lambda ids: answer(tokens[ids].flatten(0, -2)).view(*ids.shape, -1)
         layers = [layer for layer in head.layers if isinstance(layer, Layer)]
         weights: list[LayerWeights] = [
             (
@@ -70,7 +77,7 @@ class HiddenLM(Rows):
             config.num_attention_heads,
             config.num_key_value_heads,
             config.rms_norm_eps,
-            layers[0].angles,
+            layers[0].frequencies(self.device),
             config.max_position_embeddings,
         )
         self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
@@ -127,15 +134,16 @@ class HiddenLM(Rows):
         return self.layers.normed(self.layers(x, positions, self.cache, mask)) * self.gain
 
     @torch.inference_mode()
-    def ahead(self, states: Tensor) -> Tensor:
-        """States [B, K, d] at each of the places ahead of states [B, d], as medusa has them."""
-        return torch.stack([states + down(functional.silu(up(states))) for up, down in self.blocks], 1)
+    def ahead(self, states: Tensor, places: int) -> Tensor:
+        """States [B, K, d] at so many places ahead of states [B, d], as medusa has them."""
+        return torch.stack([states + down(functional.silu(up(states))) for up, down in self.blocks[:places]], 1)
 
 
 @torch.no_grad()
-def head_rows(target: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight [S, d] and bias [S] of the LM head for these tokens, whatever form its weights have been given."""
-    head, size = target.head, target.config.hidden_size
+def head_rows(target: CausalLM, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Weight [S, d] and bias [S] of the LM head for these tokens, whatever form its weights have been given; it reads
+    states of `size`."""
+    head = target.head
     ones = torch.eye(size, dtype=target.dtype, device=target.device)
     bias = head(ones.new_zeros(1, size))[0, tokens]
     columns = [head(part)[:, tokens] - bias for part in ones.split(256)]

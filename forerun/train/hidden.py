@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from forerun.files import write_text
 from forerun.loading import load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.hidden import KINDS, HiddenConfig, HiddenDrafter, hot_set
+from forerun.runtime.hidden import head_rows
 from forerun.train.data import read_texts, tokenize
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts
@@ -28,6 +29,8 @@ from forerun.train.processes import Processes, processes
 
 SEED = 9000  # so that no draft was distilled on the same output
 LOSSES = ("law", "regression")
+LONGEST = 65536  # of a head whose target names no context
+_OF_LOSS = ("loss", "unroll", "held")
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,11 @@ def train_hidden(
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if recipe.loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, not {recipe.loss!r}")
-    if not 0 < hot <= 1:
-        raise ValueError(f"hot must be above 0 and at most 1, not {hot}")
+    for name, value, most in (("hot", hot, 1.0), ("held", recipe.held, 0.5)):
+        if not 0 < value <= most:
+            raise ValueError(f"{name} must be above 0 and at most {most}, not {value}")
+    if not 1 <= recipe.unroll < recipe.output:
+        raise ValueError(f"unroll must be 1 to {recipe.output - 1}, less than the output, not {recipe.unroll}")
     work, sharing = work or out / "work", processes()
     device = sharing.device(device)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
@@ -100,9 +106,14 @@ def train_hidden(
     if context is not None and length > context:
         raise ValueError(f"prompt + output is {length} tokens, more than the target's context of {context}")
     judge = CausalLM(model.requires_grad_(False))
-    head = judge.head.get_parameter("weight").detach()
+    size = judge.head.get_parameter("weight").shape[-1]
+    if model.get_input_embeddings().get_parameter("weight").shape[-1] != size:
+        raise ValueError(f"the target's embeddings and its LM head are of other widths; its head reads {size}")
+    folder = work / "training" / out.resolve().name
     if sharing.is_first:
         claim(work, json.dumps({"target": judge.fingerprint, "data": list(data), **_of_data(recipe)}))
+        shape = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known, "batches": sharing.count}
+        claim(folder / "settings", json.dumps(shape | {each: getattr(recipe, each) for each in _OF_LOSS}))
     else:
         sharing.wait()
     windows = behind_prompts(
@@ -117,50 +128,23 @@ def train_hidden(
     ).astype(np.int64)
     if sharing.is_first:
         sharing.wait()  # until then the others wait for the output
-    apart = np.s_[:: max(1, round(1 / recipe.held))]
+    apart = np.s_[:: round(1 / recipe.held)]
     held, learnt = windows[apart], np.delete(windows, apart, 0)
-    counts = torch.bincount(torch.from_numpy(learnt[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
-    tokens, _ = hot_set(counts, max(1, round(hot * judge.vocab_size)))
-    said = torch.bincount(torch.from_numpy(held[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
-    coverage = float(said[tokens].sum() / said.sum())
-    size, rope = head.shape[-1], getattr(text, "rope_parameters", None) or {}
-    heads = text.num_attention_heads
-    inner = getattr(text, "intermediate_size", None) or 4 * size
-    # All kinds are of one size: lyanna has a table's factors, eagle and medusa have wider MLPs for them.
-    factors = rank * (judge.vocab_size + len(tokens))
-    if kind == "eagle":
-        inner += factors // (3 * size * layers)
-    if kind == "medusa":
-        whole = 2 * size**2 + layers * (4 * size**2 + 3 * size * inner) + factors
-        inner = max(1, whole // (2 * size * recipe.unroll))
-    config = HiddenConfig(
-        kind=kind,
-        hidden_size=size,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or size // heads,
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        num_hidden_layers=layers,
-        states=recipe.unroll,
-        rank=rank,
-        known=known,
-        vocab_size=judge.vocab_size,
-        hot_size=len(tokens),
-        max_position_embeddings=context or 1_000_000,
-        target=judge.fingerprint,
-        recipe=asdict(recipe) | {"target": target, "data": list(data)},
+    counts, said = (
+        torch.bincount(torch.from_numpy(each[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
+        for each in (learnt, held)
     )
+    tokens, _ = hot_set(counts, max(1, round(hot * judge.vocab_size)))
+    coverage = float(said[tokens].sum() / said.sum())
     torch.manual_seed(recipe.seed)
+    config = _config(text, kind, size, recipe.unroll, layers, rank, len(tokens))
+    config.known, config.target = known, judge.fingerprint
+    config.recipe = asdict(recipe) | {"target": target, "data": list(data)}
     drafter = HiddenDrafter(config)
     drafter.begin()
     drafter.hot.copy_(tokens)
     nn.Module.to(drafter, model.device)
-    folder = work / "training" / out.resolve().name
-    if sharing.is_first:
-        claim(
-            folder / "settings", json.dumps({"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known})
-        )
+    head = head_rows(judge, drafter.hot, size)
     _fit(drafter, judge, head, learnt, held, recipe, folder, say, sharing)
     if not sharing.is_first:
         return {}
@@ -174,6 +158,40 @@ def train_hidden(
     say(f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain {found['survival']}")
     say(f"the head is in {out}")
     return found
+
+
+def _config(
+    text: PreTrainedConfig, kind: str, size: int, states: int, layers: int, rank: int, hot: int
+) -> HiddenConfig:
+    """That of a head for a target. All kinds are of one size: lyanna has the factors of a table, eagle and medusa have
+    wider MLPs instead."""
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    each = getattr(text, "head_dim", None) or size // heads
+    inner = getattr(text, "intermediate_size", None) or 4 * size
+    factors = rank * (text.vocab_size + hot)
+    if kind == "eagle":
+        inner += factors // (3 * size * layers)
+    if kind == "medusa":
+        whole = 2 * size**2 + layers * size * (2 * each * (heads + groups) + 3 * inner) + factors
+        inner = max(1, whole // (2 * size * states))
+    rope = getattr(text, "rope_parameters", None) or {}
+    return HiddenConfig(
+        kind=kind,
+        hidden_size=size,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=each,
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        num_hidden_layers=layers,
+        states=states,
+        rank=rank,
+        vocab_size=text.vocab_size,
+        hot_size=hot,
+        max_position_embeddings=context_of(text) or LONGEST,
+    )
 
 
 def _of_data(recipe: Recipe) -> dict[str, Any]:
@@ -192,7 +210,7 @@ def features_of(judge: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def _fit(
     drafter: HiddenDrafter,
     judge: CausalLM,
-    head: Tensor,
+    head: tuple[Tensor, Tensor],
     learnt: np.ndarray,
     held: np.ndarray,
     recipe: Recipe,
@@ -209,7 +227,7 @@ def _fit(
 
     @torch.no_grad()
     def evaluate() -> float:
-        rows = torch.from_numpy(held).to(head.device).split(recipe.batch)
+        rows = torch.from_numpy(held).to(judge.device).split(recipe.batch)
         return float(torch.stack([loss(part) for part in rows]).mean())
 
     config = TrainConfig(
@@ -227,20 +245,25 @@ def _fit(
     train(drafter, loss, batch, evaluate, config, work, say, sharing)
 
 
-def loss_of(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, tokens: Tensor, recipe: Recipe) -> Tensor:
-    """The mean over all steps of drafts from all positions of windows [B, T]; a scalar."""
+def loss_of(
+    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], tokens: Tensor, recipe: Recipe
+) -> Tensor:
+    """The mean over all steps of drafts from all positions of windows [B, T]; a scalar. `head`: what `head_rows` gives
+    for the hot set."""
     with torch.autocast(tokens.device.type, torch.bfloat16):  # a third of the time, and no worse a head
         return _loss_of(drafter, judge, head, tokens, recipe)
 
 
-def _loss_of(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, tokens: Tensor, recipe: Recipe) -> Tensor:
+def _loss_of(
+    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], tokens: Tensor, recipe: Recipe
+) -> Tensor:
     features, logits = features_of(judge, tokens)
-    hot, rows = drafter.hot, head[drafter.hot].float()
-    laws = logits.softmax(-1)[..., hot]
+    weight, bias = (part.float() for part in head)
+    laws = logits.softmax(-1)[..., drafter.hot]
     embedded = _embedded(drafter, judge, tokens)
     losses = []
     for k, (state, information) in enumerate(drafter.unrolled(features, embedded, tokens, recipe.unroll), 1):
-        said = state @ rows.T
+        said = functional.linear(state, weight, bias)
         if recipe.loss == "regression":
             whole = said if information is None else said.detach() + information
             near = functional.smooth_l1_loss(state, features[:, k:])
@@ -265,38 +288,42 @@ def _embedded(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def measure(drafter: HiddenDrafter, judge: CausalLM, head: Tensor, windows: Tensor, recipe: Recipe) -> dict[str, Any]:
-    """Of greedy chains from every place of the output in windows [N, T]: the share whose first k tokens are the
-    target's best ones, for each k; with and without token information. And "curves", see HiddenConfig."""
-    right: dict[str, list[Tensor]] = {"survival": [], "without_information": []}
-    cases: list[list[Tensor]] = [[] for _ in range(recipe.unroll)]  # (log-odds, whether right) of living chains
-    rows = head[drafter.hot].float()
-    for tokens in windows.to(head.device).split(16):
+def measure(
+    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], windows: Tensor, recipe: Recipe
+) -> dict[str, Any]:
+    """Of greedy chains from every place of the output in windows [N, T]: "survival", the share whose first k tokens are
+    the target's best ones, for each k, and the same "without_information"; "curves", see HiddenConfig.
+
+    The tokens in between are those of the window, so a chain is lost sight of where they are not the target's best
+    ones: survival is the product of the shares among those that are still seen.
+    """
+    uses = ("survival", "without_information")
+    cases: dict[str, list[list[Tensor]]] = {use: [[] for _ in range(recipe.unroll)] for use in uses}
+    weight, bias = (part.float() for part in head)
+    for tokens in windows.to(judge.device).split(16):
         features, logits = features_of(judge, tokens)
         best = logits.argmax(-1)
         unrolled = drafter.unrolled(features, _embedded(drafter, judge, tokens), tokens, recipe.unroll)
         length = tokens.shape[1] - recipe.unroll
-        following = tokens.roll(-1, 1)
-        for use, parts in right.items():
-            alive = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
-            alive[:, : recipe.prompt] = False
-            steps = []
+        kept = best == tokens.roll(-1, 1)  # where the window goes on with the target's best token
+        for use, of_use in cases.items():
+            seen = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
+            seen[:, : recipe.prompt] = False
             for k, (state, information) in enumerate(unrolled, 1):
-                said = state @ rows.T
+                said = functional.linear(state, weight, bias)
                 if information is not None and use == "survival":
                     said = said + information
-                chance, at = said.log_softmax(-1)[:, :length].max(-1)
-                hit = drafter.hot[at] == best[:, k:][:, :length]
-                if use == "survival":
-                    odds = chance - torch.log1p(-chance.exp().clamp(max=1 - 1e-6))
-                    cases[k - 1].append(torch.stack([odds, hit.float()], -1)[alive])
-                alive = alive & hit
-                # The tokens in between are those of the window: right only where it is what the target says.
-                steps.append(alive[:, recipe.prompt :].float())
-                alive = alive & (best[:, k:] == following[:, k:])[:, :length]
-            parts.append(torch.stack(steps, -1).flatten(0, 1))
-    found = {use: [round(float(share), 4) for share in torch.cat(parts).mean(0)] for use, parts in right.items()}
-    return found | {"curves": [_curve(torch.cat(parts)) for parts in cases]}
+                chance, at = said[:, :length].log_softmax(-1).max(-1)
+                hit = drafter.hot[at] == best[:, k : k + length]
+                odds = chance - torch.log1p(-chance.exp().clamp(max=1 - 1e-6))
+                of_use[k - 1].append(torch.stack([odds, hit.float()], -1)[seen])
+                seen = seen & hit & kept[:, k : k + length]
+    curves = [_curve(torch.cat(parts)) for parts in cases["survival"]]
+    shares = {
+        use: [float(torch.cat(parts)[:, 1].mean().nan_to_num(0.0)) for parts in each] for use, each in cases.items()
+    }
+    found = {use: [round(float(share), 4) for share in np.cumprod(each)] for use, each in shares.items()}
+    return found | {"curves": curves}
 
 
 @torch.enable_grad()
@@ -315,7 +342,8 @@ def _curve(cases: Tensor) -> list[float]:
         return loss
 
     fit.step(miss)  # type: ignore[arg-type]
-    return [round(float(value), 4) for value in (*line.detach(), hit.mean())]
+    shift, slope = line.tolist()
+    return [round(shift, 4), round(max(slope, 0.05), 4), round(float(hit.mean()), 4)]  # likelier must stay likelier
 
 
 def _card(drafter: HiddenDrafter, found: dict[str, Any]) -> str:

@@ -23,8 +23,9 @@ class Processes:
 
     def device(self, named: str | None) -> str | None:
         """The device named, else this process's GPU where there are enough."""
-        if named is None and self.count > 1 and torch.cuda.device_count() > self.rank:
-            return f"cuda:{self.rank}"
+        own = int(os.environ.get("LOCAL_RANK", self.rank))
+        if named is None and self.count > 1 and torch.cuda.device_count() > own:
+            return f"cuda:{own}"
         return named
 
     def wait(self) -> None:
