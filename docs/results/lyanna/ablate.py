@@ -1,0 +1,124 @@
+"""What each part of Lyanna brings on the embedded target, all ways in turns on the same prompts:
+python docs/results/lyanna/ablate.py [--head FOLDER] [--prompts 24] [--rounds 2] [--split validation] [--out FILE.json]
+
+Smaller hot sets and a head without token information are made of the trained one by leaving out what they lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from forerun import Decoder, load
+from forerun.bench.report import versions
+from forerun.loading import load_head
+from forerun.methods import Lyanna, Method, PacerLyanna, method
+from forerun.nn.hidden import HiddenConfig, HiddenDrafter
+from forerun.zoo import EMBEDDED, bundled_head
+from forerun.zoo.corpus import held_out_prompts
+
+
+def without_information(head: HiddenDrafter) -> HiddenDrafter:
+    other = copy.deepcopy(head)
+    torch.nn.init.zeros_(other.answer.weight)
+    return other
+
+
+def hot(head: HiddenDrafter, share: float) -> HiddenDrafter:
+    """The head for this share of the vocabulary, its most frequent tokens."""
+    size = round(share * head.config.vocab_size)
+    other = HiddenDrafter(HiddenConfig(**head.config.to_dict() | {"hot_size": size})).eval()
+    whole = head.state_dict()
+    other.load_state_dict(whole | {name: whole[name][:size] for name in ("hot", "answer.weight")})
+    return other
+
+
+def ways(head: HiddenDrafter) -> dict[str, tuple[Method, HiddenDrafter | None]]:
+    chain = Lyanna(reuse="off")
+    found: dict[str, tuple[Method, HiddenDrafter | None]] = {
+        "ar": (method("ar"), None),
+        "chain of 4, no reuse": (chain, head),
+        "without token information": (chain, without_information(head)),
+        **{f"hot set of {share:.0%}": (chain, hot(head, share)) for share in (0.125, 0.25, 0.5) if share < 1},
+        **{f"chain of {depth}": (Lyanna(depth=depth, reuse="off"), head) for depth in (2, 3, 6)},
+        **{f"old logits added, weight {w}": (Lyanna(reuse="add", weight=w), head) for w in (0.25, 1.0)},
+        "old logits as a branch": (Lyanna(reuse="branch"), head),
+        "old logits in a pass of their own": (Lyanna(least=1), head),
+        **{f"drafting from {least} old logits or more": (Lyanna(least=least), head) for least in (2, 3)},
+        **{
+            f"tree, {width} beams, {nodes} nodes": (Lyanna(width=width, nodes=nodes, reuse="off"), head)
+            for width, nodes in ((2, 7), (3, 15))
+        },
+        "pacer-lyanna": (PacerLyanna(), head),
+        "pacer-lyanna, a chain": (PacerLyanna(width=1), head),
+        "pacer-lyanna, no reuse": (PacerLyanna(reuse="off"), head),
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--head", default=bundled_head(EMBEDDED, "lyanna"))
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--split", default="validation")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    base = load(method="ar")
+    decoders = {
+        name: Decoder(base.target, None, None, way, False, head=head)
+        for name, (way, head) in ways(load_head(asked.head, base.target)).items()
+    }
+    prompts = held_out_prompts(base.tokenizer, asked.split, asked.prompts)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
+    for decoder in decoders.values():
+        decoder.generate(prompts[0], max_new_tokens=32, ignore_eos=True)
+    for _ in range(asked.rounds):
+        for prompt in prompts:
+            said = None
+            for name, decoder in decoders.items():
+                begun = perf_counter()
+                result = decoder.generate(prompt, max_new_tokens=128, ignore_eos=True)
+                seconds = perf_counter() - begun
+                said = said or result.tokens
+                assert result.tokens == said, name
+                steps = result.steps
+                runs[name].append(
+                    {
+                        "rate": len(result.tokens) / seconds,
+                        "tau": len(result.tokens) / len(steps),
+                        "drafted": sum(step.drafted for step in steps) / len(steps),
+                        "draft_ms": 1000 * sum(step.draft_seconds for step in steps) / len(steps),
+                        "drafting": sum(step.draft_forwards > 0 for step in steps) / len(steps),
+                        "overhead": 1 - sum(step.forward_seconds for step in steps) / sum(s.seconds for s in steps),
+                    }
+                )
+    reference = [run["rate"] for run in runs["chain of 4, no reuse"]]
+    table = {}
+    print("| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head | overhead |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for name, own in runs.items():
+        row = {key: median(run[key] for run in own) for key in own[0]}
+        row["ratio"] = median(run["rate"] / each for run, each in zip(own, reference, strict=True))
+        row["tau"] = len(own) / sum(1 / run["tau"] for run in own)
+        table[name] = {key: round(value, 4) for key, value in row.items()}
+        print(
+            f"| {name} | {row['rate']:.0f} | {row['ratio']:.3f} | {row['tau']:.2f} | {row['drafted']:.1f} | "
+            f"{row['draft_ms']:.2f} | {row['drafting']:.0%} | {row['overhead']:.0%} |"
+        )
+    if asked.out is not None:
+        arguments = {name: str(value) for name, value in vars(asked).items() if name not in ("head", "out")}
+        asked.out.write_text(
+            json.dumps({"arguments": arguments, "versions": versions(), "ways": table}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
