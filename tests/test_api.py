@@ -61,7 +61,8 @@ def decoders(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> di
     made = {}
     for name in METHODS:
         layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
-        head = random_head(CausalLM(target)) if METHODS[name].head else None
+        kind = METHODS[name].head
+        head = random_head(CausalLM(target), kind=kind) if kind else None
         made[name] = Decoder(target, tokenizer, draft, method(name), pre_verifier=layer, head=head)
         made[name].costs = COSTS
     return made
