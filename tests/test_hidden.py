@@ -75,14 +75,14 @@ def test_the_heads_rows(architecture: str) -> None:
 
 WAYS = {
     "chain": Lyanna(reuse="off"),
-    "free": Lyanna(depth=5, least=1),
-    "plain, free": Lyanna(depth=5, least=1),
+    "free": Lyanna(depth=5, reuse="free", least=1),
+    "plain, free": Lyanna(depth=5, reuse="free", least=1),
     "add": Lyanna(depth=5, reuse="add"),
     "branch": Lyanna(depth=5, reuse="branch"),
     "tree": Lyanna(width=3, nodes=7, reuse="off"),
-    "tree, free": Lyanna(depth=5, width=2, nodes=9, least=1),
+    "tree, free": Lyanna(depth=5, width=2, nodes=9, reuse="free", least=1),
     "tree, branch": Lyanna(depth=5, width=2, nodes=9, reuse="branch"),
-    "paced": PacerLyanna(depth=5, least=1),
+    "paced": PacerLyanna(depth=5, reuse="free", least=1),
     "paced chain": PacerLyanna(width=1, reuse="add"),
     "eagle": Eagle(),
     "eagle, tree": Eagle(depth=3, width=2, nodes=7),

@@ -4,8 +4,9 @@ arXiv 2406.16858 chooses its nodes so)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,22 +15,23 @@ from forerun.draft import Draft
 # (depth k from 0, the beams' tokens [B, w], which of the beams before each comes from [B, w]) -> logits [B, w, S] of
 # the tokens behind them.
 Law = Callable[[int, Tensor, Tensor], Tensor]
+Array = np.ndarray[Any, Any]
 
 
 class Choice(Protocol):
     """How deep trees grow and how many nodes they take."""
 
-    def worth(self, k: int, chances: Tensor) -> Tensor:
-        """What tokens with these log-probabilities at depth k add to the values of paths that hold them: the more, the
-        likelier they are."""
+    def worth(self, k: int, chances: Array) -> Array:
+        """What tokens with these log-probabilities [B, w, m] at depth k add to the values of paths that hold them: the
+        more, the likelier they are."""
         ...
 
-    def more(self, k: int, values: Tensor) -> list[bool]:
+    def more(self, k: int, values: Array) -> list[bool]:
         """Whether each row goes deeper than k + 1 places, given the values [B, m] of its paths of that length, the best
         one first; one that does not has -inf from then on."""
         ...
 
-    def sizes(self, values: Tensor) -> list[int]:
+    def sizes(self, values: Array) -> list[int]:
         """How many of its best paths each row takes, given their values [B, N], the best one first."""
         ...
 
@@ -58,55 +60,74 @@ def grow(
     if depth < 1:
         return [Draft.root(root) for root in roots]
     origins = origins or ["draft"] * len(roots)
-    tokens = torch.tensor(roots, device=hot.device)[:, None]  # [B, w]
     if width == 1 and choice is None:
-        at, chain = torch.zeros_like(tokens), []
-        for k in range(min(depth, nodes)):
-            tokens = hot[law(k, tokens, at).argmax(-1)]
-            chain.append(tokens)
-        found = zip(roots, torch.cat(chain, 1).tolist(), limits, origins, strict=True)
+        chains = _chains(roots, law, hot, min(depth, nodes)).tolist()
+        found = zip(roots, chains, limits, origins, strict=True)
         return [Draft.chain(root, row[:limit], origin=origin) for root, row, limit, origin in found]
-    rows = len(roots)
-    values = torch.zeros(rows, 1, dtype=torch.float64, device=hot.device)
-    at = beams = torch.zeros_like(tokens)
-    ends = torch.tensor(limits, device=hot.device)[:, None]
-    found_tokens, found_parents, found_values = [], [], []
-    count = 1  # nodes so far, the root included
+    tokens, parents, values = _paths(roots, law, hot, limits, width, nodes, choice)
+    order = np.argsort(-values, axis=-1, kind="stable")[:, :nodes]
+    values = np.take_along_axis(values, order, -1)
+    counts = np.isfinite(values).sum(-1).tolist()
+    if choice is not None:
+        counts = [min(pair) for pair in zip(counts, choice.sizes(values), strict=True)]
+    drafts = []
+    for row, (root, size, origin) in enumerate(zip(roots, counts, origins, strict=True)):
+        kept = np.sort(order[row, :size])  # each behind its parent
+        places = np.zeros(tokens.shape[1] + 1, dtype=np.int64)
+        places[kept + 1] = np.arange(1, size + 1)
+        own, above = tokens[row, kept].tolist(), places[parents[row, kept]].tolist()
+        drafts.append(Draft([root, *own], [-1, *above], None, [origin] * (size + 1)))
+    return drafts
+
+
+def _chains(roots: Sequence[int], law: Law, hot: Tensor, depth: int) -> Tensor:
+    """The best tokens [B, depth], one behind the other."""
+    tokens = torch.tensor(roots, device=hot.device)[:, None]
+    at, chain = torch.zeros_like(tokens), []
     for k in range(depth):
-        logits = law(k, tokens, at).float()
+        tokens = hot[law(k, tokens, at).argmax(-1)]
+        chain.append(tokens)
+    return torch.cat(chain, 1)
+
+
+def _paths(
+    roots: Sequence[int],
+    law: Law,
+    hot: Tensor,
+    limits: Sequence[int],
+    width: int,
+    nodes: int,
+    choice: Choice | None,
+) -> tuple[Array, Array, Array]:
+    """Tokens, parents and values [B, n] of all paths that the beams find, depth by depth. A parent of 0 is the root,
+    one of i the path i - 1."""
+    # Arrays this small take NumPy a fraction of torch's time; on a GPU every depth waits for its best tokens.
+    rows, at = len(roots), np.zeros((len(roots), 1), dtype=np.int64)
+    tokens, beams, values = np.array(roots)[:, None], at, np.zeros((rows, 1))
+    ends = np.array(limits)
+    found: list[tuple[Array, Array, Array]] = []  # of each depth tokens, parents and values [B, m]
+    count = 1  # nodes so far, the root included
+    for k in range(depth := max(limits)):
         wanted = 1 if width == 1 else max(nodes - k, width)
+        logits = law(k, torch.from_numpy(tokens).to(hot.device), torch.from_numpy(at).to(hot.device)).float()
         top, which = logits.topk(min(wanted, len(hot)))  # [B, w, m]
-        gains = top - logits.logsumexp(-1, keepdim=True)
+        gains = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
         if choice is not None:
             gains = choice.worth(k, gains)
-        total = (gains + values[..., None] - _CLOSER).flatten(1)
-        best, place = total.topk(min(wanted, total.shape[1]))
-        best = best.masked_fill(ends <= k, -torch.inf)
-        parent, token = place // which.shape[-1], hot[which.flatten(1).gather(1, place)]
-        found_tokens.append(token)
-        found_parents.append(beams.gather(1, parent))
-        found_values.append(best)
+        total = (gains + values[..., None] - _CLOSER).reshape(rows, -1)
+        place = np.argsort(-total, axis=-1, kind="stable")[:, :wanted]
+        best = np.take_along_axis(total, place, -1)
+        best[ends <= k] = -np.inf
+        token = np.take_along_axis(hot[which].cpu().numpy().reshape(rows, -1), place, -1)
+        parent = place // which.shape[-1]
+        found.append((token, np.take_along_axis(beams, parent, -1), best))
         tokens, values, at = token[:, :width], best[:, :width], parent[:, :width]
-        beams = torch.arange(count, count + tokens.shape[1], device=hot.device).expand(rows, -1)
+        beams = np.broadcast_to(np.arange(count, count + tokens.shape[1]), tokens.shape)
         count += token.shape[1]
         if choice is not None and k + 1 < depth:
             going = choice.more(k, best)
             if not any(going):
                 break
-            ends = torch.where(torch.tensor(going, device=hot.device)[:, None], ends, ends.clamp(max=k + 1))
-    values, order = torch.cat(found_values, 1).topk(min(nodes, count - 1))
-    counts = values.isfinite().sum(-1).tolist()
-    if choice is not None:
-        counts = [min(pair) for pair in zip(counts, choice.sizes(values), strict=True)]
-    # Their numbers by depth, each behind its parent: nodes that are not taken go behind all others.
-    taken = torch.arange(values.shape[1], device=hot.device) < torch.tensor(counts, device=hot.device)[:, None]
-    order = order.masked_fill(~taken, count - 1).sort(-1).values
-    place = torch.zeros(rows, count + 1, dtype=torch.long, device=hot.device)
-    place.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=hot.device).expand_as(order))
-    kept = order.clamp(max=count - 2)
-    parents = place.gather(1, torch.cat(found_parents, 1).gather(1, kept))
-    both = torch.stack([torch.cat(found_tokens, 1).gather(1, kept), parents]).tolist()
-    return [
-        Draft([root, *own[:size]], [-1, *above[:size]], None, [origin] * (size + 1))
-        for root, own, above, size, origin in zip(roots, *both, counts, origins, strict=True)
-    ]
+            ends = np.where(going, ends, np.minimum(ends, k + 1))
+    tokens, parents, values = (np.concatenate(parts, -1) for parts in zip(*found, strict=True))
+    return tokens, parents, values

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forerun.costs import Costs
 from forerun.decode import Generation
 from forerun.draft import Draft
-from forerun.drafters.beams import grow
+from forerun.drafters.beams import Array, grow
 from forerun.drafters.heads import HeadDrafter
 from forerun.runtime.hidden import HiddenLM
 from forerun.sampling import Verdict
@@ -22,10 +22,11 @@ from forerun.sampling import Verdict
 class LyannaDrafter(HeadDrafter):
     """Drafts `depth` states a step and makes a chain or tree of tokens of them.
 
-    Reuse of the logits that an earlier step left behind the new root: "add" gives them `weight` in the fresh ones (mode
-    A of our reading of the paper); "branch" makes a second branch of them, beside `nodes` fresh tokens (mode B); "free"
-    drafts from them alone, without running the head, where there are `least` of them or more (mode D, ours; for a
-    `least` of 1 it is mode C, all that is left verified in a forward of its own); "off" drops them.
+    Reuse of the logits that an earlier step left behind the new root: "add" gives them `weight` in the fresh ones,
+    whose tokens then count as reused (mode A of our reading of the paper); "branch" makes a second branch of them,
+    beside `nodes` fresh tokens (mode B); "free" drafts from them alone, without running the head, where there are
+    `least` of them or more (mode D, ours; for a `least` of 1 it is mode C, all that is left verified in a forward of
+    its own), in a batch that is decoded greedily where that holds for all rows; "off" drops them.
 
     With `costs`, depth and number of nodes are those that make a step's tokens a ms the most (`Budget`).
     """
@@ -58,6 +59,8 @@ class LyannaDrafter(HeadDrafter):
         roots = [seq.tokens[-1] for seq in seqs]
         left = [max(0, drawn - passed) for drawn, passed in zip(self.drawn, self.passed, strict=True)]
         free = [self.reuse == "free" and have >= self.least for have in left]
+        if self.greedy and not all(is_free or limit < 1 for is_free, limit in zip(free, limits, strict=True)):
+            free = [False] * len(seqs)  # the head runs for others anyway
         # At the start behind a single token there are no features.
         fresh = [row for row in rows if not free[row] and limits[row] > 0 and len(features[row])]
         other = None
@@ -77,6 +80,11 @@ class LyannaDrafter(HeadDrafter):
             self.head.crop(self._lengths)
             for row in fresh:  # as deep as it would be alone: what it does next must not depend on its neighbours
                 self.drawn[row] = budget.deep[row] if budget is not None else deep[row]
+        for row, old in self._old.items():
+            origins_of = drafts[row].origins
+            for node, depth in enumerate(drafts[row].depths):
+                if 0 < depth <= len(old):
+                    origins_of[node] = "reused"
         return drafts if other is None else [one.merge(more) for one, more in zip(drafts, other, strict=True)]
 
     def _budget(self, fresh: list[int], limits: list[int]) -> Budget:
@@ -203,14 +211,14 @@ class Budget:
         self.deep = [min(limit, 1) for limit in limits]
         self.sure: list[list[float]] = [[] for _ in limits]  # survival of the best paths so far
 
-    def worth(self, k: int, chances: Tensor) -> Tensor:
-        lines = torch.tensor([own[k] for own in self.curves], device=chances.device)
-        shift, slope, _ = lines[:, :, None, None].unbind(1)
-        return functional.logsigmoid(shift + slope * (chances - torch.log1p(-chances.exp().clamp(max=1 - 1e-6))))
+    def worth(self, k: int, chances: Array) -> Array:
+        shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
+        odds = chances - np.log1p(-np.exp(chances).clip(max=1 - 1e-6))
+        return -np.logaddexp(0, -shift - slope * odds)
 
-    def more(self, k: int, values: Tensor) -> list[bool]:
+    def more(self, k: int, values: Array) -> list[bool]:
         going = []
-        for row, survival in enumerate(values.exp().tolist()):
+        for row, survival in enumerate(np.exp(values).tolist()):
             self._see(row, survival)
             going.append(k + 1 < self.limits[row] and survival[0] > 0 and self._pays(row, k, survival[0]))
             if going[-1]:
@@ -228,8 +236,8 @@ class Budget:
         there, _ = self._rate(further[: len(self.prices.verify) - 1], self.spent[row] + self.going_on[row])
         return there > self._rate(self.sure[row], self.spent[row])[0]
 
-    def sizes(self, values: Tensor) -> list[int]:
-        return [self._rate(own, spent)[1] for own, spent in zip(values.exp().tolist(), self.spent, strict=True)]
+    def sizes(self, values: Array) -> list[int]:
+        return [self._rate(own, spent)[1] for own, spent in zip(np.exp(values).tolist(), self.spent, strict=True)]
 
     def _rate(self, survival: list[float], spent: float) -> tuple[float, int]:
         """The most tokens a ms that a step has which takes the first of these nodes, and how many those are."""

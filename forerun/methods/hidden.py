@@ -21,9 +21,9 @@ class Heads(Settings):
     """What methods with a head have in common: up to `depth` places ahead, `width` beams, the best `nodes` tokens of
     what they find; for a `width` of 1 a chain."""
 
-    depth: int = 4
+    depth: int = 8
     width: int = 1
-    nodes: int = 8
+    nodes: int = 12
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "nodes"):
@@ -40,11 +40,11 @@ class Lyanna(Heads):
     """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
     else the best `nodes` of a tree that is so many beams wide.
 
-    `reuse` of what an earlier step left behind a rejected token: "free" drafts from it alone where it holds `least`
-    places or more, "add" gives it `weight` in the fresh draft, "branch" makes a second branch of it, "off" drops it.
+    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft, "branch"
+    makes a second branch of it, "free" drafts from it alone where it holds `least` places or more, "off" drops it.
     """
 
-    reuse: str = "free"
+    reuse: str = "add"
     weight: float = 0.25
     least: int = 2
     name: ClassVar[str] = "lyanna"
@@ -75,7 +75,7 @@ class PacerLyanna(Lyanna):
     """Lyanna, `depth` and `nodes` being limits: each step goes as deep and takes as many tokens as its most probable
     paths are worth, by the head's calibration and what forwards cost here."""
 
-    depth: int = 8
+    depth: int = 12
     width: int = 2
     nodes: int = 15
     name: ClassVar[str] = "pacer-lyanna"
