@@ -32,6 +32,13 @@ class HeadDrafter:
         if hidden is None:
             hidden = torch.zeros(len(seqs), 0, self.head.width, dtype=self.head.dtype, device=self.head.device)
         self._pieces = [[hidden[row, : len(seq.tokens) - 1]] for row, seq in enumerate(seqs)]
+        if self.head.kind != "medusa" and any(len(own) > 1 for (own,) in self._pieces):
+            # Prompts are no part of the first step, which a guard judges; the last feature is, as it has an answer.
+            early = [own[:-1] for (own,) in self._pieces]
+            behind = [seq.tokens[1 : len(own) + 1] for seq, own in zip(seqs, early, strict=True)]
+            self.head.extend(early, behind if self.head.known else None)
+            for row, own in enumerate(early):
+                self.took(row, len(self._pieces[row][0]) - len(own))
 
     @property
     def features(self) -> list[Tensor]:

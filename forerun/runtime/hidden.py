@@ -30,6 +30,7 @@ class HiddenLM(Rows):
         logits: states [n, d] to logits [n, S], without token information.
         information: of tokens [..], T [.., S], for lyanna: a table's rows, or a product where that would be too large.
         states: how many places it looks ahead, for medusa.
+        known: whether the features of a text are run with the tokens behind them.
         curves: of the calibration, see `HiddenConfig`.
     """
 
@@ -37,6 +38,7 @@ class HiddenLM(Rows):
     def __init__(self, head: HiddenDrafter, target: CausalLM) -> None:
         config = head.config
         self.kind, self.width, self.states = config.kind, config.hidden_size, config.states
+        self.known = config.known or self.kind == "eagle"
         self.device, self.dtype = target.device, target.dtype
         self.hot = head.hot.to(self.device)
         self.curves = config.curves
@@ -54,7 +56,6 @@ class HiddenLM(Rows):
         self.both = product(fuse, one_row=True)
         if self.kind == "lyanna":
             self.alone = product(fuse[:, : self.width].contiguous(), one_row=True)
-            self.known = config.known
             if config.vocab_size * config.hot_size <= LARGEST_TABLE:
                 self.information: Product = functools.partial(functional.embedding, weight=head.table().to(self.dtype))
             else:
