@@ -73,6 +73,14 @@ def test_the_heads_rows(architecture: str) -> None:
     torch.testing.assert_close(features @ weight.T + bias, target.head(features)[:, tokens], rtol=1e-4, atol=1e-5)
 
 
+def test_token_information_that_is_too_large_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = CausalLM(tiny("llama"))
+    head, tokens = random_head(target), torch.tensor([[3, 5], [1, 3]])
+    table = HiddenLM(head, target).information(tokens)
+    monkeypatch.setattr("forerun.runtime.hidden.LARGEST_TABLE", 0)
+    torch.testing.assert_close(HiddenLM(head, target).information(tokens), table)
+
+
 WAYS = {
     "chain": Lyanna(reuse="off"),
     "free": Lyanna(depth=5, reuse="free", least=1),

@@ -17,19 +17,12 @@ from forerun.bench.sizes import Shape
 
 
 @torch.no_grad()
-def expand(
-    model: PreTrainedModel,
-    shape: Shape,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
+def expand(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
     """A model of that shape that says what the given one says: equal logits [.., V] for its V tokens, and for all
     others that of the token it finds least likely on the whole.
 
     Weights that cannot reach the output are random, so that the arithmetic is not on zeros. Rotation stays that of the
-    small model. Made on the device, tensor by tensor.
+    small model. Made on its device and in its dtype, tensor by tensor.
 
     Raises ValueError for architectures other than Llama and Qwen3, rotations other than the default, biases, and a
     shape that is smaller in anything, or whose heads do not hold the model's.
@@ -51,7 +44,7 @@ def expand(
         )
     if config.attention_bias or getattr(config, "mlp_bias", False):
         raise ValueError("a model with biases cannot be given another shape")
-    dtype, device = dtype or model.dtype, torch.device(device or model.device)
+    dtype, device = model.dtype, model.device
     wider = shape.hidden_size / small.hidden_size
     sizes: dict[str, Any] = config.to_dict() | asdict(shape)
     sizes |= {"tie_word_embeddings": False, "rms_norm_eps": config.rms_norm_eps / wider, "layer_types": None}
@@ -59,7 +52,7 @@ def expand(
         big: Any = type(model)(type(config)(**sizes))
     nn.Module.to(big, dtype).to_empty(device=device)
     big.model.rotary_emb = type(big.model.rotary_emb)(big.config).to(device)
-    old, random = dict(model.named_parameters()), torch.Generator(device).manual_seed(seed)
+    old, random = dict(model.named_parameters()), torch.Generator(device).manual_seed(0)
     place = _Places(shape, small, groups, device)
     for name, parameter in big.named_parameters():
         parameter.normal_(std=0.02, generator=random)
@@ -82,7 +75,7 @@ def expand(
         elif part in ("q_proj", "k_proj", "v_proj"):
             heads = place.queries if part == "q_proj" else place.keys
             # A norm behind queries would undo what makes up for attention's other scale; there it is in that norm.
-            scale = place.stretch if part == "q_proj" and not hasattr(big.model.layers[0].self_attn, "q_norm") else 1
+            scale = place.stretch if part == "q_proj" and type(model) is LlamaForCausalLM else 1
             parts = parameter.view(-1, shape.head_dim, shape.hidden_size)
             parts[heads] = 0
             parts[heads[:, None], place.within, : value.shape[1]] = (

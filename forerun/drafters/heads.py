@@ -34,11 +34,7 @@ class HeadDrafter:
         self._pieces = [[hidden[row, : len(seq.tokens) - 1]] for row, seq in enumerate(seqs)]
         if self.head.kind != "medusa" and any(len(own) > 1 for (own,) in self._pieces):
             # Prompts are no part of the first step, which a guard judges; the last feature is, as it has an answer.
-            early = [own[:-1] for (own,) in self._pieces]
-            behind = [seq.tokens[1 : len(own) + 1] for seq, own in zip(seqs, early, strict=True)]
-            self.head.extend(early, behind if self.head.known else None)
-            for row, own in enumerate(early):
-                self.took(row, len(self._pieces[row][0]) - len(own))
+            self.run(seqs, [own[:-1] for (own,) in self._pieces], left=1)
 
     @property
     def features(self) -> list[Tensor]:
@@ -48,18 +44,34 @@ class HeadDrafter:
                 own[:] = [torch.cat(own)]
         return [own[0] for own in self._pieces]
 
-    def took(self, row: int, left: int = 0) -> None:
-        """The head has run the row's features, all but so many last ones."""
+    def run(self, seqs: Sequence[Generation], features: list[Tensor], left: int = 0) -> Tensor:
+        """Has the head run these features, for each row all that it has but the `left` last ones, or none; the states
+        [B, d] behind them."""
+        behind = []
+        for seq, own in zip(seqs, features, strict=True):
+            end = len(seq.tokens) - left
+            behind.append(seq.tokens[end - len(own) : end])
+        states = self.head.extend(features, behind if self.head.known else None)
+        for row, own in enumerate(features):
+            self.forget(row, len(own))
+        return states
+
+    def forget(self, row: int, count: int) -> None:
+        """Drops the first `count` of a row's features."""
         (own,) = self._pieces[row]
-        self._pieces[row] = [own[len(own) - left :]]
+        self._pieces[row] = [own[count:]]
 
     def propose(self, seqs: Sequence[Generation]) -> Proposal:
-        self.seconds, self.forwards = 0.0, 0
-        drafts = self.draft(seqs, [min(self.depth, seq.room - 1) for seq in seqs])
+        self.seconds, self.forwards, features = 0.0, 0, self.features
+        # At the start behind a single token there are no features.
+        limits = [min(self.depth, seq.room - 1) if len(own) else 0 for seq, own in zip(seqs, features, strict=True)]
+        if max(limits) < 1:
+            return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
+        drafts = self.draft(seqs, features, limits)
         return Proposal(drafts, self.forwards, self.seconds)
 
-    def draft(self, seqs: Sequence[Generation], limits: list[int]) -> list[Draft]:
-        """A draft for each sequence, at most so deep."""
+    def draft(self, seqs: Sequence[Generation], features: list[Tensor], limits: list[int]) -> list[Draft]:
+        """A draft for each sequence, at most so deep; one of them at least is to have a token."""
         raise NotImplementedError
 
     def observe(
@@ -80,17 +92,9 @@ class EagleDrafter(HeadDrafter):
     """Each state is made of the one before and the token behind it, so every depth of a tree is a forward of the head
     on all beams (arXiv 2401.15077)."""
 
-    def draft(self, seqs: Sequence[Generation], limits: list[int]) -> list[Draft]:
-        head, features = self.head, self.features
-        limits = [limit if len(own) else 0 for limit, own in zip(limits, features, strict=True)]
-        roots = [seq.tokens[-1] for seq in seqs]
-        if max(limits) < 1:
-            return [Draft.root(root) for root in roots]
-        begun = perf_counter()
-        behind = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
-        states = head.extend(features, behind)[:, None]  # [B, w, d]
-        for row in range(len(seqs)):
-            self.took(row)
+    def draft(self, seqs: Sequence[Generation], features: list[Tensor], limits: list[int]) -> list[Draft]:
+        head, begun = self.head, perf_counter()
+        states = self.run(seqs, features)[:, None]  # [B, w, d]
         self.seconds += perf_counter() - begun
         self.forwards += 1
         lengths, rows = list(head.cache.lengths), torch.arange(len(seqs), device=head.device)[:, None]
@@ -109,7 +113,7 @@ class EagleDrafter(HeadDrafter):
             self.seconds += perf_counter() - begun
             return logits
 
-        drafts = grow(roots, law, head.hot, limits, self.width, self.nodes)
+        drafts = grow([seq.tokens[-1] for seq in seqs], law, head.hot, limits, self.width, self.nodes)
         head.crop(lengths)
         return drafts
 
@@ -117,24 +121,20 @@ class EagleDrafter(HeadDrafter):
 class MedusaDrafter(HeadDrafter):
     """All places ahead at once, each without knowing the tokens of the others (arXiv 2401.10774)."""
 
-    def draft(self, seqs: Sequence[Generation], limits: list[int]) -> list[Draft]:
-        head, features, begun = self.head, self.features, perf_counter()
+    def draft(self, seqs: Sequence[Generation], features: list[Tensor], limits: list[int]) -> list[Draft]:
+        head, begun = self.head, perf_counter()
         deep = min(self.depth, head.states)
-        limits = [min(limit, deep) if len(own) else 0 for limit, own in zip(limits, features, strict=True)]
-        roots = [seq.tokens[-1] for seq in seqs]
-        if max(limits) < 1:
-            return [Draft.root(root) for root in roots]
         nothing = torch.zeros(head.width, dtype=head.dtype, device=head.device)
         last = torch.stack([own[-1] if len(own) else nothing for own in features])
         for row, own in enumerate(features):
-            self.took(row, min(len(own), 1))
+            self.forget(row, max(len(own) - 1, 0))
         logits = head.logits(head.ahead(last, deep).flatten(0, 1)).view(len(seqs), deep, -1)
         self.seconds, self.forwards = perf_counter() - begun, 1
         return grow(
-            roots,
+            [seq.tokens[-1] for seq in seqs],
             lambda k, tokens, at: logits[:, k, None].expand(-1, tokens.shape[1], -1),
             head.hot,
-            limits,
+            [min(limit, deep) for limit in limits],
             self.width,
             self.nodes,
         )

@@ -54,15 +54,13 @@ class LyannaDrafter(HeadDrafter):
         self.drawn, self.passed = [0] * rows, [0] * rows
         self.prices: dict[int, Prices] = {}
 
-    def draft(self, seqs: Sequence[Generation], limits: list[int]) -> list[Draft]:
-        rows, features = range(len(seqs)), self.features
+    def draft(self, seqs: Sequence[Generation], features: list[Tensor], limits: list[int]) -> list[Draft]:
         roots = [seq.tokens[-1] for seq in seqs]
         left = [max(0, drawn - passed) for drawn, passed in zip(self.drawn, self.passed, strict=True)]
         free = [self.reuse == "free" and have >= self.least for have in left]
         if self.greedy and not all(is_free or limit < 1 for is_free, limit in zip(free, limits, strict=True)):
             free = [False] * len(seqs)  # the head runs for others anyway
-        # At the start behind a single token there are no features.
-        fresh = [row for row in rows if not free[row] and limits[row] > 0 and len(features[row])]
+        fresh = [row for row, limit in enumerate(limits) if not free[row] and limit > 0]
         other = None
         if self.reuse == "branch" and any(left):
             limited = [min(pair) for pair in zip(limits, left, strict=True)]
@@ -98,14 +96,11 @@ class LyannaDrafter(HeadDrafter):
 
     def _begin(self, seqs: Sequence[Generation], rows: list[int], features: list[Tensor]) -> Tensor:
         """The first states [B, d] of a draft for these rows."""
-        head, begun = self.head, perf_counter()
+        begun = perf_counter()
         self._rows = rows
-        new = [own if row in rows else own[:0] for row, own in enumerate(features)]
-        behind = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, new, strict=True)]
-        states = head.extend(new, behind if head.known else None)
-        self._lengths, self._deep = list(head.cache.lengths), 0
+        states = self.run(seqs, [own if row in rows else own[:0] for row, own in enumerate(features)])
+        self._lengths, self._deep = list(self.head.cache.lengths), 0
         for row in rows:
-            self.took(row)
             self.passed[row] = 0
         self.seconds += perf_counter() - begun
         self.forwards += 1

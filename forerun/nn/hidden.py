@@ -124,15 +124,11 @@ class HiddenDrafter(PreTrainedModel):
 
     def token_information(self, tokens: Tensor) -> Tensor:
         """T [.., S] of tokens [..]."""
-        return self.answer(functional.rms_norm(self.embed(tokens), (self.config.rank,)))
+        return self.answer(self.token_states(tokens))
 
-    def token_states(self) -> Tensor:
-        """norm(E) [V, r]."""
-        return functional.rms_norm(self.embed.weight, (self.config.rank,))
-
-    def table(self) -> Tensor:
-        """T [V, S] of every token."""
-        return self.token_information(torch.arange(self.config.vocab_size, device=self.hot.device))
+    def token_states(self, tokens: Tensor) -> Tensor:
+        """norm(E[v]) [.., r] of tokens [..]."""
+        return functional.rms_norm(self.embed(tokens), (self.config.rank,))
 
     def fused(self, states: Tensor, embedded: Tensor | None = None) -> Tensor:
         """What goes into the layers [.., d]: states [.., d] with the embeddings of the tokens behind them, or alone."""

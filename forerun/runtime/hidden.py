@@ -56,10 +56,12 @@ class HiddenLM(Rows):
         self.both = product(fuse, one_row=True)
         if self.kind == "lyanna":
             self.alone = product(fuse[:, : self.width].contiguous(), one_row=True)
+            every = torch.arange(config.vocab_size, device=head.hot.device)
             if config.vocab_size * config.hot_size <= LARGEST_TABLE:
-                self.information: Product = functools.partial(functional.embedding, weight=head.table().to(self.dtype))
+                table = head.token_information(every).to(self.dtype)
+                self.information: Product = functools.partial(functional.embedding, weight=table)
             else:
-                tokens, answer = head.token_states().to(self.dtype), product(head.answer.weight.to(self.dtype))
+                tokens, answer = head.token_states(every).to(self.dtype), product(head.answer.weight.to(self.dtype))
                 self.information = lambda ids: answer(tokens[ids].flatten(0, -2)).view(*ids.shape, -1)
         layers = [layer for layer in head.layers if isinstance(layer, Layer)]
         weights: list[LayerWeights] = [

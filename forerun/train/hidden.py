@@ -306,18 +306,18 @@ def measure(
         unrolled = drafter.unrolled(features, _embedded(drafter, judge, tokens), tokens, recipe.unroll)
         length = tokens.shape[1] - recipe.unroll
         kept = best == tokens.roll(-1, 1)  # where the window goes on with the target's best token
-        for use, of_use in cases.items():
-            seen = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
-            seen[:, : recipe.prompt] = False
-            for k, (state, information) in enumerate(unrolled, 1):
-                said = functional.linear(state, weight, bias)
-                if information is not None and use == "survival":
-                    said = said + information
+        output = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
+        output[:, : recipe.prompt] = False
+        seen = dict.fromkeys(uses, output)
+        for k, (state, information) in enumerate(unrolled, 1):
+            plain = functional.linear(state, weight, bias)
+            for use in uses:
+                said = plain + information if information is not None and use == "survival" else plain
                 chance, at = said[:, :length].log_softmax(-1).max(-1)
                 hit = drafter.hot[at] == best[:, k : k + length]
                 odds = chance - torch.log1p(-chance.exp().clamp(max=1 - 1e-6))
-                of_use[k - 1].append(torch.stack([odds, hit.float()], -1)[seen])
-                seen = seen & hit & kept[:, k : k + length]
+                cases[use][k - 1].append(torch.stack([odds, hit.float()], -1)[seen[use]])
+                seen[use] = seen[use] & hit & kept[:, k : k + length]
     curves = [_curve(torch.cat(parts)) for parts in cases["survival"]]
     shares = {
         use: [float(torch.cat(parts)[:, 1].mean().nan_to_num(0.0)) for parts in each] for use, each in cases.items()
