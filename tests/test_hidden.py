@@ -90,8 +90,8 @@ WAYS = {
     "tree": Lyanna(width=3, nodes=7, reuse="off"),
     "tree, free": Lyanna(depth=5, width=2, nodes=9, reuse="free", least=1),
     "tree, branch": Lyanna(depth=5, width=2, nodes=9, reuse="branch"),
-    "paced": PacerLyanna(depth=5, reuse="free", least=1),
-    "paced chain": PacerLyanna(width=1, reuse="add"),
+    "paced": PacerLyanna(depth=5, width=2, reuse="free", least=1),
+    "paced chain": PacerLyanna(reuse="add"),
     "eagle": Eagle(),
     "eagle, tree": Eagle(depth=3, width=2, nodes=7),
     "medusa": Medusa(),
@@ -213,23 +213,24 @@ def test_an_eagles_beams_are_what_it_says_of_their_paths() -> None:
             torch.testing.assert_close(two[row, beam], state[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_budget_takes_what_its_costs_allow() -> None:
+@pytest.mark.parametrize(("width", "block", "most", "least"), [(2, 1, 12, 1), (2, 4, 12, 4), (1, 1, 6, 1), (1, 4, 6, 4)])
+def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, least: int) -> None:
     target = CausalLM(tiny("llama"))
     head = HiddenLM(random_head(target), target)
 
     def drafted(costs: Costs, depth: int = 6) -> list[Draft]:
-        drafter = LyannaDrafter(head.fresh(), depth, 2, 12, "off", costs=costs)
+        drafter = LyannaDrafter(head.fresh(), depth, width, 12 if width > 1 else depth, "off", costs=costs, block=block)
         seqs = [Generation(list(range(2, 12)), 60) for _ in range(2)]
         hidden = torch.stack([features_of(target, seq.tokens[:-1]) for seq in seqs])
         drafter.start(seqs, hidden)
-        return drafter.propose(seqs).drafts
+        return drafter.propose(seqs)
 
     free = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0}))
-    assert [draft.drafted for draft in free] == [12, 12]
+    assert [draft.drafted for draft in free.drafts] == [most, most]
     dear = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}))
-    assert all(max(draft.depths) == 1 for draft in dear)
+    assert all(max(draft.depths) <= least for draft in dear.drafts) and dear.forwards == least
     tight = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
-    assert all(draft.drafted <= 1 for draft in tight)
+    assert all(draft.drafted <= 1 for draft in tight.drafts)
 
 
 def test_what_loading_refuses(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ Array = np.ndarray[Any, Any]
 
 
 class Choice(Protocol):
-    """How deep trees grow and how many nodes they take."""
+    """How deep trees grow and how many nodes they take.
+
+    Attributes:
+        block: how many places a chain grows by before it is asked whether to go on.
+    """
+
+    block: int
 
     def worth(self, k: int, chances: Array) -> Array:
         """What tokens with these log-probabilities [B, w, m] at depth k add to the values of paths that hold them: the
@@ -31,8 +37,12 @@ class Choice(Protocol):
         one first; one that does not has -inf from then on."""
         ...
 
-    def sizes(self, values: Array) -> list[int]:
-        """How many of its best paths each row takes, given their values [B, N], the best one first."""
+    def further(self, k: int, chances: list[list[float]]) -> bool:
+        """The same of chains, for any row, given the log-probabilities [B, n] of their tokens at depths k and on."""
+        ...
+
+    def sizes(self) -> list[int]:
+        """How many of its best paths each row takes."""
         ...
 
 
@@ -60,16 +70,16 @@ def grow(
     if depth < 1:
         return [Draft.root(root) for root in roots]
     origins = origins or ["draft"] * len(roots)
-    if width == 1 and choice is None:
-        chains = _chains(roots, law, hot, min(depth, nodes)).tolist()
-        found = zip(roots, chains, limits, origins, strict=True)
-        return [Draft.chain(root, row[:limit], origin=origin) for root, row, limit, origin in found]
+    if width == 1:
+        chains = _chains(roots, law, hot, min(depth, nodes), choice).tolist()
+        sizes = limits if choice is None else choice.sizes()
+        found = zip(roots, chains, sizes, origins, strict=True)
+        return [Draft.chain(root, row[:size], origin=origin) for root, row, size, origin in found]
     tokens, parents, values = _paths(roots, law, hot, limits, width, nodes, choice)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :nodes]
-    values = np.take_along_axis(values, order, -1)
-    counts = np.isfinite(values).sum(-1).tolist()
+    counts = np.isfinite(np.take_along_axis(values, order, -1)).sum(-1).tolist()
     if choice is not None:
-        counts = [min(pair) for pair in zip(counts, choice.sizes(values), strict=True)]
+        counts = [min(pair) for pair in zip(counts, choice.sizes(), strict=True)]
     drafts = []
     for row, (root, size, origin) in enumerate(zip(roots, counts, origins, strict=True)):
         kept = np.sort(order[row, :size])  # each behind its parent
@@ -80,13 +90,22 @@ def grow(
     return drafts
 
 
-def _chains(roots: Sequence[int], law: Law, hot: Tensor, depth: int) -> Tensor:
-    """The best tokens [B, depth], one behind the other."""
+def _chains(roots: Sequence[int], law: Law, hot: Tensor, depth: int, choice: Choice | None) -> Tensor:
+    """The best tokens [B, n], one behind the other, `depth` of them or fewer."""
     tokens = torch.tensor(roots, device=hot.device)[:, None]
-    at, chain = torch.zeros_like(tokens), []
+    at, chain, said = torch.zeros_like(tokens), [], []
     for k in range(depth):
-        tokens = hot[law(k, tokens, at).argmax(-1)]
+        logits = law(k, tokens, at)
+        tokens = hot[logits.argmax(-1)]
         chain.append(tokens)
+        if choice is not None:
+            said.append(logits)
+            if len(said) == choice.block or k + 1 == depth:
+                block = torch.cat(said, 1).float()  # [B, n, S]
+                chances = block.amax(-1) - block.logsumexp(-1)
+                if not choice.further(k + 1 - len(said), chances.tolist()):
+                    break
+                said = []
     return torch.cat(chain, 1)
 
 
@@ -107,8 +126,8 @@ def _paths(
     ends = np.array(limits)
     found: list[tuple[Array, Array, Array]] = []  # of each depth tokens, parents and values [B, m]
     count = 1  # nodes so far, the root included
-    for k in range(depth := max(limits)):
-        wanted = 1 if width == 1 else max(nodes - k, width)
+    for k in range(max(limits)):
+        wanted = max(nodes - k, width)
         logits = law(k, torch.from_numpy(tokens).to(hot.device), torch.from_numpy(at).to(hot.device)).float()
         top, which = logits.topk(min(wanted, len(hot)))  # [B, w, m]
         gains = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
@@ -124,7 +143,7 @@ def _paths(
         tokens, values, at = token[:, :width], best[:, :width], parent[:, :width]
         beams = np.broadcast_to(np.arange(count, count + tokens.shape[1]), tokens.shape)
         count += token.shape[1]
-        if choice is not None and k + 1 < depth:
+        if choice is not None:
             going = choice.more(k, best)
             if not any(going):
                 break

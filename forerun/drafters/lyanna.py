@@ -4,6 +4,9 @@ are chosen from all of them at the end, and states behind a rejected token are u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import exp, log1p
+from operator import mul
 from time import perf_counter
 
 import numpy as np
@@ -28,7 +31,8 @@ class LyannaDrafter(HeadDrafter):
     `least` of them or more (mode D, ours; for a `least` of 1 it is mode C, all that is left verified in a forward of
     its own), in a batch that is decoded greedily where that holds for all rows; "off" drops them.
 
-    With `costs`, depth and number of nodes are those that make a step's tokens a ms the most (`Budget`).
+    With `costs`, depth and number of nodes are those that make a step's tokens a ms the most (`Budget`), and states are
+    made in blocks of `block`.
     """
 
     def __init__(
@@ -41,9 +45,10 @@ class LyannaDrafter(HeadDrafter):
         weight: float = 0.25,
         least: int = 2,
         costs: Costs | None = None,
+        block: int = 1,
     ) -> None:
         super().__init__(head, depth, width, nodes)
-        self.reuse, self.weight, self.least, self.costs = reuse, weight, least, costs
+        self.reuse, self.weight, self.least, self.costs, self.block = reuse, weight, least, costs, block
 
     def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
         super().start(seqs, hidden)
@@ -92,7 +97,7 @@ class LyannaDrafter(HeadDrafter):
         if count not in self.prices:
             self.prices[count] = Prices(self.costs if self.greedy else self.costs.drawn, count, self.nodes)
         passed = [0 if row in fresh else passed for row, passed in enumerate(self.passed)]
-        return Budget(self.prices[count], self.head.curves, fresh, limits, passed)
+        return Budget(self.prices[count], self.head.curves, self.block, fresh, limits, passed)
 
     def _begin(self, seqs: Sequence[Generation], rows: list[int], features: list[Tensor]) -> Tensor:
         """The first states [B, d] of a draft for these rows."""
@@ -106,14 +111,15 @@ class LyannaDrafter(HeadDrafter):
         self.forwards += 1
         return states
 
-    def _run(self, state: Tensor, steps: int) -> None:
-        """Drafts so many states and then all of their logits."""
-        begun, states = perf_counter(), [state]
+    def _run(self, state: Tensor, steps: int) -> Tensor:
+        """Drafts so many states from the first one or behind the last one, and all of their logits; the last state."""
+        begun, states = perf_counter(), [self._next(state) if self._deep else state]
         for _ in range(steps - 1):
             states.append(self._next(states[-1]))
+        self.forwards += steps - (self._deep == 0)
         self._say(torch.stack(states, 1))
         self.seconds += perf_counter() - begun
-        self.forwards += steps - 1
+        return states[-1]
 
     def _next(self, states: Tensor) -> Tensor:
         nothing = states[:0]
@@ -147,13 +153,8 @@ class LyannaDrafter(HeadDrafter):
 
         def law(k: int, tokens: Tensor, at: Tensor) -> Tensor:
             nonlocal states
-            if states is not None:
-                begun = perf_counter()
-                if k:
-                    states = self._next(states)
-                    self.forwards += 1
-                self._say(states[:, None])
-                self.seconds += perf_counter() - begun
+            if states is not None and k == self._deep:
+                states = self._run(states, min(self.block, max(limits) - k))
             said = self.logits[:, k] if passed is None else self.logits[rows, (passed + k).clamp(max=self.depth - 1)]
             said = said[:, None] + head.information(tokens)
             for row, old in self._old.items():
@@ -189,22 +190,30 @@ class Budget:
     and a table of costs. Pacer's idea (arXiv 2602.01274) on a tree; the rule is ours.
 
     Attributes:
+        block: how many states are made at a time.
         deep: how many states each row has been given.
     """
 
     def __init__(
-        self, prices: Prices, curves: list[list[float]], fresh: list[int], limits: list[int], passed: list[int]
+        self,
+        prices: Prices,
+        curves: list[list[float]],
+        block: int,
+        fresh: list[int],
+        limits: list[int],
+        passed: list[int],
     ) -> None:
         """`fresh`: rows whose states are yet to be made; `limits`: how deep each may go; `passed`: how far behind the
         first place that they stand for the other rows' states begin, for the calibration."""
-        self.prices, self.limits = prices, limits
+        self.prices, self.block, self.limits = prices, block, limits
         self.curves = [
             [curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)] for at in passed
         ]  # of each row by depth
         self.going_on = [prices.state if row in fresh else 0.0 for row in range(len(limits))]
-        self.spent = list(self.going_on)
-        self.deep = [min(limit, 1) for limit in limits]
-        self.sure: list[list[float]] = [[] for _ in limits]  # survival of the best paths so far
+        self.deep = [min(limit, block) for limit in limits]
+        self.spent = [deep * each for deep, each in zip(self.deep, self.going_on, strict=True)]
+        self.sure: list[list[float]] = [[] for _ in limits]  # survival of the best paths so far, the best one first
+        self.ends = [1.0 if limit else 0.0 for limit in limits]  # survival of chains; 0 where they have ended
 
     def worth(self, k: int, chances: Array) -> Array:
         shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
@@ -212,27 +221,47 @@ class Budget:
         return -np.logaddexp(0, -shift - slope * odds)
 
     def more(self, k: int, values: Array) -> list[bool]:
-        going = []
+        going, nodes = [], len(self.prices.verify) - 1
         for row, survival in enumerate(np.exp(values).tolist()):
-            self._see(row, survival)
-            going.append(k + 1 < self.limits[row] and survival[0] > 0 and self._pays(row, k, survival[0]))
-            if going[-1]:
-                self.spent[row] += self.going_on[row]
-                self.deep[row] = k + 2
+            self.sure[row] = sorted([*self.sure[row], *survival], reverse=True)[:nodes]
+            going.append(self._goes_on(row, k, survival[0]))
         return going
 
-    def _see(self, row: int, survival: list[float]) -> None:
-        nodes = len(self.prices.verify) - 1
-        self.sure[row] = sorted([*self.sure[row], *survival], reverse=True)[:nodes]
+    def further(self, k: int, chances: list[list[float]]) -> bool:
+        for row, own in enumerate(chances):
+            for place, chance in enumerate(own[: self.limits[row] - k], k):
+                if not self.ends[row]:
+                    break
+                shift, slope, _ = self.curves[row][place]
+                odds = chance - log1p(-min(exp(chance), 1 - 1e-6))
+                self.ends[row] /= 1 + exp(-shift - slope * odds)
+                self.sure[row].append(self.ends[row])
+            if not self._goes_on(row, k + len(own) - 1, self.ends[row]):
+                self.ends[row] = 0.0
+        return any(self.ends)
 
-    def _pays(self, row: int, k: int, best: float) -> bool:
-        """Whether the usual token behind the best path is worth a state."""
-        further = sorted([*self.sure[row], best * self.curves[row][k + 1][2]], reverse=True)
-        there, _ = self._rate(further[: len(self.prices.verify) - 1], self.spent[row] + self.going_on[row])
+    def _goes_on(self, row: int, k: int, best: float) -> bool:
+        """Whether a row goes deeper than k + 1 places, its best path that long being `best` sure."""
+        steps = min(self.block, self.limits[row] - k - 1)
+        if steps < 1 or not best:
+            return False
+        if k + 1 < self.deep[row]:  # the states are there
+            return True
+        if not self._pays(row, k + 1, best, steps):
+            return False
+        self.spent[row] += steps * self.going_on[row]
+        self.deep[row] += steps
+        return True
+
+    def _pays(self, row: int, k: int, best: float, steps: int) -> bool:
+        """Whether the usual tokens behind the best path are worth so many states."""
+        usual = accumulate([best, *(mean for _, _, mean in self.curves[row][k : k + steps])], mul)
+        further = sorted([*self.sure[row], *list(usual)[1:]], reverse=True)[: len(self.prices.verify) - 1]
+        there, _ = self._rate(further, self.spent[row] + steps * self.going_on[row])
         return there > self._rate(self.sure[row], self.spent[row])[0]
 
-    def sizes(self, values: Array) -> list[int]:
-        return [self._rate(own, spent)[1] for own, spent in zip(np.exp(values).tolist(), self.spent, strict=True)]
+    def sizes(self) -> list[int]:
+        return [self._rate(own, spent)[1] for own, spent in zip(self.sure, self.spent, strict=True)]
 
     def _rate(self, survival: list[float], spent: float) -> tuple[float, int]:
         """The most tokens a ms that a step has which takes the first of these nodes, and how many those are."""

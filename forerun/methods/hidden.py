@@ -62,23 +62,36 @@ class Lyanna(Heads):
 
         assert parts.head is not None
         return LyannaDrafter(
-            parts.head.fresh(), *self.shape, self.reuse, self.weight, self.least, self.reckoning(parts)
+            parts.head.fresh(), *self.shape, self.reuse, self.weight, self.least, self.reckoning(parts), self.steps
         )
 
     def reckoning(self, parts: Parts) -> Costs | None:
         """The costs that it goes by, if any."""
         return None
 
+    @property
+    def steps(self) -> int:
+        """How many states it makes before it asks whether to make more, where it asks."""
+        return self.depth
+
 
 @dataclass(frozen=True)
 class PacerLyanna(Lyanna):
-    """Lyanna, `depth` and `nodes` being limits: each step goes as deep and takes as many tokens as its most probable
-    paths are worth, by the head's calibration and what forwards cost here."""
+    """Lyanna, `depth` and `nodes` being limits: each step goes as deep, in blocks of `block` states, and takes as many
+    tokens as its most probable paths are worth, by the head's calibration and what forwards cost here."""
 
-    depth: int = 12
-    width: int = 2
-    nodes: int = 15
+    depth: int = 16
+    nodes: int = 16
+    block: int = 4
     name: ClassVar[str] = "pacer-lyanna"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("block", self.block, 1)
+
+    @property
+    def steps(self) -> int:
+        return self.block
 
     @property
     def needs_costs(self) -> bool:

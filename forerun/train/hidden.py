@@ -6,6 +6,7 @@ Features are computed on the fly by the frozen target; nothing of them is writte
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from forerun.train.processes import Processes, processes
 SEED = 9000  # so that no draft was distilled on the same output
 LOSSES = ("law", "regression")
 LONGEST = 65536  # of a head whose target names no context
+REMEMBERED = 2**30  # bytes of features; windows that come again cost no forward of the target
 _OF_LOSS = ("loss", "unroll", "held")
 
 
@@ -71,6 +73,7 @@ def train_hidden(
     hot: float = 0.25,
     known: bool = True,
     work: Path | None = None,
+    compiled: bool = True,
     device: str | None = None,
     trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
@@ -78,6 +81,7 @@ def train_hidden(
     """Trains a head for this target and saves it in `out`; returns what validation says.
 
     `hot` is the hot set's share of the vocabulary, `rank` that of the token information; for `known` see HiddenDrafter.
+    `compiled`: with torch.compile, where there is a C++ compiler and training is long enough to gain by it.
     `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on, and
     the target's own output, which several heads may share. Under `accelerate launch` the processes train together, a
     batch each a step.
@@ -145,7 +149,7 @@ def train_hidden(
     drafter.hot.copy_(tokens)
     nn.Module.to(drafter, model.device)
     head = head_rows(judge, drafter.hot, size)
-    _fit(drafter, judge, head, learnt, held, recipe, folder, say, sharing)
+    _fit(drafter, judge, head, learnt, held, recipe, folder, compiled, say, sharing)
     if not sharing.is_first:
         return {}
     drafter.eval()
@@ -207,6 +211,33 @@ def features_of(judge: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return judge.hidden.float(), logits.float()
 
 
+@torch.no_grad()
+def _said(judge: CausalLM, features: Tensor) -> Tensor:
+    return judge.head(features.to(judge.model.dtype)).float()
+
+
+def judged(judge: CausalLM, windows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function from numbers [B] of windows [N, T] to what `features_of` gives for them. Where the features of all
+    fit into REMEMBERED bytes and lead to the logits, each window goes through the target once."""
+    features, logits = features_of(judge, windows[:1])
+    count, (length, size) = len(windows), features.shape[1:]
+    by_head = _said(judge, features)  # a model may cap or scale what its head says
+    if 2 * count * length * size > REMEMBERED or not torch.allclose(by_head, logits, atol=1e-2, rtol=1e-2):
+        return lambda rows: features_of(judge, windows[rows])
+    store = torch.empty(count, length, size, dtype=torch.bfloat16, device=windows.device)
+    stored = torch.zeros(count, dtype=torch.bool, device=windows.device)
+
+    def recall(rows: Tensor) -> tuple[Tensor, Tensor]:
+        new = rows[~stored[rows]].unique()
+        if len(new):
+            store[new] = features_of(judge, windows[new])[0].bfloat16()
+            stored[new] = True
+        features = store[rows].float()
+        return features, _said(judge, features)
+
+    return recall
+
+
 def _fit(
     drafter: HiddenDrafter,
     judge: CausalLM,
@@ -215,20 +246,36 @@ def _fit(
     held: np.ndarray,
     recipe: Recipe,
     work: Path,
+    compiled: bool,
     say: Callable[[str], None],
     sharing: Processes,
 ) -> None:
-    def batch(step: int) -> Tensor:
-        rows = np.random.default_rng([recipe.seed, step]).integers(len(learnt), size=recipe.batch)
-        return torch.from_numpy(learnt[rows])
+    windows = torch.from_numpy(learnt).to(judge.device)
+    # Compiling takes as long as some hundred steps.
+    fast = torch.compile(loss_of) if compiled and recipe.steps >= 500 and shutil.which("g++") else loss_of
 
-    def loss(tokens: Tensor) -> Tensor:
-        return loss_of(drafter, judge, head, tokens, recipe)
+    def batch(step: int) -> Tensor:
+        return torch.from_numpy(np.random.default_rng([recipe.seed, step]).integers(len(learnt), size=recipe.batch))
+
+    recall = judged(judge, windows)
+
+    def cast() -> torch.autocast:  # a third of the time, and no worse a head
+        return torch.autocast(judge.device.type, torch.bfloat16)
+
+    def loss(rows: Tensor) -> Tensor:
+        with cast():
+            tokens = windows[rows]
+            return fast(drafter, head, *recall(rows), tokens, _embedded(drafter, judge, tokens), recipe)
 
     @torch.no_grad()
     def evaluate() -> float:
-        rows = torch.from_numpy(held).to(judge.device).split(recipe.batch)
-        return float(torch.stack([loss(part) for part in rows]).mean())
+        with cast():
+            parts = torch.from_numpy(held).to(judge.device).split(recipe.batch)
+            values = [
+                loss_of(drafter, head, *features_of(judge, part), part, _embedded(drafter, judge, part), recipe)
+                for part in parts
+            ]
+        return float(torch.stack(values).mean())
 
     config = TrainConfig(
         steps=recipe.steps,
@@ -246,21 +293,18 @@ def _fit(
 
 
 def loss_of(
-    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], tokens: Tensor, recipe: Recipe
+    drafter: HiddenDrafter,
+    head: tuple[Tensor, Tensor],
+    features: Tensor,
+    logits: Tensor,
+    tokens: Tensor,
+    embedded: Tensor | None,
+    recipe: Recipe,
 ) -> Tensor:
     """The mean over all steps of drafts from all positions of windows [B, T]; a scalar. `head`: what `head_rows` gives
     for the hot set."""
-    with torch.autocast(tokens.device.type, torch.bfloat16):  # a third of the time, and no worse a head
-        return _loss_of(drafter, judge, head, tokens, recipe)
-
-
-def _loss_of(
-    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], tokens: Tensor, recipe: Recipe
-) -> Tensor:
-    features, logits = features_of(judge, tokens)
     weight, bias = (part.float() for part in head)
     laws = logits.softmax(-1)[..., drafter.hot]
-    embedded = _embedded(drafter, judge, tokens)
     losses = []
     for k, (state, information) in enumerate(drafter.unrolled(features, embedded, tokens, recipe.unroll), 1):
         said = functional.linear(state, weight, bias)

@@ -122,10 +122,9 @@ def train(
 ) -> None:
     """Trains `model` in place for `config.steps` steps and resumes from `out/checkpoint.safetensors` if it is there.
 
-    `loss(tokens [B, T+1]) -> scalar` is what is minimised, `batch(step)` gives its input, `evaluate()` the
-    validation loss. Processes that share the training take a batch each and average their gradients; the first one
-    writes. Losses go to `out/log.jsonl`, one object a line. Raises ValueError when `out` belongs to
-    a run with other settings.
+    `loss(batch) -> scalar` is what is minimised, `batch(step)` gives its input, `evaluate()` the validation loss.
+    Processes that share the training take a batch each and average their gradients; the first one writes. Losses go to
+    `out/log.jsonl`, one object a line. Raises ValueError when `out` belongs to a run with other settings.
     """
     sharing = sharing or Processes()
     if sharing.is_first:
@@ -143,19 +142,19 @@ def train(
     started, first = time.perf_counter(), step
     with (out / "log.jsonl" if sharing.is_first else Path(os.devnull)).open("a") as log:
         while step < config.steps:
-            tokens = batch(step * sharing.count + sharing.rank).to(device)
+            given = batch(step * sharing.count + sharing.rank).to(device)
             for optim in optims:
                 optim.zero_grad(set_to_none=True)
                 for group in optim.param_groups:
                     group["lr"] = config.lr * config.rate(step)
-            value = forward(tokens)
+            value = forward(given)
             value.backward()
             sharing.average(model)
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)
             for optim in optims:
                 optim.step()
             step += 1
-            record = {"step": step, "loss": round(float(value.detach()), 4), "tokens": tokens[:, 1:].numel()}
+            record = {"step": step, "loss": round(float(value.detach()), 4), "tokens": config.batch * config.length}
             if not math.isfinite(record["loss"]):
                 raise ValueError(f"the loss of step {step} is {record['loss']}: lower the learning rate ({config.lr})")
             if not sharing.is_first:

@@ -58,7 +58,8 @@ def ways(head: HiddenDrafter) -> dict[str, tuple[Method, HiddenDrafter | None]]:
         },
         "pacer-lyanna": (PacerLyanna(), head),
         "pacer-lyanna, no reuse": (PacerLyanna(reuse="off"), head),
-        "pacer-lyanna, a chain": (PacerLyanna(width=1), head),
+        **{f"pacer-lyanna, blocks of {block}": (PacerLyanna(block=block), head) for block in (1, 2, 8)},
+        "pacer-lyanna, 2 beams": (PacerLyanna(width=2), head),
     }
     return found
 
