@@ -106,12 +106,12 @@ class Decoder:
         guard: bool | None = None,
         sampling_method: Method | None = None,
         pre_verifier: str | Path | PreVerifier | None = None,
-        head: str | Path | HiddenDrafter | None = None,
+        head: str | Path | HiddenDrafter | HiddenLM | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of
-        weights: make a new Decoder when they have changed. A CausalLM is taken as it is; `CausalLM(model)` runs
-        transformers' own forward. `guard` is that of `load`. `sampling_method` takes the place of `method` where tokens
-        are drawn.
+        weights: make a new Decoder when they have changed. A CausalLM is taken as it is, as is a HiddenLM;
+        `CausalLM(model)` runs transformers' own forward. `guard` is that of `load`. `sampling_method` takes the place
+        of `method` where tokens are drawn.
 
         Raises ValueError for models that cannot run drafts and for pairs that do not fit together.
         """
@@ -159,12 +159,15 @@ class Decoder:
         assert self.draft is not None
         return load_pre_verifier(pre_verifier, self.target, self.draft, method.kind)
 
-    def head_for(self, method: Method, head: str | Path | HiddenDrafter | None) -> HiddenLM | None:
+    def head_for(self, method: Method, head: str | Path | HiddenDrafter | HiddenLM | None) -> HiddenLM | None:
         """The head that a method drafts with, if any; raises ValueError where it is not given or does not fit."""
         if method.head is None:
             return None
         if head is None:
-            raise ValueError(f"method {method.name!r} needs a head: train one with `forerun train lyanna`")
+            command = "forerun train lyanna" + ("" if method.head == "lyanna" else f" --kind {method.head}")
+            raise ValueError(f"method {method.name!r} needs a head: train one with `{command}`")
+        if isinstance(head, HiddenLM):
+            return head
         return HiddenLM(load_head(head, self.target, method.head), self.target)
 
     def read_phrases(self, path: str | Path) -> None:
@@ -503,14 +506,15 @@ def load(
         if profile is not None and unnamed:
             drawing = profile.sampling.build() if profile.sampling else chosen
             chosen = profile.greedy.build() if profile.greedy else chosen
-            tried = [each.pre_verifier for each in (profile.greedy, profile.sampling) if each is not None]
-            pre_verifier = pre_verifier or next((each for each in tried if each is not None), None)
+            tried = [each for each in (profile.greedy, profile.sampling) if each is not None]
+            pre_verifier = pre_verifier or next((each.pre_verifier for each in tried if each.pre_verifier), None)
+            head = head or next((each.head for each in tried if each.head), None)
         if costs is None and target == draft == EMBEDDED:
             costs = profiles.embedded_costs()
     if pre_verifier is None and target == draft == EMBEDDED:
         pre_verifier = bundled_layer(chosen, drawing)
     if head is None:
-        head = bundled_head(target, chosen.head)
+        head = bundled_head(target, chosen.head or (drawing.head if drawing is not None else None))
     drafting = chosen.needs_draft or (drawing is not None and drawing.needs_draft)
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target

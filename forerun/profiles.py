@@ -59,7 +59,8 @@ class Choice:
         temperature, top_p: what it was chosen for.
         tuned: {method: settings} the best settings of every method that was tried.
         prompts: what it was chosen on.
-        pre_verifier: the folder of the layer that was tried with it, where it is not the embedded pair's own.
+        pre_verifier, head: the folders of the layer and the head that were tried with it, where these are not the
+            embedded pair's own.
         date: in UTC.
     """
 
@@ -72,6 +73,7 @@ class Choice:
     tuned: dict[str, dict[str, Any]]
     prompts: dict[str, Any]
     pre_verifier: str | None
+    head: str | None
     date: str
 
     def build(self) -> Method:

@@ -213,7 +213,9 @@ def test_an_eagles_beams_are_what_it_says_of_their_paths() -> None:
             torch.testing.assert_close(two[row, beam], state[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("width", "block", "most", "least"), [(2, 1, 12, 1), (2, 4, 12, 4), (1, 1, 6, 1), (1, 4, 6, 4)])
+@pytest.mark.parametrize(
+    ("width", "block", "most", "least"), [(2, 1, 12, 1), (2, 4, 12, 4), (1, 1, 6, 1), (1, 4, 6, 4)]
+)
 def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, least: int) -> None:
     target = CausalLM(tiny("llama"))
     head = HiddenLM(random_head(target), target)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from toys import noisy_copy, tiny, tiny_tokenizer
+from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 
 from forerun import load, profiles
 from forerun.api import Decoder
@@ -22,7 +22,9 @@ from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.bench.tune import Prices, calibrate, candidates, choose_effort, finalists, screen
 from forerun.costs import Costs
 from forerun.decode import Step
-from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Method
+from forerun.loading import load_model
+from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Lyanna, Method
+from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.profiles import Choice, Pair, find, pair_of, read, save
 from forerun.runtime.costs import measure_costs
@@ -187,6 +189,14 @@ def test_methods_with_a_trained_layer_need_it(monkeypatch: pytest.MonkeyPatch) -
     assert {tune.kind(method) for method in found.values()} >= {"sd", "pacer block=1", "pacer block=4"}
 
 
+def test_methods_with_a_head_need_it_and_cost_what_it_costs() -> None:
+    assert not {"lyanna", "pacer-lyanna"} & {method.name for method in candidates(True).values()}
+    assert {method.name for method in candidates(False, layers=["lyanna"]).values()} >= {"lyanna", "pacer-lyanna"}
+    prices = Prices(Costs({1: 5.0, 9: 9.0}, {1: 1.0}, head={1: 0.25}), step_ms=1.0)
+    step = Step(0, (1,), ("bonus",), 8, 1, 0, 4, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert prices.step("lyanna", step) == 9 + 1 + 4 * 0.25 and prices.step("sd", step) == 9 + 1 + 4 * 1.0
+
+
 def test_rows_one_by_one_are_the_rows_together() -> None:
     decoder = Decoder(tiny("llama"), draft=noisy_copy(tiny("llama"), 0.02), method=SD(3), guard=False)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=9, temperature=1.0))
@@ -229,6 +239,7 @@ def a_choice(method: Method, temperature: float = 0.0) -> Choice:
         tuned={"sd": {"gamma": 7}},
         prompts={"dataset": "own.jsonl", "count": 3},
         pre_verifier=None,
+        head=None,
         date="2025-01-01 00:00:00 UTC",
     )
 
@@ -337,17 +348,26 @@ def test_load_uses_the_profile_of_its_pair_and_a_named_method_wins(folder: Path,
     assert load(target, draft=draft).draft is None  # nobody needs it
 
 
-def test_a_profile_says_which_layer_was_tried(folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_says_which_layer_and_head_were_tried(
+    folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
-        "forerun.api.Decoder", lambda *arguments: given.append(arguments[6]) or Decoder(*arguments[:3], SD(4))
+        "forerun.api.Decoder", lambda *arguments: given.append(arguments[6:]) or Decoder(*arguments[:3], SD(4))
     )
     target, draft = str(folder / "target"), str(folder / "draft")
-    save(pair_of(target, draft, None, None), "greedy", replace(a_choice(SD(4)), pre_verifier="own"), COSTS, {})
+    save(
+        pair_of(target, draft, None, None),
+        "greedy",
+        replace(a_choice(SD(4)), pre_verifier="own", head="top"),
+        COSTS,
+        {},
+    )
     load(target, draft=draft)
     load(target, draft=draft, pre_verifier="other")
+    load(target, draft=draft, head="mine")
     load(target, draft=draft, method="sd")
-    assert given == ["own", "other", None]
+    assert given == [("own", "top"), ("other", "top"), ("own", "mine"), (None, None)]
 
 
 def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: Path) -> None:
@@ -431,6 +451,25 @@ def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path) -> None
     used = json.loads(ran.stdout)["arguments"]["methods"]
     assert used["sd"] == found["tuned"]["sd"]
     assert used["lookup"] == found["tuned"]["lookup"] | {"gamma": 9}
+
+
+@pytest.mark.slow
+def test_tune_with_a_head(folder: Path, own_home: Path, tmp_path: Path) -> None:
+    target = CausalLM(load_model(folder / "target", "target", device="cpu"))
+    random_head(target).save_pretrained(tmp_path / "head")
+    asked = ["tune", "--target", str(folder / "target"), "--data", str(folder / "own.jsonl"), "--threads", "1"]
+    done = forerun(own_home, *asked, "--budget", "1", "--head", str(tmp_path / "head"), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["head"] == str(tmp_path / "head") and set(found["tuned"]) >= {"lyanna", "pacer-lyanna", "lookup"}
+    (path,) = (own_home / "profiles").iterdir()
+    profile = read(path)
+    save(profile.pair, "greedy", replace(a_choice(Lyanna()), head=found["head"]), profile.costs, profile.versions)
+    assert load(str(folder / "target"), device="cpu").method == Lyanna()
+    wrong = forerun(own_home, *asked, "--head", str(tmp_path))
+    assert (
+        wrong.returncode == 2 and f"--head takes the folder of a trained head, and '{tmp_path}' is none" in wrong.stderr
+    )
 
 
 @pytest.mark.slow

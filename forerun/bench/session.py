@@ -35,11 +35,11 @@ from forerun.loading import (
 )
 from forerun.methods import Oracle, Pacer, SeeingOracle, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
-from forerun.nn.hidden import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import identity
 from forerun.runtime import prepare
 from forerun.runtime.costs import measure_costs
+from forerun.runtime.hidden import HiddenLM
 from forerun.zoo import FOLDER, bundled_head
 
 
@@ -234,14 +234,14 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
     return found
 
 
-def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenDrafter]:
+def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     """The heads over hidden states that the plan's methods need, by kind. Raises ValueError where one is missing."""
     wanted = sorted({method.head for method in plan.methods.values() if method is not None and method.head})
     bundled = [bundled_head(plan.target, kind) for kind in wanted]
-    found: dict[str | None, HiddenDrafter] = {}
+    found: dict[str | None, HiddenLM] = {}
     for folder in [*filter(None, bundled), *map(Path, plan.head)] if wanted else ():
         head = load_head(folder, target)
-        found[head.config.kind] = head
+        found[head.config.kind] = HiddenLM(head, target)
     for kind in wanted:
         if kind not in found:
             raise ValueError(f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one")

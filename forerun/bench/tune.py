@@ -29,13 +29,14 @@ from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.bench.session import load_pair, load_prompts
 from forerun.costs import Costs
 from forerun.decode import Step
-from forerun.loading import load_config, load_pre_verifier
-from forerun.methods import AR, METHODS, Method, Pacer
+from forerun.loading import load_config, load_head, load_pre_verifier
+from forerun.methods import AR, METHODS, Lyanna, Method, Pacer
 from forerun.model import context_of
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import Choice, pair_of, save
-from forerun.runtime.costs import QUIET, measure_costs
-from forerun.zoo import EMBEDDED
+from forerun.runtime.costs import QUIET, head_costs, measure_costs
+from forerun.runtime.hidden import HiddenLM
+from forerun.zoo import EMBEDDED, bundled_head
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
 # they have one, is there.
@@ -49,6 +50,8 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "ouroboros": {"gamma": (6, 10, 16), "window": (0, 4), "suffixes": (0, 1)},
     "pacer-ouroboros": {"guesses": (1, 3), "ngram": (5, 9)},
     "lookahead": {"window": (0, 3)},
+    "lyanna": {"depth": (4, 8, 12)},
+    "pacer-lyanna": {"block": (2, 4), "width": (1, 2)},
 }
 FINALISTS = 3
 CALIBRATION = 0.1  # share of the budget for what a clock says beside the cost table
@@ -112,7 +115,7 @@ class Prices:
         # phrases are not decoded in batches here.)
         forwards = min(step.draft_forwards, step.drafted)
         if forwards:
-            ms += forwards * (self.costs.drafting(1) + self.token_ms.get(kind, 0.0))
+            ms += forwards * (drafting(self.costs, kind) + self.token_ms.get(kind, 0.0))
         return ms
 
     def speedup(self, kind: str, outcomes: Sequence[Outcome]) -> float:
@@ -124,12 +127,13 @@ class Prices:
 
 
 def candidates(draft: bool, thin: int = 1, layers: Collection[str | None] = ()) -> dict[str, Method]:
-    """The settings to try, by the names that tables show: with a draft or without, and with these trained layers."""
+    """The settings to try, by the names that tables show: with a draft or without, with these trained layers and
+    heads."""
     found: dict[str, Method] = {}
     for name, grid in GRID.items():
         if name not in METHODS or (METHODS[name].needs_draft and not draft):
             continue
-        if METHODS[name].layer not in (None, *layers):
+        if not {METHODS[name].layer, METHODS[name].head} <= {None, *layers}:
             continue
         made = [METHODS[name](**dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
         found |= {label(each): each for each in made[(thin - 1) // 2 :: thin] or made[:1]}
@@ -147,6 +151,13 @@ def kind(method: Method) -> str:
         return f"{method.name} window={method.window}"  # type: ignore[union-attr]
     block = getattr(method, "block", None)
     return method.name if block is None else f"{method.name} block={block}"
+
+
+def drafting(costs: Costs, kind: str) -> float:
+    """ms of what a method of this kind calls a draft's forward."""
+    if METHODS[kind.partition(" ")[0]].head is not None:
+        return costs.heading(1)
+    return costs.drafting(1) if costs.draft else 0.0
 
 
 def seconds(effort: Effort, settings: int, costs: Costs) -> tuple[float, float]:
@@ -179,9 +190,9 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
             outcomes[name].append(run([prompt], [seed], tokens))
     steps = {name: [step for each in own for row in each.steps or [] for step in row] for name, own in outcomes.items()}
     step_ms = undisturbed([1000 * step.seconds for step in steps[AR.name]]) - costs.verify(1)
-    draft_ms = costs.drafting(1) if costs.draft else 0.0
     token_ms = {}
     for name, own in steps.items():
+        draft_ms = drafting(costs, name)
         each = [
             (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / min(step.draft_forwards, step.drafted)
             - draft_ms
@@ -270,14 +281,15 @@ def tune(
     top_p: float = 1.0,
     budget: float = 150.0,
     pre_verifier: Path | None = None,
+    head: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Finds the fastest method, stores it in the pair's profile and returns what was found, for JSON.
 
     Of the plan: models, prompts, temperature, and `max_new_tokens` as the most that a prompt is given; its methods say
     no more than whether there is a draft. `files` are the prompts of `read_files`. `budget` is in seconds and may be
-    exceeded where the least that can be done takes longer. `pre_verifier` is the folder of a layer that was trained for
-    the pair; the embedded pair has its own.
+    exceeded where the least that can be done takes longer. `pre_verifier` and `head` are the folders of a layer trained
+    for the pair and of a head trained for the target; the embedded pair has its own.
 
     Raises ValueError for prompts and models that cannot be used, the former before weights are loaded.
     """
@@ -292,30 +304,35 @@ def tune(
     if (folder := pre_verifier or folder) is not None and draft is not None:
         layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)
     costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
+    heads: dict[str | None, HiddenLM] = {}
+    if (source := head or bundled_head(plan.target, Lyanna.head)) is not None:
+        heads[Lyanna.head] = HiddenLM(load_head(source, target, Lyanna.head), target)
+        costs = replace(costs, head=head_costs(heads[Lyanna.head]))
+    trained = [*layers, *heads]
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
 
     def runner(method: Method) -> Run:
         layer, drafting = layers.get(method.layer), draft if method.needs_draft else None
-        decoder = Decoder(target, None, drafting, method, guard=False, pre_verifier=layer)
+        decoder = Decoder(target, None, drafting, method, guard=False, pre_verifier=layer, head=heads.get(method.head))
         decoder.costs = costs
         return decoder_run(decoder, params)
 
     params = replace(plan.params(), top_p=top_p)
     rows = [list(prompt.tokens or ()) for prompt in prompts]
-    methods = candidates(draft is not None, layers=[*layers])
+    methods = candidates(draft is not None, layers=trained)
     kinds = {
         kind(each): [other for other in methods.values() if kind(other) == kind(each)] for each in methods.values()
     }
     tokens = max(8, min(64, plan.max_new_tokens, int(1000 * CALIBRATION * budget / (2 * len(kinds) * costs.verify(1)))))
     middle = {AR.name: runner(AR())} | {each: runner(of_kind[len(of_kind) // 2]) for each, of_kind in kinds.items()}
     prices = calibrate(costs, middle, rows[:2], tokens)
-    effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, prices, [*layers])
+    effort, guess = choose_effort(budget - (perf_counter() - begun), draft is not None, prices, trained)
     if guess > budget:
         say(f"about {guess:.0f} s, more than the budget of {budget:.0f} s: this is the least that tells methods apart")
     params = replace(params, max_new_tokens=min(effort.tokens, plan.max_new_tokens))
     prompts, rows = prompts[: effort.prompts], rows[: effort.prompts]
-    methods = candidates(draft is not None, effort.thin, [*layers])
+    methods = candidates(draft is not None, effort.thin, trained)
     runs = {name: runner(each) for name, each in ({AR.name: AR()} | methods).items()}
     turns = [rows[at : at + effort.rows] for at in range(0, min(3 * effort.rows, len(rows)), effort.rows)]
     say(f"{len(methods)} settings on {len(turns[0])} prompts, the better third on {sum(map(len, turns[1:]))} more")
@@ -364,6 +381,7 @@ def tune(
             "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         },
         pre_verifier=str(pre_verifier.resolve()) if pre_verifier is not None else None,
+        head=str(head.resolve()) if head is not None else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
     pair = pair_of(plan.target, plan.draft if draft is not None else None, plan.device, plan.dtype)

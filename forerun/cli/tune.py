@@ -42,6 +42,7 @@ def tune(
     pre_verifier: Annotated[
         Path | None, typer.Option(help="Folder of a pre-verifier that was trained for the pair.")
     ] = None,
+    head: Annotated[Path | None, typer.Option(help="Folder of a head that was trained for the target.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
@@ -61,6 +62,8 @@ def tune(
         raise ValueError("--pre-verifier needs a draft: give --draft")
     if pre_verifier is not None and not (pre_verifier / "config.json").is_file():
         raise ValueError(f"--pre-verifier takes the folder of a trained layer, and '{pre_verifier}' is none")
+    if head is not None and not (head / "config.json").is_file():
+        raise ValueError(f"--head takes the folder of a trained head, and '{head}' is none")
     SamplingParams(temperature=temperature, top_p=top_p)
     if not temperature and top_p < 1:
         raise ValueError(f"--top-p {top_p} needs a --temperature above 0: greedy decoding draws nothing")
@@ -85,7 +88,7 @@ def tune(
     from forerun.bench.tune import tune as run
 
     say = (lambda line: None) if as_json else _say
-    found = run(plan, files, top_p=top_p, budget=budget, pre_verifier=pre_verifier, say=say)
+    found = run(plan, files, top_p=top_p, budget=budget, pre_verifier=pre_verifier, head=head, say=say)
     if as_json:
         print(json.dumps(found))
         return
