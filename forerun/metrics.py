@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -152,3 +153,17 @@ def times(rows: Sequence[Sequence[Step]]) -> Times:
         rest=sum(step.seconds for step in steps) - draft - policy - verify,
         forward=sum(step.forward_seconds for step in steps),
     )
+
+
+Work = tuple[tuple[int, int, int, int], ...]
+
+
+def work(rows: Sequence[Sequence[Step]]) -> Work:
+    """What a batch did, as far as time depends on it: (how many steps, rows, nodes under the target's eyes in the
+    widest row, draft forwards), one for each kind of step that there was."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for at in range(max(map(len, rows))):
+        steps = [row[at] for row in rows if at < len(row)]
+        nodes, forwards = (max(getattr(step, name) for step in steps) for name in ("drafted", "draft_forwards"))
+        found[len(steps), nodes + 1, forwards] += 1
+    return tuple((count, *shape) for shape, count in sorted(found.items()))

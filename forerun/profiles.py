@@ -183,7 +183,7 @@ def embedded_costs() -> Costs | None:
     """What forwards of the embedded pair cost on one machine: where nothing is tuned, its methods do the same things
     everywhere."""
     stored = json.loads(read_text(FOLDER / "tuned.json")).get("costs")
-    return _costs(stored) if stored else None
+    return costs_of(stored) if stored else None
 
 
 def _name(source: str | Path) -> str:
@@ -222,10 +222,11 @@ def _profile(value: Any) -> Profile:
             found[mode].build()
             for name, settings in found[mode].tuned.items():
                 method(name, **settings)
-    return Profile(**found | {"pair": Pair(**_checked(Pair, found["pair"])), "costs": _costs(found["costs"])})
+    return Profile(**found | {"pair": Pair(**_checked(Pair, found["pair"])), "costs": costs_of(found["costs"])})
 
 
-def _costs(value: Any) -> Costs:
+def costs_of(value: Any) -> Costs:
+    """From JSON; raises ValueError for what is no table of costs."""
     found = dict(_checked(Costs, value))
     for part in ("target", "draft", "head"):
         table = found[part]

@@ -468,7 +468,7 @@ def test_first_difference() -> None:
 
 def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: str = "d") -> Record:
     stats = Stats(10, 5, 0, 8, 6, 5, 10 / rate, (3, 3), (3, 2))
-    return Record(round, dataset, batch, ["a"], method, stats, None, None, [method != "sd"], [])
+    return Record(round, dataset, batch, ["a"], method, stats, None, None, None, [method != "sd"], [])
 
 
 def test_speedups_are_paired() -> None:

@@ -18,8 +18,9 @@ from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 from forerun import load, profiles
 from forerun.api import Decoder
 from forerun.bench import tune
+from forerun.bench.prices import Prices
 from forerun.bench.runners import Outcome, Run, decoder_run
-from forerun.bench.tune import Prices, calibrate, candidates, choose_effort, finalists, screen
+from forerun.bench.tune import calibrate, candidates, choose_effort, finalists, screen
 from forerun.costs import Costs
 from forerun.decode import Step
 from forerun.loading import load_model

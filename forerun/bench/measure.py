@@ -10,7 +10,7 @@ import torch
 from forerun.bench.datasets import Prompt
 from forerun.bench.records import Group, Margins, Record, Records, first_difference
 from forerun.bench.runners import Outcome, Run
-from forerun.metrics import times
+from forerun.metrics import times, work
 from forerun.model import CausalLM
 
 WARM_UP = 16  # tokens
@@ -78,6 +78,7 @@ def group_records(
                 method=name,
                 stats=stats,
                 times=spent,
+                work=work(outcome.steps) if outcome.steps is not None else None,
                 prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
                 equal=equal,
                 differences=differences,

@@ -9,6 +9,7 @@ from typing import Any
 
 from forerun.bench.choose import ASSISTED, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
+from forerun.bench.roofline import read_costs
 from forerun.bench.sizes import SHAPES
 from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
@@ -31,6 +32,8 @@ class Plan:
         pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
         target_shape, draft_shape: names of SHAPES (forerun/bench/sizes.py): what the models say is then measured at the
             costs of these.
+        costs: what methods that reckon with costs go by (`forerun.bench.roofline.read_costs`), as if they ran there;
+            else what forwards cost here.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then say which value was best.
     """
@@ -58,6 +61,7 @@ class Plan:
     head: tuple[str, ...] = ()
     target_shape: str | None = None
     draft_shape: str | None = None
+    costs: str | None = None
     tune: str | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +91,8 @@ class Plan:
             for name, each in self.methods.items():
                 if each is None or each.head is not None:
                     raise ValueError(f"method {name!r} cannot be measured in another shape; leave it out")
+        if self.costs is not None:
+            read_costs(self.costs)
         check_datasets(self.datasets, self.data)
         resolve(self.target, "target")
         if self.needs_draft:
@@ -125,6 +131,7 @@ class Plan:
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
             "data": self.data.name if self.data else None,
             "pre_verifier": [model_name(folder) for folder in self.pre_verifier],
+            "costs": Path(self.costs).name if self.costs else None,
             "head": [model_name(folder) for folder in self.head],
             "target": model_name(self.target),
             "draft": model_name(self.draft) if self.draft and self.needs_draft else None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.files import read_text, write_text
-from forerun.metrics import Stats, Times
+from forerun.metrics import Stats, Times, Work
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
 Margins = dict[tuple[str, str, int, int | None], float]  # by dataset, prompt, position and the token said there
@@ -22,6 +22,7 @@ class Record:
     Attributes:
         prompts: ids of the batch's prompts.
         stats, times: counts and step times (seconds) of all rows; times is None where the method keeps no steps.
+        work: what the steps were (`forerun.metrics.work`), from which `forerun simulate` reckons; None likewise.
         prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
         equal: for each row whether it is the reference's greedy output; None when sampling.
         differences: where rows differ: row, position, both tokens (None behind the end) and the tokens before.
@@ -34,6 +35,7 @@ class Record:
     method: str
     stats: Stats
     times: Times | None
+    work: Work | None
     prefill_seconds: float | None
     equal: list[bool] | None
     differences: list[dict[str, Any]]
@@ -52,7 +54,8 @@ def parse(line: str) -> Record:
         key: tuple(value) if isinstance(value, list) else value for key, value in entry["stats"].items()
     }
     times = Times(**entry["times"]) if entry["times"] is not None else None
-    return Record(**entry | {"stats": Stats(**stats), "times": times})
+    work = tuple((count, rows, nodes, forwards) for count, rows, nodes, forwards in entry.get("work") or ())
+    return Record(**entry | {"stats": Stats(**stats), "times": times, "work": work or None})
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> dict[str, Any] | None:

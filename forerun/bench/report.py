@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from forerun.bench.choose import ASSISTED, takes_rows
 from forerun.bench.plan import Plan
 from forerun.bench.profile import PHASES
 from forerun.bench.records import Group, Margins, Record
+from forerun.costs import Costs
 from forerun.metrics import Times, total
 
 
@@ -101,7 +103,11 @@ def _mismatches(own: Sequence[Record], margins: Margins) -> list[dict[str, Any]]
 
 
 def results(
-    plan: Plan, prompts: dict[str, dict[str, Any]], records: Sequence[Record], margins: Margins
+    plan: Plan,
+    prompts: dict[str, dict[str, Any]],
+    records: Sequence[Record],
+    margins: Margins,
+    costs: Costs | None = None,
 ) -> dict[str, Any]:
     """What results.json holds."""
     datasets = {
@@ -115,6 +121,7 @@ def results(
         "datasets": datasets,
         **({"tuned": _tuned(plan, methods)} if plan.tune else {}),
         "reference": plan.reference if not plan.temperature else None,
+        "costs": asdict(costs) if costs is not None else None,
         "arguments": plan.arguments(),
         "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan, check_folder
 from forerun.bench.records import Records
 from forerun.bench.report import results, versions
+from forerun.bench.roofline import read_costs
 from forerun.bench.runners import Run, decoder_run
 from forerun.bench.shapes import difference, expand
 from forerun.bench.sizes import SHAPES
+from forerun.costs import Costs
 from forerun.files import read_text, write_text
 from forerun.lengths.oracle import Truth
 from forerun.loading import (
@@ -33,12 +36,12 @@ from forerun.loading import (
     load_pre_verifier,
     load_tokenizer,
 )
-from forerun.methods import Oracle, Pacer, SeeingOracle, SpecDec
+from forerun.methods import Lyanna, Oracle, Pacer, SeeingOracle, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import identity
 from forerun.runtime import prepare
-from forerun.runtime.costs import measure_costs
+from forerun.runtime.costs import head_costs, measure_costs
 from forerun.runtime.hidden import HiddenLM
 from forerun.zoo import FOLDER, bundled_head
 
@@ -67,7 +70,7 @@ def bench(
         _claim(out, plan.arguments() | {"prompts": facts} | _surroundings(plan), resume)
     if resume:
         records.resume(list(plan.methods))
-    runs, reference = _load(plan, tokenizer)
+    runs, reference, costs = _load(plan, tokenizer, kept=out is not None)
     _tell_oracles(plan, runs, datasets, say)
     measure(
         runs,
@@ -80,7 +83,7 @@ def bench(
         max_new_tokens=plan.max_new_tokens,
         say=say,
     )
-    found = results(plan, facts, records.all, margins(reference, datasets, records.all))
+    found = results(plan, facts, records.all, margins(reference, datasets, records.all), costs)
     if out is not None:
         from forerun.bench.plots import save_plots
 
@@ -248,8 +251,11 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     return found
 
 
-def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Run], CausalLM]:
-    """What runs each method, and the model that says the reference's output.
+def _load(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, kept: bool
+) -> tuple[dict[str, Run], CausalLM, Costs | None]:
+    """What runs each method, the model that says the reference's output, and what forwards cost: of this machine at
+    this time, where a method or a run that is kept wants to know, or as the plan gives it.
 
     All methods of ours share one target and one draft; transformers' own get plain models of their own.
     """
@@ -268,9 +274,11 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
     if draft is not None:
         layers = load_layers(plan, target, draft)
     heads = load_heads(plan, target)
-    costs = None
-    if any(method is not None and method.needs_costs for method in plan.methods.values()):
-        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))  # of this machine, at this time
+    costs = read_costs(plan.costs) if plan.costs is not None else None
+    if costs is None and (kept or any(each is not None and each.needs_costs for each in plan.methods.values())):
+        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
+        if Lyanna.head in heads:
+            costs = replace(costs, head=head_costs(heads[Lyanna.head]))
     for name, method in plan.methods.items():
         if method is None:
             assert peers is not None
@@ -284,7 +292,7 @@ def _load(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[s
             decoder.tokenizer = None  # making text is no part of what is measured
             decoder.truth = truth
             runs[name] = decoder_run(decoder, plan.params())
-    return runs, CausalLM(peers.target) if peers is not None else target
+    return runs, CausalLM(peers.target) if peers is not None else target, costs
 
 
 def _tell_oracles(

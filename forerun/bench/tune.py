@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from math import ceil
@@ -23,12 +23,12 @@ from forerun.api import Decoder, bundled_layer
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import measure
 from forerun.bench.plan import Plan
+from forerun.bench.prices import Prices, drafting, kind
 from forerun.bench.records import Records
 from forerun.bench.report import summary, versions
 from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.bench.session import load_pair, load_prompts
 from forerun.costs import Costs
-from forerun.decode import Step
 from forerun.loading import load_config, load_head, load_pre_verifier
 from forerun.methods import AR, METHODS, Lyanna, Method, Pacer
 from forerun.model import context_of
@@ -84,48 +84,6 @@ EFFORTS = (
 )
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What steps cost: the table of forwards, and what a clock says beside it.
-
-    Attributes:
-        costs: of forwards.
-        step_ms: of a step beyond its forwards.
-        token_ms: of a draft's forward beyond that of one token (choosing tokens, the length rule, guesses), by kind of
-            method.
-        start_ms: of a prompt, by kind of method.
-        load: the time that decoding took over that which these prices say: more than 1 on a machine that is busy.
-    """
-
-    costs: Costs
-    step_ms: float = 0.0
-    token_ms: Mapping[str, float] = field(default_factory=dict)
-    start_ms: Mapping[str, float] = field(default_factory=dict)
-    load: float = 1.0
-
-    @property
-    def plain_ms(self) -> float:
-        """A step without a draft."""
-        return self.costs.verify(1) + self.step_ms
-
-    def step(self, kind: str, step: Step) -> float:
-        """Modelled ms of a step, as if its sequence were decoded alone."""
-        ms = self.costs.verify(step.drafted + 1) + self.step_ms
-        # In a batch the draft goes on for other rows; a chain's own forwards are as many as its tokens. (Drafts by
-        # phrases are not decoded in batches here.)
-        forwards = min(step.draft_forwards, step.drafted)
-        if forwards:
-            ms += forwards * (drafting(self.costs, kind) + self.token_ms.get(kind, 0.0))
-        return ms
-
-    def speedup(self, kind: str, outcomes: Sequence[Outcome]) -> float:
-        """Of those outcomes over plain decoding of as many tokens."""
-        rows = [row for outcome in outcomes for row in outcome.steps or []]
-        ours = sum(self.step(kind, step) for row in rows for step in row) + len(rows) * self.start_ms.get(kind, 0.0)
-        tokens = sum(len(step.tokens) for row in rows for step in row)
-        return (tokens * self.plain_ms + len(rows) * self.start_ms.get(AR.name, 0.0)) / max(ours, 1e-9)
-
-
 def candidates(draft: bool, thin: int = 1, layers: Collection[str | None] = ()) -> dict[str, Method]:
     """The settings to try, by the names that tables show: with a draft or without, with these trained layers and
     heads."""
@@ -143,21 +101,6 @@ def candidates(draft: bool, thin: int = 1, layers: Collection[str | None] = ()) 
 def label(method: Method) -> str:
     """A method with those settings that its grid varies."""
     return " ".join([method.name, *(f"{key}={getattr(method, key)}" for key in GRID.get(method.name, ()))])
-
-
-def kind(method: Method) -> str:
-    """Methods of one kind spend the same on a draft's forward."""
-    if method.phrases is not None:
-        return f"{method.name} window={method.window}"  # type: ignore[union-attr]
-    block = getattr(method, "block", None)
-    return method.name if block is None else f"{method.name} block={block}"
-
-
-def drafting(costs: Costs, kind: str) -> float:
-    """ms of what a method of this kind calls a draft's forward."""
-    if METHODS[kind.partition(" ")[0]].head is not None:
-        return costs.heading(1)
-    return costs.drafting(1) if costs.draft else 0.0
 
 
 def seconds(effort: Effort, settings: int, costs: Costs) -> tuple[float, float]:
@@ -202,7 +145,7 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
         if each:
             token_ms[name] = max(undisturbed(each), -draft_ms)
     start_ms = {name: 1000 * undisturbed([_start(each) for each in own]) for name, own in outcomes.items()}
-    prices = Prices(costs, step_ms, token_ms, start_ms)
+    prices = Prices(costs, step_ms, token_ms=token_ms, start_ms=start_ms)
     took = sum(1000 * step.seconds for own in steps.values() for step in own)
     modelled = sum(prices.step(name, step) for name, own in steps.items() for step in own)
     return replace(prices, load=max(1.0, took / max(modelled, 1e-9)))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import bench, demo, generate, info, train, tune
+from forerun.cli import bench, demo, generate, info, simulate, train, tune
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of what they say.",
@@ -20,6 +20,7 @@ app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
+app.command("simulate")(simulate.simulate)
 app.command("tune")(tune.tune)
 app.add_typer(train.app, name="train")
 

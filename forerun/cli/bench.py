@@ -62,6 +62,10 @@ def bench(
         str | None, typer.Option(help=f"Measure the target in the size of another: {', '.join(SHAPES)}.")
     ] = None,
     draft_shape: Annotated[str | None, typer.Option(help="Likewise for the draft.")] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(help="What methods that reckon go by, FILE.json or as h100:llama-2-7b:llama-68m; see simulate."),
+    ] = None,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
@@ -96,6 +100,7 @@ def bench(
         head=tuple(head or ()),
         target_shape=target_shape,
         draft_shape=draft_shape,
+        costs=costs,
         tune=tune,
     )
     check_folder(out, resume)

@@ -1,0 +1,127 @@
+"""The speedups that recorded runs would have at other costs, without running anything.
+
+A run's records say what its steps were: how many tokens the target looked at, and how many forwards of the draft there
+were. Which tokens were accepted depends on the models alone; what each step would take is a matter of a cost table.
+Methods that go by costs should have gone by those costs: `forerun bench --costs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.bench.prices import Prices, fitted, kind
+from forerun.bench.records import Record, Records
+from forerun.bench.report import summary
+from forerun.costs import Costs
+from forerun.files import read_text
+from forerun.methods import Method, method
+from forerun.profiles import costs_of
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run of `forerun bench --out`.
+
+    Attributes:
+        methods: of ours, by the names that results use.
+        records: of these.
+        costs: what methods went by, with the name that --costs gave it, if it did.
+    """
+
+    methods: dict[str, Method]
+    records: list[Record]
+    costs: Costs
+    given: str | None
+    batch: int
+    versions: dict[str, Any]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        return {name: kind(each) for name, each in self.methods.items()}
+
+
+def read_run(folder: Path) -> Recorded:
+    """Raises ValueError where the folder holds no finished run, or one from before runs kept what this needs."""
+    try:
+        results = json.loads(read_text(folder / "results.json"))
+        arguments, costs = results["arguments"], costs_of(results["costs"])
+        methods = {
+            name: method(name.partition(".")[0], **settings)
+            for name, settings in arguments["methods"].items()
+            if not name.startswith("hf-")
+        }
+        records = Records(folder / "records.jsonl")
+        records.resume(list(arguments["methods"]))
+        own = [record for record in records.all if record.method in methods]
+        if not own or not all(record.work for record in own):
+            raise ValueError("its records do not say what steps were")
+        given, batch = arguments["costs"], arguments["batch"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder} holds no run of `forerun bench --out` that can be simulated: {error}") from None
+    return Recorded(methods, own, costs, given, batch, results["versions"])
+
+
+def simulated(run: Recorded, costs: Costs) -> dict[str, Any]:
+    """Speedups of the run's methods on a machine with these costs, where nothing else takes time but the policies that
+    the table knows of; by dataset, as `forerun.bench.report.summary` has them.
+
+    Raises ValueError for a table without a draft or a head that a method needs.
+    """
+    for name, each in run.methods.items():
+        for part, needed in (("draft", each.needs_draft), ("head", each.head is not None)):
+            if needed and not getattr(costs, part):
+                raise ValueError(f"method {name!r} needs the costs of a {part}; the table has none")
+    policies = {
+        kind(each): costs.policy / (getattr(each, "block", None) or 1) for each in run.methods.values() if each.layer
+    }
+    return _summaries(repriced(run.records, Prices(costs, token_ms=policies), run.kinds), run.batch)
+
+
+def check(run: Recorded, other: Recorded | None = None) -> dict[str, Any]:
+    """Measured and predicted speedups of prompts that the prediction knows nothing of but their steps: what steps take
+    beyond forwards is learnt from every other batch of the run, or from `other`, and the rest is predicted.
+
+    Raises ValueError for a run that went by other costs than its machine's, and for one with fewer than two batches.
+    """
+    for each in filter(None, (run, other)):
+        if each.given is not None:
+            raise ValueError(f"its methods went by {each.given}, not by what forwards cost there: give --costs")
+    learnt, asked = other.records if other is not None else [r for r in run.records if r.batch % 2 == 0], run.records
+    if other is None:
+        asked = [record for record in run.records if record.batch % 2]
+    if not asked:
+        raise ValueError("there is nothing to check on: the run has a single batch of each dataset")
+    prices = fitted((other or run).costs, learnt, (other or run).kinds)
+    predicted = _summaries(repriced(asked, prices, run.kinds), run.batch)
+    found = _summaries(asked, run.batch)
+    rows = {
+        dataset: {
+            name: {
+                "measured": each["speedup"],
+                "predicted": predicted[dataset][name]["speedup"],
+                "error": round(predicted[dataset][name]["speedup"] / each["speedup"] - 1, 4),
+            }
+            for name, each in methods.items()
+        }
+        for dataset, methods in found.items()
+    }
+    return {"datasets": rows, "prices": asdict(prices)}
+
+
+def repriced(records: Sequence[Record], prices: Prices, kinds: Mapping[str, str]) -> list[Record]:
+    """Records as if they had taken the time that the prices say."""
+
+    def seconds(record: Record) -> float:
+        kind = kinds[record.method]
+        return (prices.steps_ms(kind, record) + prices.start_ms.get(kind, 0.0)) / 1000
+
+    return [replace(record, stats=replace(record.stats, seconds=seconds(record))) for record in records]
+
+
+def _summaries(records: Sequence[Record], batch: int) -> dict[str, Any]:
+    datasets = dict.fromkeys(record.dataset for record in records)
+    return {name: summary([each for each in records if each.dataset == name], {}, batch) for name in datasets}
