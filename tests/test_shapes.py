@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from toys import random_head
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from forerun.bench.plan import Plan
 from forerun.bench.session import bench
-from forerun.bench.shapes import difference, expand
+from forerun.bench.shapes import difference, expand, expand_head
 from forerun.bench.sizes import SHAPES, Shape
 from forerun.methods import method
+from forerun.model import CausalLM
+from forerun.runtime.hidden import HiddenLM
 from forerun.zoo import EMBEDDED
 
 SMALL: dict[str, Any] = {
@@ -57,12 +60,44 @@ def test_a_big_model_says_what_the_small_one_says(architecture: str, kv_heads: i
     assert all(name.split(".")[-2] in ("o_proj", "down_proj") for name in idle) and len(idle) == 2 * 3
 
 
+@pytest.mark.parametrize(("shape", "hot"), [(BIG, 50), (replace(BIG, head_dim=8), 12)])
+@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+def test_a_head_says_in_another_shape_what_it_said(kind: str, shape: Shape, hot: int) -> None:
+    model = small("llama")
+    big = expand(model, shape)
+    told = random_head(CausalLM(model), hot, kind=kind)
+    for parameter in told.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    wide = expand_head(told, model, shape)
+    assert wide.config.hidden_size == 60 and len(wide.hot) == max(hot, 16) and wide.hot[:hot].tolist() == told.hot.tolist()
+    heads = []
+    for target, head in ((CausalLM(model), told), (CausalLM(big), wide)):
+        target.keeps_hidden = True
+        target.start([[]])
+        target.extend([[5, 7, 9, 11, 2]])
+        assert target.hidden is not None
+        lm = HiddenLM(head, target)
+        if kind == "medusa":
+            heads.append(lm.logits(lm.ahead(target.hidden[0, -1:], 3).flatten(0, 1)))
+            continue
+        lm.start(1)
+        states = [lm.extend([target.hidden[0]], [[7, 9, 11, 2, 4]])]
+        for token in (3, 8):
+            states.append(lm.extend([states[-1]], None if kind == "lyanna" else [[token]]))
+        logits = lm.logits(torch.cat(states))
+        heads.append(logits + lm.information(torch.tensor([3, 8, 49])) if kind == "lyanna" else logits)
+    torch.testing.assert_close(heads[1][:, :hot], heads[0], rtol=1e-3, atol=1e-3)
+    idle = [name for name, weight in wide.named_parameters() if not weight.any()]
+    assert not idle
+
+
 @pytest.mark.slow
 def test_a_bench_in_other_shapes_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded pair with its pre-verifier, between models a little larger."""
     monkeypatch.setitem(SHAPES, "wide", Shape(384, 17, 6, 6, 900, 4200, 64))
     monkeypatch.setitem(SHAPES, "wide draft", Shape(256, 3, 4, 4, 600, 4100, 64))
     methods = {"ar": method("ar"), "sd": method("sd"), "pacer": method("pacer", threshold=0.5)}
+    methods["lyanna"] = method("lyanna")
     asked: dict[str, Any] = {"target": EMBEDDED, "draft": EMBEDDED, "limit": 1, "rounds": 1, "max_new_tokens": 24}
     own = bench(Plan(methods, **asked), {}, None)
     wide = bench(Plan(methods, **asked, target_shape="wide", draft_shape="wide draft"), {}, None)

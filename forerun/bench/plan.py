@@ -89,7 +89,7 @@ class Plan:
                 raise ValueError(f"--{part}-shape must be one of {', '.join(SHAPES)}, not {shape!r}")
         if self.target_shape or self.draft_shape:
             for name, each in self.methods.items():
-                if each is None or each.head is not None:
+                if each is None:
                     raise ValueError(f"method {name!r} cannot be measured in another shape; leave it out")
         if self.costs is not None:
             read_costs(self.costs)

@@ -23,7 +23,7 @@ from forerun.bench.records import Records
 from forerun.bench.report import results, versions
 from forerun.bench.roofline import read_costs
 from forerun.bench.runners import Run, decoder_run
-from forerun.bench.shapes import difference, expand
+from forerun.bench.shapes import difference, expand, expand_head
 from forerun.bench.sizes import SHAPES
 from forerun.costs import Costs
 from forerun.files import read_text, write_text
@@ -244,6 +244,8 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     found: dict[str | None, HiddenLM] = {}
     for folder in [*filter(None, bundled), *map(Path, plan.head)] if wanted else ():
         head = load_head(folder, target)
+        if plan.target_shape is not None:
+            head = expand_head(head, load_model(plan.target, "target", **_how(plan)), SHAPES[plan.target_shape])
         found[head.config.kind] = HiddenLM(head, target)
     for kind in wanted:
         if kind not in found:

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from forerun.bench.sizes import Shape
+from forerun.nn.hidden import HiddenConfig, HiddenDrafter
 
 
 @torch.no_grad()
@@ -73,25 +74,77 @@ def expand(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
         elif value.ndim == 1:
             parameter[: len(value)] = (value * wider**-0.5).to(dtype)
         elif part in ("q_proj", "k_proj", "v_proj"):
-            heads = place.queries if part == "q_proj" else place.keys
             # A norm behind queries would undo what makes up for attention's other scale; there it is in that norm.
             scale = place.stretch if part == "q_proj" and type(model) is LlamaForCausalLM else 1
-            parts = parameter.view(-1, shape.head_dim, shape.hidden_size)
-            parts[heads] = 0
-            parts[heads[:, None], place.within, : value.shape[1]] = (
-                (value * scale).view(len(heads), -1, value.shape[1]).to(dtype)
-            )
+            place.project(parameter, value * scale, place.queries if part == "q_proj" else place.keys)
         elif part == "o_proj":
-            parts = parameter.view(shape.hidden_size, -1, shape.head_dim)
-            parts[: len(value), place.queries[:, None], place.within] = value.view(
-                len(value), len(place.queries), -1
-            ).to(dtype)
+            place.back(parameter, value)
         else:
             parameter[: value.shape[0], : value.shape[1]] = value.to(dtype)
     for name, module in big.named_modules():
         if name.endswith(("q_norm", "k_norm")):  # over a head's width, which grows by another factor
             module.variance_epsilon = config.rms_norm_eps * small.head_dim / shape.head_dim
     big.generation_config = model.generation_config
+    return big.eval()
+
+
+@torch.no_grad()
+def expand_head(head: HiddenDrafter, model: PreTrainedModel, shape: Shape) -> HiddenDrafter:
+    """The head over that model's states, for the model in that shape, where it says the same; its hot set is a quarter
+    of the vocabulary or what it was.
+
+    Raises ValueError as `expand` does.
+    """
+    config = head.config
+    small = Shape(**{name: getattr(config, name) for name in asdict(shape)})
+    inner = round(small.intermediate_size * shape.hidden_size / small.hidden_size)
+    # Layers of the target's shape, in which an eagle's wider MLP stays as much wider; medusa's blocks are only MLPs.
+    own = model.config.intermediate_size
+    inner = inner if config.kind == "medusa" else round(shape.intermediate_size * small.intermediate_size / own)
+    hot = max(config.hot_size, shape.vocab_size // 4)
+    sizes = config.to_dict() | asdict(shape) | {"intermediate_size": inner, "hot_size": hot}
+    wider = shape.hidden_size / small.hidden_size
+    sizes |= {"num_hidden_layers": config.num_hidden_layers, "rms_norm_eps": config.rms_norm_eps / wider}
+    big = HiddenDrafter(HiddenConfig(**sizes))
+    nn.Module.to(big, head.device)
+    groups = [each.num_attention_heads // each.num_key_value_heads for each in (shape, small)]
+    place = _Places(shape, small, groups, head.device)
+    unlikely = _least_likely(model)
+    others = torch.ones(shape.vocab_size, dtype=torch.bool, device=head.device)
+    others[head.hot] = False
+    big.hot.copy_(torch.cat([head.hot, others.nonzero()[:, 0].flip(0)])[:hot])  # the vocabulary's padding first
+    d, random = small.hidden_size, torch.Generator(head.device).manual_seed(0)
+    old = dict(head.named_parameters())
+    for name, parameter in big.named_parameters():
+        value, part = old[name].float(), name.split(".")[-2]
+        parameter.normal_(std=0.02, generator=random)
+        if part in ("out", "down"):
+            parameter.zero_()
+        if part == "fuse":
+            parameter[d:] = 0
+            parameter[:d, :d] = value[:, :d]
+            parameter[:d, shape.hidden_size :][:, :d] = value[:, d:] * wider**-0.5  # behind a norm over the width
+        elif part == "qkv":
+            into, parts = (
+                whole.split([each.head_dim * n for n in (each.num_attention_heads, *[each.num_key_value_heads] * 2)])
+                for each, whole in ((shape, parameter), (small, value))
+            )
+            place.project(into[0], parts[0] * place.stretch, place.queries)
+            for wide, each in zip(into[1:], parts[1:], strict=True):
+                place.project(wide, each, place.keys)
+        elif part == "out":
+            place.back(parameter, value)
+        elif part == "gate_up":
+            for into, half in zip(parameter.chunk(2), value.chunk(2), strict=True):
+                into[: len(half), :d] = half
+        elif part == "answer":
+            place_of = (head.hot == unlikely).nonzero()
+            parameter[:] = value[place_of[0, 0]] if len(place_of) else 0
+            parameter[: len(value)] = value
+        elif value.ndim == 1:
+            parameter[:d] = value * wider**-0.5
+        else:
+            parameter[: value.shape[0], : value.shape[1]] = value
     return big.eval()
 
 
@@ -105,6 +158,20 @@ class _Places:
         queries = torch.arange(small.num_attention_heads, device=device)
         self.queries = queries // groups[1] * groups[0] + queries % groups[1]
         self.stretch = step**0.5  # by which attention's own scale is smaller
+        self.size = shape.head_dim
+
+    def project(self, parameter: Tensor, value: Tensor, heads: Tensor) -> None:
+        """Into queries, keys or values [H D, d] of these heads."""
+        parts = parameter.view(-1, self.size, parameter.shape[1])
+        parts[heads] = 0
+        inner = value.view(len(heads), -1, value.shape[1])
+        parts[heads[:, None], self.within, : value.shape[1]] = inner.to(parameter.dtype)
+
+    def back(self, parameter: Tensor, value: Tensor) -> None:
+        """Into the way out of the heads [d, H D], which is zero."""
+        parts = parameter.view(len(parameter), -1, self.size)
+        inner = value.view(len(value), len(self.queries), -1)
+        parts[: len(value), self.queries[:, None], self.within] = inner.to(parameter.dtype)
 
 
 def _least_likely(model: PreTrainedModel) -> int:
