@@ -454,6 +454,7 @@ def load(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     fast: bool = True,
+    graphs: bool = False,
     guard: bool | None = None,
     pre_verifier: str | Path | PreVerifier | None = None,
     phrases: str | Path | None = None,
@@ -474,6 +475,8 @@ def load(
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
+        graphs: record forwards of a few tokens as CUDA graphs, for plain Llamas on a GPU; takes memory and some seconds
+            at first. Raises ValueError elsewhere.
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
         pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those of the embedded pair are
             there. Raises ValueError where it belongs to other models.
@@ -528,7 +531,7 @@ def load(
     def ready(source: str | Path | PreTrainedModel, part: str) -> CausalLM:
         model = load_model(source, part, **how)
         # A model that nobody else holds need not survive the packing of its weights.
-        return prepare(model, fast, in_place=isinstance(source, str | Path))
+        return prepare(model, fast, isinstance(source, str | Path), graphs)
 
     decoder = Decoder(
         ready(target, "target"),

@@ -69,7 +69,9 @@ def test_a_head_says_in_another_shape_what_it_said(kind: str, shape: Shape, hot:
     for parameter in told.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
     wide = expand_head(told, model, shape)
-    assert wide.config.hidden_size == 60 and len(wide.hot) == max(hot, 16) and wide.hot[:hot].tolist() == told.hot.tolist()
+    assert (
+        wide.config.hidden_size == 60 and len(wide.hot) == max(hot, 16) and wide.hot[:hot].tolist() == told.hot.tolist()
+    )
     heads = []
     for target, head in ((CausalLM(model), told), (CausalLM(big), wide)):
         target.keeps_hidden = True

@@ -32,6 +32,7 @@ class Plan:
         pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
         target_shape, draft_shape: names of SHAPES (forerun/bench/sizes.py): what the models say is then measured at the
             costs of these.
+        graphs: as in `forerun.load`.
         costs: what methods that reckon with costs go by (`forerun.bench.roofline.read_costs`), as if they ran there;
             else what forwards cost here.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
@@ -61,6 +62,7 @@ class Plan:
     head: tuple[str, ...] = ()
     target_shape: str | None = None
     draft_shape: str | None = None
+    graphs: bool = False
     costs: str | None = None
     tune: str | None = None
 

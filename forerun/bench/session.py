@@ -211,12 +211,12 @@ def _ready(plan: Plan, part: str) -> CausalLM:
     """The plan's target or draft, in the shape that it asks for. Raises ValueError where that says something else."""
     model, shape = load_model(getattr(plan, part), part, **_how(plan)), getattr(plan, f"{part}_shape")
     if shape is None:
-        return prepare(model, in_place=True)
+        return prepare(model, in_place=True, graphs=plan.graphs)
     big = expand(model, SHAPES[shape])
     apart, allowed = difference(model, big), 1e-4 if model.dtype == torch.float32 else 0.05
     if not apart <= allowed:
         raise ValueError(f"the {part} in the shape of {shape} says something else: its logits differ by {apart:.2g}")
-    ready = prepare(big, in_place=True)
+    ready = prepare(big, in_place=True, graphs=plan.graphs)
     ready.fingerprint = fingerprint(model)  # what was trained for the small one is for this one as well
     return ready
 

@@ -62,6 +62,7 @@ def bench(
         str | None, typer.Option(help=f"Measure the target in the size of another: {', '.join(SHAPES)}.")
     ] = None,
     draft_shape: Annotated[str | None, typer.Option(help="Likewise for the draft.")] = None,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Record forwards as CUDA graphs.")] = False,
     costs: Annotated[
         str | None,
         typer.Option(help="What methods that reckon go by, FILE.json or as h100:llama-2-7b:llama-68m; see simulate."),
@@ -100,6 +101,7 @@ def bench(
         head=tuple(head or ()),
         target_shape=target_shape,
         draft_shape=draft_shape,
+        graphs=graphs,
         costs=costs,
         tune=tune,
     )

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from forerun.model import CausalLM
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.packed import pack
+from forerun.runtime.recorded import Recorded
 
 
 def is_spread(model: PreTrainedModel) -> bool:
@@ -28,19 +29,28 @@ def is_as_made(model: PreTrainedModel) -> bool:
     return plain and all(map(is_untouched, model.modules()))
 
 
-def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -> CausalLM:
+def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, graphs: bool = False) -> CausalLM:
     """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
 
     Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
-    the model itself, which is good for nothing else then, and so needs no second copy of its weights. Raises ValueError
-    for models that cannot run drafts (see CausalLM).
+    the model itself, which is good for nothing else then, and so needs no second copy of its weights. `graphs` has
+    forwards of a few tokens recorded as CUDA graphs (`forerun.runtime.recorded`). Raises ValueError for models that
+    cannot run drafts (see CausalLM), and with `graphs` for what is no lean model on a GPU.
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
-    if not fast or is_spread(model) or not is_as_made(model):
+    lean = fast and not is_spread(model) and is_as_made(model)
+    forward = lean_forward(model, any_size=graphs) if lean else None
+    if graphs and (forward is None or model.device.type != "cuda"):
+        raise ValueError(
+            f"graphs need a plain Llama on a CUDA device, with fast forwards; this is {type(model).__name__} on "
+            f"{model.device}"
+        )
+    if not lean:
         return plain
-    forward = lean_forward(model)
     if forward is not None:
-        return CausalLM(model, forward)
+        quick = CausalLM(model, forward)
+        quick.recorded = Recorded(forward) if graphs else None
+        return quick
     packed = CausalLM(pack(model, in_place))
     packed.fingerprint = plain.fingerprint
     return packed

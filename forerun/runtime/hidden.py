@@ -67,10 +67,10 @@ class HiddenLM(Rows):
         weights: list[LayerWeights] = [
             (
                 layer.before_attention.weight.to(self.dtype),
-                [layer.qkv.weight.to(self.dtype)],
+                layer.qkv.weight.to(self.dtype),
                 layer.out.weight.to(self.dtype),
                 layer.before_mlp.weight.to(self.dtype),
-                [layer.gate_up.weight.to(self.dtype)],
+                layer.gate_up.weight.to(self.dtype),
                 layer.down.weight.to(self.dtype),
             )
             for layer in layers

@@ -19,21 +19,24 @@ from forerun.runtime.packed import Product, product
 
 # Bigger models spend their time in the products, and copies of their weights would cost more than they bring.
 LARGEST = 200_000_000
-LayerWeights = tuple[Tensor, Sequence[Tensor], Tensor, Tensor, Sequence[Tensor], Tensor]
+# Where queries that share keys are laid side by side, as attention there takes a mask or groups, not both.
+FOLDING = ("cuda",)
+LayerWeights = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
 _HOMES = {LlamaForCausalLM.__module__, "transformers.activations"}
 
 
-def lean_forward(model: PreTrainedModel) -> LeanForward | None:
+def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward | None:
     """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal, whether
     the last position's logits are enough, whether the LM head's input is wanted) -> logits [B, N or 1, V] and that
     input [B, N, d].
 
-    None for a model that is no plain Llama, has layers of others, or has over LARGEST parameters. Keeps copies of the
-    weights, fused, laid out for few rows and with the norms' gains in them: do not train or move the model afterwards.
+    None for a model that is no plain Llama, has layers of others, or, unless `any_size`, over LARGEST parameters. On a
+    CPU it keeps copies of the weights, fused and laid out for few rows; on a GPU the model's own become views of the fused
+    ones. Do not train or move the model afterwards.
     """
     config = model.config
-    if model.num_parameters() > LARGEST:
+    if model.num_parameters() > LARGEST and not any_size:
         return None
     if type(model) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         return None
@@ -46,10 +49,10 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
         weights = [
             (
                 layer.input_layernorm.weight,
-                [each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)],
+                _together(attention.q_proj, attention.k_proj, attention.v_proj),
                 attention.o_proj.weight,
                 layer.post_attention_layernorm.weight,
-                [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight],
+                _together(layer.mlp.gate_proj, layer.mlp.up_proj),
                 layer.mlp.down_proj.weight,
             )
             for layer in base.layers
@@ -63,19 +66,18 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
             base.rotary_emb.inv_freq,
             config.max_position_embeddings,
         )
-        head = layers.behind(base.norm.weight, model.lm_head.weight)
-        gain = base.norm.weight * width**0.5
+        normed, head, gain = layers.behind(base.norm.weight, model.lm_head.weight)
 
     def forward(
         ids: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, last_only: bool, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         rows, new = ids.shape
-        x = functional.embedding(ids.view(-1), base.embed_tokens.weight)
+        x = functional.embedding(ids.reshape(-1), base.embed_tokens.weight)
         x = layers(x, positions, cache, mask)
         if last_only and not wanted:  # a prompt needs no logits, and they would be the largest tensor of all
             x = x.view(rows, new, width)[:, -1]
-        x = layers.normed(x)
-        hidden = (x * gain).view(rows, -1, width) if wanted else None
+        x = normed(x)
+        hidden = (x if gain is None else x * gain).view(rows, -1, width) if wanted else None
         if last_only:
             x = x.view(rows, -1, width)[:, -1]
         return head(x).view(rows, -1, vocabulary), hidden
@@ -83,8 +85,17 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     return forward
 
 
+def _together(*linears: nn.Linear) -> Tensor:
+    """Their weights in one, and on a GPU theirs are views of it, as there would be no room for two of a big model."""
+    whole = torch.cat([each.weight for each in linears])
+    if whole.device.type != "cpu":
+        for each, part in zip(linears, whole.split([len(each.weight) for each in linears]), strict=True):
+            each.weight.data = part
+    return whole
+
+
 class LeanLayers:
-    """Llama's decoder layers in a few plain operations each. Keeps copies of the weights."""
+    """Llama's decoder layers in a few plain operations each. In float32 it keeps copies of the weights."""
 
     def __init__(
         self,
@@ -95,12 +106,12 @@ class LeanLayers:
         frequencies: Tensor,
         context: int,
     ) -> None:
-        """`weights`: of each layer the first norm's gain [d], queries, keys and values [(H + 2 G) D, d] in parts, the
-        way out [d, H D], the second norm's gain, gate and up [2 I, d] in parts, down [d, I]. `frequencies` [D / 2] of
-        the rotation."""
+        """`weights`: of each layer the first norm's gain [d], queries, keys and values [(H + 2 G) D, d], the way out
+        [d, H D], the second norm's gain, gate and up [2 I, d], down [d, I]. `frequencies` [D / 2] of the rotation."""
         self.heads, self.groups, self.size, self.context = heads, groups, 2 * len(frequencies), context
         first = weights[0][0]
         self.width, self.dtype, device = len(first), first.dtype, first.device
+        self.eps, self.folds = eps, device.type in FOLDING
         # RMSNorm is x / sqrt(|x|^2 + width * eps) but for factors that the next weight can carry: three small
         # operations.
         self.floor = torch.tensor((self.width * eps) ** 0.5, device=device)
@@ -109,19 +120,23 @@ class LeanLayers:
         )
         self.cosines, self.sines = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         self.sines[:, : self.size // 2].neg_()  # so that turning the halves around needs no negation of its own
-        self.layers = [
-            (self.behind(norm, *qkv), product(out, one_row=True), self.behind(second, *up), product(down, one_row=True))
-            for norm, qkv, out, second, up, down in weights
-        ]
+        self.layers = []
+        for norm, qkv, out, second, up, down in weights:
+            attention, mlp = self.behind(norm, qkv)[:2], self.behind(second, up)[:2]
+            self.layers.append((*attention, product(out, one_row=True), *mlp, product(down, one_row=True)))
 
     def normed(self, x: Tensor) -> Tensor:
         """RMSNorm without its gain and a factor of sqrt(d)."""
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / torch.hypot(size, self.floor)).to(self.dtype)
 
-    def behind(self, gain: Tensor, *weights: Tensor) -> Product:
-        """The product with weights, one above the other, of what `normed` gives, with that norm's gain."""
-        return product((torch.cat(weights).float() * gain.float() * self.width**0.5).to(self.dtype), one_row=True)
+    def behind(self, gain: Tensor, weight: Tensor) -> tuple[Product, Product, Tensor | None]:
+        """An RMSNorm with this gain and the product with a weight behind it, and what is missing in between: a factor
+        that the weight carries. In 16 bits, where it would round the weight, nothing is."""
+        if self.dtype != torch.float32:
+            return lambda x: functional.rms_norm(x, (self.width,), gain, self.eps), product(weight, one_row=True), None
+        factor = gain.float() * self.width**0.5
+        return self.normed, product(weight.float() * factor, one_row=True), factor
 
     def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
         """States [B N, d] behind the layers from those before, at positions [B, N]; masks as in `lean_forward`."""
@@ -131,16 +146,25 @@ class LeanLayers:
             past = cache.get_seq_length()
             # Added, not boolean: attention would turn that into this in every layer.
             mask = torch.full((new, past + new), -torch.inf, dtype=self.dtype, device=x.device).triu_(past + 1)
+        folded = self.folds and heads != groups and mask is not None
+        if folded:
+            assert mask is not None
+            mask = mask.repeat(*[1] * (mask.ndim - 2), heads // groups, 1)
         cos, sin = self.cosines[positions][:, None], self.sines[positions][:, None]
-        for (qkv, out, gate_up, down), stored in zip(self.layers, cache.layers, strict=True):
-            parts = qkv(self.normed(x)).view(rows, new, heads + 2 * groups, size).transpose(1, 2)
+        for (norm, qkv, out, second, gate_up, down), stored in zip(self.layers, cache.layers, strict=True):
+            parts = qkv(norm(x)).view(rows, new, heads + 2 * groups, size).transpose(1, 2)
             turned = parts[:, : heads + groups]  # queries and keys at once
             turned = turned * cos + turned.roll(size // 2, -1) * sin
             keys, values = stored.update(turned[:, heads:], parts[:, heads + groups :])
+            asked = turned[:, :heads]
+            if folded:
+                asked = asked.reshape(rows, groups, -1, size)
             attended = functional.scaled_dot_product_attention(
-                turned[:, :heads], keys, values, attn_mask=mask, enable_gqa=heads != groups
+                asked, keys, values, attn_mask=mask, enable_gqa=heads != groups and not folded
             )
+            if folded:
+                attended = attended.reshape(rows, heads, new, size)
             x = x + out(attended.transpose(1, 2).reshape(rows * new, heads * size))
-            gate, up = gate_up(self.normed(x)).chunk(2, -1)
+            gate, up = gate_up(second(x)).chunk(2, -1)
             x = x + down(functional.silu(gate) * up)
         return x
