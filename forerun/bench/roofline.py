@@ -77,15 +77,13 @@ def table(gpu: GPU, count: int, shape: str, head: bool = False) -> dict[int, flo
 
 def _forward(gpu: GPU, count: int, shape: Shape, width: int, tokens: int) -> float:
     keys = shape.num_key_value_heads * shape.head_dim
-    layer = 2 * shape.hidden_size * (shape.num_attention_heads * shape.head_dim + keys)
-    layer += 3 * shape.hidden_size * shape.intermediate_size
 
     def ms(weights: int, cached: int) -> float:
         memory = (weights * width + 2 * cached) / (gpu.memory * MEMORY * 1e6)
         arithmetic = 2 * weights * tokens / (gpu.tflops * (2 / width) * ARITHMETIC * 1e9)
         return max(memory, arithmetic) / count
 
-    each = max(ms(layer, 2 * keys * CONTEXT), LAYER_MS)
+    each = max(ms(shape.layer_weights, 2 * keys * CONTEXT), LAYER_MS)
     if count > 1:  # two all-reduces a layer, of the new tokens' states
         each += 2 * (REDUCE_MS + 2 * tokens * shape.hidden_size * 2 / (gpu.link * 1e6))
     return shape.num_hidden_layers * each + ms(shape.hidden_size * shape.vocab_size, 0)

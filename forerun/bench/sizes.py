@@ -17,6 +17,17 @@ class Shape:
     vocab_size: int
     head_dim: int = 128
 
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in a layer, but for its norms."""
+        heads = self.num_attention_heads + self.num_key_value_heads
+        return self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
+
+    @property
+    def weights(self) -> int:
+        """Numbers that a forward reads: all but the embeddings and norms."""
+        return self.num_hidden_layers * self.layer_weights + self.hidden_size * self.vocab_size
+
 
 # From the configurations that were published with these models.
 SHAPES = {

@@ -32,8 +32,8 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
     input [B, N, d].
 
     None for a model that is no plain Llama, has layers of others, or, unless `any_size`, over LARGEST parameters. On a
-    CPU it keeps copies of the weights, fused and laid out for few rows; on a GPU the model's own become views of the fused
-    ones. Do not train or move the model afterwards.
+    CPU it keeps copies of the weights, fused and laid out for few rows; on a GPU the model's own become views of the
+    fused ones. Do not train or move the model afterwards.
     """
     config = model.config
     if model.num_parameters() > LARGEST and not any_size:
