@@ -167,6 +167,8 @@ class Decoder:
             command = "forerun train lyanna" + ("" if method.head == "lyanna" else f" --kind {method.head}")
             raise ValueError(f"method {method.name!r} needs a head: train one with `{command}`")
         if isinstance(head, HiddenLM):
+            if head.kind != method.head:
+                raise ValueError(f"the head is of the kind {head.kind!r}; the method needs {method.head!r}")
             return head
         return HiddenLM(load_head(head, self.target, method.head), self.target)
 

@@ -11,6 +11,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,7 +233,9 @@ def costs_of(value: Any) -> Costs:
         table = found[part]
         if not isinstance(table, dict) or not (table or part != "target"):
             raise ValueError(f"costs.{part} must be a table")
-        if not all(key.isdecimal() and isinstance(ms, int | float) and ms >= 0 for key, ms in table.items()):
+        if not all(key.isdecimal() and isinstance(ms, int | float) and 0 <= ms < inf for key, ms in table.items()):
             raise ValueError(f"costs.{part} must be milliseconds by numbers of tokens")
+        if part == "target" and not all(table.values()):
+            raise ValueError("costs.target must be above 0")
         found[part] = {int(key): float(ms) for key, ms in table.items()}
     return Costs(**found)

@@ -25,7 +25,8 @@ from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
 from forerun.model import CausalLM
 from forerun.nn.hidden import hot_set
 from forerun.runtime.hidden import HiddenLM, head_rows
-from forerun.train.hidden import Recipe, train_hidden
+from forerun.train.hidden import Recipe, judged, train_hidden
+from forerun.train.hidden import features_of as trained_on
 from forerun.zoo.quantise import save_quantised
 
 EVEN = torch.arange(3)
@@ -280,6 +281,11 @@ def test_settings_are_checked() -> None:
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             method("lyanna", **{name: value})
+    with pytest.raises(ValueError, match="block must be at least 1"):
+        method("pacer-lyanna", block=0)
+    target = CausalLM(tiny("llama"))
+    with pytest.raises(ValueError, match="of the kind 'medusa'; the method needs 'lyanna'"):
+        Decoder(target, method=Lyanna(), head=HiddenLM(random_head(target, kind="medusa"), target))
 
 
 def trainable(folder: Path) -> tuple[str, list[str]]:
@@ -325,6 +331,32 @@ def test_training_learns_and_resumes(kind: str, tmp_path: Path) -> None:
     assert any("resuming again at step 40" in line for line in said)
     for name, value in load_head(tmp_path / "again", judge, kind).state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("model", ["llama", "capped"])
+def test_features_are_remembered_where_they_lead_to_the_logits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = CausalLM(tiny("llama"))
+    windows = torch.randint(judge.vocab_size, (6, 9), generator=torch.Generator().manual_seed(0))
+    asked: list[int] = []
+    forward = judge.model.forward
+
+    def counted(input_ids: Tensor, **more: Any) -> Any:
+        asked.append(len(input_ids))
+        found = forward(input_ids=input_ids, **more)
+        if model == "capped":
+            found.logits = found.logits.tanh()
+        return found
+
+    monkeypatch.setattr(judge.model, "forward", counted)
+    recall = judged(judge, windows)
+    asked.clear()
+    for rows in ([3, 1, 3], [1, 4], [3, 4, 1]):
+        features, logits = recall(torch.tensor(rows))
+        wanted = trained_on(judge, windows[rows])
+        torch.testing.assert_close(features, wanted[0], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(logits, wanted[1], rtol=3e-2, atol=3e-2)
+        asked.pop()  # that of what is wanted
+    assert asked == ([2, 1] if model == "llama" else [3, 2, 3])
 
 
 @pytest.mark.parametrize("way", WAYS)

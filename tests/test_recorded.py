@@ -77,6 +77,19 @@ def test_fixed_shapes_equal_the_stock_forward(
     assert isinstance(quick.recorded, Recorded) and quick.recorded.shapes
 
 
+def test_sixteen_bits_are_near_the_stock_forward() -> None:
+    model = llama("cpu").to(torch.bfloat16)  # type: ignore[arg-type]
+    plain, quick = CausalLM(model), replayed(model)
+    for lm in (plain, quick):
+        lm.keeps_hidden = True
+        lm.start([[5, 9, 3, 7, 7, 2]])
+    for chain in ([4], [1, 2, 3]):
+        ours, theirs = (lm.extend([chain])[0].float() for lm in (quick, plain))
+        assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
+        assert quick.hidden is not None and plain.hidden is not None
+        assert (quick.hidden - plain.hidden).abs().max() < 0.03 * plain.hidden.abs().max()
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "ar": {},
     "sd": {"gamma": 3},

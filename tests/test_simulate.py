@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +16,7 @@ from toys import noisy_copy, tiny, tiny_tokenizer
 from forerun.bench.prices import Prices, fitted, kind
 from forerun.bench.records import Record, Records
 from forerun.bench.roofline import COUNTS, GPUS, read_costs, table
-from forerun.bench.simulate import repriced
+from forerun.bench.simulate import Recorded, check, repriced
 from forerun.costs import Costs
 from forerun.decode import Step
 from forerun.methods import Lookup, PacerLyanna, method
@@ -64,8 +65,43 @@ def test_prices_come_back_from_what_they_made() -> None:
         assert after.stats.seconds == pytest.approx(before.stats.seconds, rel=1e-3)
 
 
+def test_a_check_sees_what_the_prices_do_not_say() -> None:
+    """Batches with an even number teach; those with an odd one are told."""
+    prices = Prices(COSTS, 0.2, 0.7, {"sd": 0.1})
+    methods = {"ar": method("ar"), "sd": method("sd")}
+    shapes: dict[str, list[Work]] = {
+        "ar": [((40, 1, 1, 0),), ((30, 1, 1, 0),)],
+        "sd": [((9, 1, 6, 5), (1, 1, 1, 0)), ((8, 1, 6, 5), (2, 1, 3, 2))],
+    }
+
+    def recorded(slower: float) -> Recorded:
+        records = []
+        for name, works in shapes.items():
+            for batch, steps in enumerate(works):
+                ms = prices.steps_ms(name, record(name, batch, steps, 0.0))
+                times = slower if name == "sd" and batch else 1.0
+                records.append(record(name, batch, steps, times * ms / 1000, prefill=0.0))
+        return Recorded(methods, records, COSTS, None, 1, False)
+
+    for slower in (1.0, 1.25):
+        (found,) = check(recorded(slower))["datasets"].values()
+        assert list(found) == ["ar", "sd"] and found["ar"]["error"] == 0
+        assert found["sd"]["error"] == pytest.approx(slower - 1, abs=2e-3)
+    with pytest.raises(ValueError, match="nothing is known of 'sd'"):
+        check(recorded(1.0), replace(recorded(1.0), methods={"ar": method("ar")}))
+    with pytest.raises(ValueError, match="went by h100"):
+        check(replace(recorded(1.0), given="h100"))
+    single = recorded(1.0)
+    with pytest.raises(ValueError, match="nothing to check on"):
+        check(replace(single, records=[each for each in single.records if not each.batch]))
+
+
 def test_kinds_tell_apart_what_costs_otherwise() -> None:
-    assert kind(Lookup()) == "lookup" and kind(PacerLyanna(block=2)) == "pacer-lyanna block=2 width=1"
+    assert (
+        kind(method("pacer")) == "pacer"
+        and kind(Lookup()) == "lookup"
+        and kind(PacerLyanna(block=2)) == "pacer-lyanna block=2 width=1"
+    )
     assert kind(method("ouroboros", window=3)) == "ouroboros window=3"
 
 
@@ -101,6 +137,8 @@ def test_given_costs(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             read_costs(text)
     for text in (
+        '{"target": {"1": 0}}',
+        '{"target": {"1": Infinity}}',
         '{"target": {}}',
         '{"draft": {"1": 2}}',
         '{"target": {"1": -1}}',
@@ -190,6 +228,7 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         ((str(run), "--costs", str(one)), "method 'sd' needs the costs of a draft; the table has none"),
         ((str(run), "--costs", str(one), "--learn", str(run)), "--learn is of no use with --costs"),
         ((str(run), "--costs", "h100"), "takes FILE.json or GPU"),
+        ((str(run), "--costs", "h1005:llama-2-7b"), "the GPU must be one of"),
     ):
         done = forerun("simulate", *arguments)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -26,6 +26,7 @@ def measure(
     seed: int,
     reference: str | None,
     max_new_tokens: int,
+    warm_up: int = WARM_UP,
     say: Callable[[str], None],
 ) -> None:
     """Measures what `records` does not have yet.
@@ -36,7 +37,7 @@ def measure(
     """
     first = next(iter(datasets.values()))[:batch]
     for run in runs.values():
-        run([_ids(row) for row in first], [seed + i for i in range(len(first))], min(WARM_UP, max_new_tokens))
+        run([_ids(row) for row in first], [seed + i for i in range(len(first))], min(warm_up, max_new_tokens))
     names, done = list(runs), records.groups
     for number in range(rounds):
         for dataset, prompts in datasets.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.bench.choose import ASSISTED, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
-from forerun.bench.roofline import read_costs
+from forerun.bench.roofline import check_costs, read_costs
 from forerun.bench.sizes import SHAPES
 from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
@@ -94,7 +94,8 @@ class Plan:
                 if each is None:
                     raise ValueError(f"method {name!r} cannot be measured in another shape; leave it out")
         if self.costs is not None:
-            read_costs(self.costs)
+            ours = {name: each for name, each in self.methods.items() if each is not None}
+            check_costs(read_costs(self.costs), ours)
         check_datasets(self.datasets, self.data)
         resolve(self.target, "target")
         if self.needs_draft:

@@ -54,9 +54,7 @@ class Prices:
 
     def step(self, kind: str, step: Step) -> float:
         """A step, as if its sequence were decoded alone."""
-        # In a batch the draft goes on for other rows; a chain's own forwards are as many as its tokens. (Drafts by
-        # phrases are not decoded in batches here.)
-        return self.shape(kind, 1, step.drafted + 1, min(step.draft_forwards, step.drafted))
+        return self.shape(kind, 1, step.drafted + 1, forwards_of(kind, step))
 
     def speedup(self, kind: str, outcomes: Sequence[Outcome]) -> float:
         """Of those outcomes over plain decoding of as many tokens."""
@@ -70,6 +68,15 @@ class Prices:
         return sum(count * self.shape(kind, *shape) for count, *shape in record.work or ())
 
 
+def forwards_of(kind: str, step: Step) -> int:
+    """Draft forwards of a step for its own sequence. In a batch the draft goes on for other rows; a chain's own are as
+    many as its tokens. A head makes states that it may not use. (Drafts by phrases and by costs are not decoded in
+    batches where this is asked.)"""
+    if METHODS[kind.partition(" ")[0]].head is not None:
+        return step.draft_forwards
+    return min(step.draft_forwards, step.drafted)
+
+
 def drafting(costs: Costs, kind: str, rows: int = 1) -> float:
     """ms of what a method of this kind calls a draft's forward."""
     if METHODS[kind.partition(" ")[0]].head is not None:
@@ -80,7 +87,8 @@ def drafting(costs: Costs, kind: str, rows: int = 1) -> float:
 def kind(method: Method) -> str:
     """Methods of one kind spend the same on a draft's forward."""
     settings = ("block", "width", *(("window",) if method.phrases is not None else ()))
-    return " ".join([method.name, *(f"{key}={getattr(method, key)}" for key in settings if hasattr(method, key))])
+    given = {key: getattr(method, key, None) for key in settings}
+    return " ".join([method.name, *(f"{key}={value}" for key, value in given.items() if value is not None)])
 
 
 def fitted(costs: Costs, records: Sequence[Record], kinds: Mapping[str, str]) -> Prices:

@@ -80,9 +80,9 @@ class Records:
         self.path = path
         self.all: list[Record] = []
 
-    def resume(self, methods: Sequence[str]) -> None:
+    def resume(self, methods: Sequence[str], mend: bool = True) -> None:
         """Takes up what an earlier process finished. Drops a torn last line, and groups that are not complete:
-        what is compared must have been measured in one go."""
+        what is compared must have been measured in one go. `mend`: in the file too."""
         if self.path is None or not self.path.exists():
             return
         lines = read_text(self.path).split("\n")
@@ -98,7 +98,7 @@ class Records:
             found.setdefault(record.group, set()).add(record.method)
         complete = {group for group, names in found.items() if names == set(methods)}
         self.all = [record for record in records if record.group in complete]
-        if torn or len(self.all) < len(records):
+        if mend and (torn or len(self.all) < len(records)):
             kept = [line for line, record in zip(whole, records, strict=True) if record.group in complete]
             write_text(self.path, "".join(f"{line}\n" for line in kept))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.api import Decoder
 from forerun.bench.choose import ASSISTED
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
-from forerun.bench.measure import margins, measure
+from forerun.bench.measure import WARM_UP, margins, measure
 from forerun.bench.pages import markdown
 from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan, check_folder
@@ -39,7 +39,7 @@ from forerun.loading import (
 from forerun.methods import Lyanna, Oracle, Pacer, SeeingOracle, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
-from forerun.profiles import identity
+from forerun.profiles import costs_of, identity
 from forerun.runtime import prepare
 from forerun.runtime.costs import head_costs, measure_costs
 from forerun.runtime.hidden import HiddenLM
@@ -67,10 +67,11 @@ def bench(
     facts = {name: _facts(prompts) for name, prompts in datasets.items()}
     records = Records(out / "records.jsonl" if out is not None else None)
     if out is not None:
-        _claim(out, plan.arguments() | {"prompts": facts} | _surroundings(plan), resume)
+        table = {"table": asdict(read_costs(plan.costs))} if plan.costs is not None else {}
+        _claim(out, plan.arguments() | {"prompts": facts} | _surroundings(plan) | table, resume)
     if resume:
         records.resume(list(plan.methods))
-    runs, reference, costs = _load(plan, tokenizer, kept=out is not None)
+    runs, reference, costs = _load(plan, tokenizer, out)
     _tell_oracles(plan, runs, datasets, say)
     measure(
         runs,
@@ -81,6 +82,7 @@ def bench(
         seed=plan.seed,
         reference=plan.reference if not plan.temperature else None,
         max_new_tokens=plan.max_new_tokens,
+        warm_up=plan.max_new_tokens if plan.graphs else WARM_UP,  # graphs are recorded as their shapes come
         say=say,
     )
     found = results(plan, facts, records.all, margins(reference, datasets, records.all), costs)
@@ -242,10 +244,12 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     wanted = sorted({method.head for method in plan.methods.values() if method is not None and method.head})
     bundled = [bundled_head(plan.target, kind) for kind in wanted]
     found: dict[str | None, HiddenLM] = {}
+    shape = SHAPES[plan.target_shape] if plan.target_shape is not None and wanted else None
+    small = load_model(plan.target, "target", **_how(plan)) if shape is not None else None
     for folder in [*filter(None, bundled), *map(Path, plan.head)] if wanted else ():
         head = load_head(folder, target)
-        if plan.target_shape is not None:
-            head = expand_head(head, load_model(plan.target, "target", **_how(plan)), SHAPES[plan.target_shape])
+        if shape is not None and small is not None:
+            head = expand_head(head, small, shape)
         found[head.config.kind] = HiddenLM(head, target)
     for kind in wanted:
         if kind not in found:
@@ -254,10 +258,10 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
 
 
 def _load(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, kept: bool
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path | None
 ) -> tuple[dict[str, Run], CausalLM, Costs | None]:
-    """What runs each method, the model that says the reference's output, and what forwards cost: of this machine at
-    this time, where a method or a run that is kept wants to know, or as the plan gives it.
+    """What runs each method, the model that says the reference's output, and what forwards cost: of this machine when
+    the run began, where a method or a run that is kept wants to know, or as the plan gives it.
 
     All methods of ours share one target and one draft; transformers' own get plain models of their own.
     """
@@ -277,10 +281,15 @@ def _load(
         layers = load_layers(plan, target, draft)
     heads = load_heads(plan, target)
     costs = read_costs(plan.costs) if plan.costs is not None else None
-    if costs is None and (kept or any(each is not None and each.needs_costs for each in plan.methods.values())):
+    kept = out / "costs.json" if out is not None and plan.costs is None else None
+    if kept is not None and kept.exists():
+        costs = costs_of(json.loads(read_text(kept)))
+    elif costs is None and (kept or any(each is not None and each.needs_costs for each in plan.methods.values())):
         costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
         if Lyanna.head in heads:
             costs = replace(costs, head=head_costs(heads[Lyanna.head]))
+        if kept is not None:
+            write_text(kept, json.dumps(asdict(costs)) + "\n")
     for name, method in plan.methods.items():
         if method is None:
             assert peers is not None

@@ -91,9 +91,7 @@ def expand(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
 @torch.no_grad()
 def expand_head(head: HiddenDrafter, model: PreTrainedModel, shape: Shape) -> HiddenDrafter:
     """The head over that model's states, for the model in that shape, where it says the same; its hot set is a quarter
-    of the vocabulary or what it was.
-
-    Raises ValueError as `expand` does.
+    of the vocabulary or what it was. For a shape that `expand` takes.
     """
     config = head.config
     small = Shape(**{name: getattr(config, name) for name in asdict(shape)})

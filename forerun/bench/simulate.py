@@ -16,10 +16,13 @@ from typing import Any
 from forerun.bench.prices import Prices, fitted, kind
 from forerun.bench.records import Record, Records
 from forerun.bench.report import summary
+from forerun.bench.roofline import check_costs
 from forerun.costs import Costs
 from forerun.files import read_text
 from forerun.methods import Method, method
 from forerun.profiles import costs_of
+
+USUAL_BLOCK = 4  # tokens a call of Pacer's layer, where it chooses for itself
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Recorded:
     Attributes:
         methods: of ours, by the names that results use.
         records: of these.
-        costs: what methods went by, with the name that --costs gave it, if it did.
+        costs, given: what forwards cost, or what --costs said that they do, and the name that it gave.
+        batch, draws: of the run.
     """
 
     methods: dict[str, Method]
@@ -37,7 +41,7 @@ class Recorded:
     costs: Costs
     given: str | None
     batch: int
-    versions: dict[str, Any]
+    draws: bool
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -55,29 +59,28 @@ def read_run(folder: Path) -> Recorded:
             if not name.startswith("hf-")
         }
         records = Records(folder / "records.jsonl")
-        records.resume(list(arguments["methods"]))
+        records.resume(list(arguments["methods"]), mend=False)
         own = [record for record in records.all if record.method in methods]
         if not own or not all(record.work for record in own):
             raise ValueError("its records do not say what steps were")
-        given, batch = arguments["costs"], arguments["batch"]
+        if arguments["guard"]:
+            raise ValueError("a clock decided when it drafted (--guard)")
+        given, batch, draws = arguments["costs"], arguments["batch"], arguments["temperature"] > 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} holds no run of `forerun bench --out` that can be simulated: {error}") from None
-    return Recorded(methods, own, costs, given, batch, results["versions"])
+    return Recorded(methods, own, costs, given, batch, draws)
 
 
 def simulated(run: Recorded, costs: Costs) -> dict[str, Any]:
-    """Speedups of the run's methods on a machine with these costs, where nothing else takes time but the policies that
-    the table knows of; by dataset, as `forerun.bench.report.summary` has them.
+    """Speedups of the run's methods on a machine with these costs, where nothing else takes time; by dataset, as
+    `forerun.bench.report.summary` has them. Heads of all kinds cost what the table says of one.
 
     Raises ValueError for a table without a draft or a head that a method needs.
     """
-    for name, each in run.methods.items():
-        for part, needed in (("draft", each.needs_draft), ("head", each.head is not None)):
-            if needed and not getattr(costs, part):
-                raise ValueError(f"method {name!r} needs the costs of a {part}; the table has none")
-    policies = {
-        kind(each): costs.policy / (getattr(each, "block", None) or 1) for each in run.methods.values() if each.layer
-    }
+    check_costs(costs, run.methods)
+    costs = costs.drawn if run.draws else costs
+    layered = [each for each in run.methods.values() if each.layer]
+    policies = {kind(each): costs.policy / (getattr(each, "block", None) or USUAL_BLOCK) for each in layered}
     return _summaries(repriced(run.records, Prices(costs, token_ms=policies), run.kinds), run.batch)
 
 
@@ -85,7 +88,8 @@ def check(run: Recorded, other: Recorded | None = None) -> dict[str, Any]:
     """Measured and predicted speedups of prompts that the prediction knows nothing of but their steps: what steps take
     beyond forwards is learnt from every other batch of the run, or from `other`, and the rest is predicted.
 
-    Raises ValueError for a run that went by other costs than its machine's, and for one with fewer than two batches.
+    Raises ValueError for a run that went by other costs than its machine's, for one with fewer than two batches, and
+    for an `other` that lacks a kind of method.
     """
     for each in filter(None, (run, other)):
         if each.given is not None:
@@ -95,7 +99,11 @@ def check(run: Recorded, other: Recorded | None = None) -> dict[str, Any]:
         asked = [record for record in run.records if record.batch % 2]
     if not asked:
         raise ValueError("there is nothing to check on: the run has a single batch of each dataset")
-    prices = fitted((other or run).costs, learnt, (other or run).kinds)
+    source = other or run
+    for name, its in run.kinds.items():
+        if its not in source.kinds.values():
+            raise ValueError(f"nothing is known of {name!r}: the run to learn from has no method of its kind")
+    prices = replace(fitted(source.costs, learnt, source.kinds), costs=run.costs)
     predicted = _summaries(repriced(asked, prices, run.kinds), run.batch)
     found = _summaries(asked, run.batch)
     rows = {

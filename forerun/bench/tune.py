@@ -23,7 +23,7 @@ from forerun.api import Decoder, bundled_layer
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import measure
 from forerun.bench.plan import Plan
-from forerun.bench.prices import Prices, drafting, kind
+from forerun.bench.prices import Prices, drafting, forwards_of, kind
 from forerun.bench.records import Records
 from forerun.bench.report import summary, versions
 from forerun.bench.runners import Outcome, Run, decoder_run
@@ -137,10 +137,9 @@ def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[
     for name, own in steps.items():
         draft_ms = drafting(costs, name)
         each = [
-            (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / min(step.draft_forwards, step.drafted)
-            - draft_ms
+            (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / forwards_of(name, step) - draft_ms
             for step in own
-            if step.drafted and step.draft_forwards
+            if forwards_of(name, step)
         ]
         if each:
             token_ms[name] = max(undisturbed(each), -draft_ms)

@@ -153,8 +153,10 @@ class LyannaDrafter(HeadDrafter):
 
         def law(k: int, tokens: Tensor, at: Tensor) -> Tensor:
             nonlocal states
-            if states is not None and k == self._deep:
-                states = self._run(states, min(self.block, max(limits) - k))
+            if states is not None and budget is not None and k == self._deep:
+                more = max(budget.deep[row] for row in self._rows) - k
+                if more > 0:
+                    states = self._run(states, more)
             said = self.logits[:, k] if passed is None else self.logits[rows, (passed + k).clamp(max=self.depth - 1)]
             said = said[:, None] + head.information(tokens)
             for row, old in self._old.items():
@@ -234,7 +236,7 @@ class Budget:
                     break
                 shift, slope, _ = self.curves[row][place]
                 odds = chance - log1p(-min(exp(chance), 1 - 1e-6))
-                self.ends[row] /= 1 + exp(-shift - slope * odds)
+                self.ends[row] /= 1 + exp(min(-shift - slope * odds, 700.0))
                 self.sure[row].append(self.ends[row])
             if not self._goes_on(row, k + len(own) - 1, self.ends[row]):
                 self.ends[row] = 0.0

@@ -34,13 +34,13 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, g
 
     Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
     the model itself, which is good for nothing else then, and so needs no second copy of its weights. `graphs` has
-    forwards of a few tokens recorded as CUDA graphs (`forerun.runtime.recorded`). Raises ValueError for models that
-    cannot run drafts (see CausalLM), and with `graphs` for what is no lean model on a GPU.
+    forwards of a few tokens recorded as CUDA graphs (`forerun.runtime.recorded`), whatever the model's size. Raises
+    ValueError for models that cannot run drafts (see CausalLM), and with `graphs` for what is no lean model on a GPU.
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
-    lean = fast and not is_spread(model) and is_as_made(model)
+    lean = fast and not is_spread(model) and is_as_made(model) and not (graphs and model.device.type != "cuda")
     forward = lean_forward(model, any_size=graphs) if lean else None
-    if graphs and (forward is None or model.device.type != "cuda"):
+    if graphs and forward is None:
         raise ValueError(
             f"graphs need a plain Llama on a CUDA device, with fast forwards; this is {type(model).__name__} on "
             f"{model.device}"

@@ -95,7 +95,7 @@ def _together(*linears: nn.Linear) -> Tensor:
 
 
 class LeanLayers:
-    """Llama's decoder layers in a few plain operations each. In float32 it keeps copies of the weights."""
+    """Llama's decoder layers in a few plain operations each. In float32 on a CPU it keeps copies of the weights."""
 
     def __init__(
         self,
@@ -132,8 +132,9 @@ class LeanLayers:
 
     def behind(self, gain: Tensor, weight: Tensor) -> tuple[Product, Product, Tensor | None]:
         """An RMSNorm with this gain and the product with a weight behind it, and what is missing in between: a factor
-        that the weight carries. In 16 bits, where it would round the weight, nothing is."""
-        if self.dtype != torch.float32:
+        that the weight carries. In 16 bits, where it would round the weight, and on a GPU, where that would be a copy,
+        nothing is."""
+        if self.dtype != torch.float32 or weight.device.type != "cpu":
             return lambda x: functional.rms_norm(x, (self.width,), gain, self.eps), product(weight, one_row=True), None
         factor = gain.float() * self.width**0.5
         return self.normed, product(weight.float() * factor, one_row=True), factor

@@ -1,4 +1,5 @@
 """Forwards of a few tokens at fixed shapes, recorded as CUDA graphs and replayed: no operation is started from Python.
+A shape is recorded when it first comes, which takes some forwards' time.
 
 Shapes come in buckets: rows, tokens a row, and how much of the cache is looked at. Everything that differs between two
 forwards of one bucket goes in through one small buffer; masks are made inside the graph. On a CPU, where nothing can be
@@ -36,6 +37,7 @@ class Recorded:
         self.values: list[Tensor] = []
         self.shapes: dict[tuple[int, int, int, bool], Shape] = {}
         self.owner: weakref.ref[KVCache] | None = None
+        self.pool: Any = None  # what graphs use between replays, which is the same, as what they say is copied
 
     def __call__(
         self,
@@ -54,7 +56,9 @@ class Recorded:
         key = rows, width, seen, wanted
         if key not in self.shapes:
             layers = [StaticLayer(keys[:rows, :, :seen], values[:rows, :, :seen]) for keys, values in self._places()]
-            self.shapes[key] = Shape(self.forward, layers, width, wanted)
+            if self.keys[0].device.type == "cuda" and self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            self.shapes[key] = Shape(self.forward, layers, width, wanted, self.pool)
         logits, hidden = self.shapes[key](tokens, depths, masks, cache.lengths)
         # Copies: the next replay writes where these are.
         return logits[:, :new].clone(), hidden[:, :new].clone() if hidden is not None else None
@@ -106,7 +110,7 @@ class StaticLayer:
 class Shape:
     """The forward of one shape."""
 
-    def __init__(self, forward: LeanForward, layers: list[StaticLayer], width: int, wanted: bool) -> None:
+    def __init__(self, forward: LeanForward, layers: list[StaticLayer], width: int, wanted: bool, pool: Any) -> None:
         first = layers[0].keys
         self.forward, self.layers, self.width, self.wanted = forward, layers, width, wanted
         self.seen, self.dtype, device = first.shape[2], first.dtype, first.device
@@ -115,15 +119,20 @@ class Shape:
         self.on_host = torch.zeros(self.given.shape, dtype=torch.long, pin_memory=device.type == "cuda")
         self.causal = torch.ones(width, width, dtype=torch.long).tril()
         self.graph: Any = None
-        if device.type == "cuda":
+        # What is made at the first call must not be made in the graph. These runs write where nothing is kept.
+        self.given[:, 0] = self.seen - width
+        if device.type != "cuda":
+            self._run()
+            return
+        with torch.cuda.device(device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), torch.inference_mode():
-                for _ in range(3):  # what is made at the first call must not be made in the graph
+            with torch.cuda.stream(stream):
+                for _ in range(3):
                     self._run()
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, pool=pool):
                 self.found = self._run()
 
     def _run(self) -> tuple[Tensor, Tensor | None]:
@@ -148,7 +157,7 @@ class Shape:
     ) -> tuple[Tensor, Tensor | None]:
         width = self.width
         if self.graph is not None:
-            torch.cuda.current_stream().synchronize()  # the last copy may still be on its way
+            torch.cuda.current_stream(self.given.device).synchronize()  # the last copy may still be on its way
         for row, (ids, places, length) in enumerate(zip(tokens, depths, lengths, strict=True)):
             rest = width - len(ids)
             inner = self.causal
@@ -162,5 +171,6 @@ class Shape:
         self.given.copy_(self.on_host, non_blocking=True)
         if self.graph is None:
             return self._run()
-        self.graph.replay()
+        with torch.cuda.device(self.given.device):
+            self.graph.replay()
         return self.found
