@@ -281,7 +281,7 @@ def test_settings_are_checked() -> None:
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             method("lyanna", **{name: value})
-    with pytest.raises(ValueError, match="block must be at least 1"):
+    with pytest.raises(ValueError, match="block must be an integer of at least 1"):
         method("pacer-lyanna", block=0)
     target = CausalLM(tiny("llama"))
     with pytest.raises(ValueError, match="of the kind 'medusa'; the method needs 'lyanna'"):
