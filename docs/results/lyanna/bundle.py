@@ -1,6 +1,6 @@
 """Puts a trained head into the package, in 8 bits: python docs/results/lyanna/bundle.py HEAD_FOLDER
 
-Made with `forerun train lyanna --data stdlib --sequences 4096 --hot 1 --steps 2000 --out HEAD_FOLDER`.
+Made with `forerun train lyanna --data stdlib --sequences 4096 --hot 1 --steps 6000 --out HEAD_FOLDER`.
 """
 
 from __future__ import annotations
