@@ -118,7 +118,7 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
 
     pictures = {"speedup.png", "acceptance.png", "time.png", "profile.png"}
     assert {path.name for path in out.iterdir()} == pictures | {
-        "records.jsonl", "results.json", "report.md", "run.json",
+        "costs.json", "records.jsonl", "results.json", "report.md", "run.json",
     }  # fmt: skip
     page = (out / "report.md").read_text()
     assert "best of its schedules" in page and "--method-arg sd.gamma=3" in page

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +17,7 @@ from forerun.bench.prices import Prices, fitted, kind
 from forerun.bench.records import Record, Records
 from forerun.bench.roofline import COUNTS, GPUS, read_costs, table
 from forerun.bench.simulate import Recorded, check, repriced
+from forerun.cli import main
 from forerun.costs import Costs
 from forerun.decode import Step
 from forerun.methods import Lookup, PacerLyanna, method
@@ -150,10 +151,6 @@ def test_given_costs(tmp_path: Path) -> None:
             read_costs(str(path))
 
 
-def forerun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "forerun", *arguments], capture_output=True, text=True, timeout=280)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recorded run."""
@@ -166,19 +163,39 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "own.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
     pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1"]
     more = ["--methods", "sd,lookup", "--dataset", str(folder / "own.jsonl"), "--rounds", "1"]
-    done = forerun("bench", *pair, *more, "--max-new-tokens", "24", "--out", str(folder / "out"))
+    command = [sys.executable, "-m", "forerun", "bench", *pair, *more, "--max-new-tokens", "24"]
+    done = subprocess.run([*command, "--out", str(folder / "out")], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return folder / "out"
 
 
-def answer(*arguments: str) -> dict[str, dict[str, dict[str, float]]]:
-    done = forerun("simulate", *arguments, "--json")
+@dataclass(frozen=True)
+class Done:
+    returncode: object
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def simulate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """`forerun simulate` in this process."""
+
+    def called(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["forerun", "simulate", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return called
+
+
+def datasets(done: Done) -> dict[str, dict[str, dict[str, float]]]:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["datasets"]
 
 
 @pytest.mark.slow
-def test_a_recorded_run_at_other_costs(run: Path, tmp_path: Path) -> None:
+def test_a_recorded_run_at_other_costs(run: Path, simulate: Callable[..., Done], tmp_path: Path) -> None:
     records = Records(run / "records.jsonl")
     records.resume(["ar", "sd", "lookup"])
     path = tmp_path / "costs.json"
@@ -196,24 +213,24 @@ def test_a_recorded_run_at_other_costs(run: Path, tmp_path: Path) -> None:
 
     for draft_ms in (0.0, 2.0):
         path.write_text(json.dumps({"target": {"1": 5.0}, "draft": {"1": draft_ms}}))
-        (methods,) = answer(str(run), "--costs", str(path)).values()
+        (methods,) = datasets(simulate(str(run), "--costs", str(path), "--json")).values()
         assert {name: each["speedup"] for name, each in methods.items()} == pytest.approx(ratios(draft_ms), abs=1e-3)
     assert methods["ar"]["speedup"] == 1 < methods["sd"]["tau"]
-    shown = forerun("simulate", str(run), "--costs", "h100:llama-2-7b:llama-68m")
+    shown = simulate(str(run), "--costs", "h100:llama-2-7b:llama-68m")
     assert shown.returncode == 0 and "lookup" in shown.stdout and "what forwards cost where" in shown.stdout
 
 
 @pytest.mark.slow
-def test_what_the_clock_said_beside_what_is_predicted(run: Path) -> None:
+def test_what_the_clock_said_beside_what_is_predicted(run: Path, simulate: Callable[..., Done]) -> None:
     for more in ((), ("--learn", str(run))):
-        (methods,) = answer(str(run), *more).values()
+        (methods,) = datasets(simulate(str(run), *more, "--json")).values()
         assert set(methods) == {"ar", "sd", "lookup"} and methods["ar"]["predicted"] == 1.0
         for each in methods.values():
             assert each["error"] == pytest.approx(each["predicted"] / each["measured"] - 1, abs=1e-3)
 
 
 @pytest.mark.slow
-def test_mistakes(run: Path, tmp_path: Path) -> None:
+def test_mistakes(run: Path, simulate: Callable[..., Done], tmp_path: Path) -> None:
     old = tmp_path / "old"
     old.mkdir()
     for name in ("results.json", "records.jsonl"):
@@ -230,5 +247,5 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         ((str(run), "--costs", "h100"), "takes FILE.json or GPU"),
         ((str(run), "--costs", "h1005:llama-2-7b"), "the GPU must be one of"),
     ):
-        done = forerun("simulate", *arguments)
+        done = simulate(*arguments)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
