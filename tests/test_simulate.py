@@ -97,6 +97,11 @@ def test_a_check_sees_what_the_prices_do_not_say() -> None:
         check(replace(single, records=[each for each in single.records if not each.batch % 2]))
 
 
+def test_no_step_is_cheaper_than_half_its_forwards() -> None:
+    prices = Prices(COSTS, 0.5, -50.0, {"sd": -9.0})
+    assert prices.shape("sd", 1, 8, 4) == (6.0 + 4 * 0.5) / 2 and prices.shape("sd", 1, 1, 0) == 4.5
+
+
 def test_kinds_tell_apart_what_costs_otherwise() -> None:
     assert (
         kind(method("pacer")) == "pacer"

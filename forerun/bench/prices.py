@@ -44,13 +44,11 @@ class Prices:
         return self.costs.verify(1) + self.step_ms
 
     def shape(self, kind: str, rows: int, nodes: int, forwards: int) -> float:
-        """A step of so many rows, the widest of which has `nodes` tokens under the target's eyes, the root included."""
-        ms = self.costs.verify(rows * nodes) + self.step_ms + self.own_ms.get(kind, 0.0)
-        if nodes > 1:
-            ms += self.draft_ms
-        if forwards:
-            ms += forwards * (drafting(self.costs, kind, rows) + self.token_ms.get(kind, 0.0))
-        return ms
+        """A step of so many rows, the widest of which has `nodes` tokens under the target's eyes, the root included; at
+        least half of what the table says of its forwards, as a few measurements can teach nonsense."""
+        table = self.costs.verify(rows * nodes) + forwards * drafting(self.costs, kind, rows)
+        ms = table + self.step_ms + self.own_ms.get(kind, 0.0) + forwards * self.token_ms.get(kind, 0.0)
+        return max(ms + (self.draft_ms if nodes > 1 else 0.0), table / 2)
 
     def step(self, kind: str, step: Step) -> float:
         """A step, as if its sequence were decoded alone."""
