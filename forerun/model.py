@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,12 @@ from forerun.cache import KVCache
 from forerun.draft import Draft
 
 LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None, bool, bool], tuple[Tensor, Tensor | None]]
-
-
-class Recorded(Protocol):
-    """(tokens, depths, masks, cache, whether the LM head's input is wanted) -> logits [B, N, V] and that input, for at
-    most `most` new tokens a row."""
-
-    most: int
-
-    def __call__(
-        self,
-        tokens: Sequence[Sequence[int]],
-        depths: Sequence[Sequence[int]],
-        masks: Sequence[Tensor] | None,
-        cache: KVCache,
-        wanted: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
-
+# (tokens, depths, masks, cache, whether the LM head's input is wanted) as `CausalLM._run` has them -> logits and that
+# input, None for what is left to the other forward; see `forerun.runtime.recorded`.
+RecordedForward = Callable[
+    [Sequence[Sequence[int]], Sequence[Sequence[int]], Sequence[Tensor] | None, KVCache, bool],
+    tuple[Tensor, Tensor | None] | None,
+]
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -186,7 +175,7 @@ class CausalLM(Rows):
 
     keeps_hidden = False
     hidden: Tensor | None = None
-    recorded: Recorded | None = None
+    recorded: RecordedForward | None = None
 
     def __init__(self, model: PreTrainedModel, forward: LeanForward | None = None) -> None:
         """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
@@ -295,9 +284,11 @@ class CausalLM(Rows):
         """Logits [B, N, V] of padded rows; `masks[r]` [N_r, N_r] says which new tokens see which, None: causal."""
         counts = [len(row) for row in tokens]
         new = max(counts)
-        if self.recorded is not None and not last_only and new <= self.recorded.most and max(self.cache.lengths):
-            logits, self.hidden = self.recorded(tokens, depths, masks, self.cache, self.keeps_hidden)
-            return logits
+        if self.recorded is not None and not last_only:
+            found = self.recorded(tokens, depths, masks, self.cache, self.keeps_hidden)
+            if found is not None:
+                logits, self.hidden = found
+                return logits
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
         positions, attention = self._layout(counts, depths, masks)
         if self._forward is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import costs_of, identity
 from forerun.runtime import prepare
-from forerun.runtime.costs import head_costs, measure_costs
+from forerun.runtime.costs import measure_costs
 from forerun.runtime.hidden import HiddenLM
 from forerun.zoo import FOLDER, bundled_head
 
@@ -243,14 +243,12 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     """The heads over hidden states that the plan's methods need, by kind. Raises ValueError where one is missing."""
     wanted = sorted({method.head for method in plan.methods.values() if method is not None and method.head})
     bundled = [bundled_head(plan.target, kind) for kind in wanted]
-    found: dict[str | None, HiddenLM] = {}
-    shape = SHAPES[plan.target_shape] if plan.target_shape is not None and wanted else None
-    small = load_model(plan.target, "target", **_how(plan)) if shape is not None else None
-    for folder in [*filter(None, bundled), *map(Path, plan.head)] if wanted else ():
-        head = load_head(folder, target)
-        if shape is not None and small is not None:
-            head = expand_head(head, small, shape)
-        found[head.config.kind] = HiddenLM(head, target)
+    folders = [*filter(None, bundled), *map(Path, plan.head)] if wanted else []
+    heads = [load_head(folder, target) for folder in folders]
+    if heads and plan.target_shape is not None:
+        small = load_model(plan.target, "target", **_how(plan))
+        heads = [expand_head(head, small, SHAPES[plan.target_shape]) for head in heads]
+    found: dict[str | None, HiddenLM] = {head.config.kind: HiddenLM(head, target) for head in heads}
     for kind in wanted:
         if kind not in found:
             raise ValueError(f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one")
@@ -285,9 +283,7 @@ def _load(
     if kept is not None and kept.exists():
         costs = costs_of(json.loads(read_text(kept)))
     elif costs is None and (kept or any(each is not None and each.needs_costs for each in plan.methods.values())):
-        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
-        if Lyanna.head in heads:
-            costs = replace(costs, head=head_costs(heads[Lyanna.head]))
+        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
         if kept is not None:
             write_text(kept, json.dumps(asdict(costs)) + "\n")
     for name, method in plan.methods.items():

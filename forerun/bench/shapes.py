@@ -95,10 +95,11 @@ def expand_head(head: HiddenDrafter, model: PreTrainedModel, shape: Shape) -> Hi
     """
     config = head.config
     small = Shape(**{name: getattr(config, name) for name in asdict(shape)})
-    inner = round(small.intermediate_size * shape.hidden_size / small.hidden_size)
     # Layers of the target's shape, in which an eagle's wider MLP stays as much wider; medusa's blocks are only MLPs.
-    own = model.config.intermediate_size
-    inner = inner if config.kind == "medusa" else round(shape.intermediate_size * small.intermediate_size / own)
+    big_size, own = shape.intermediate_size, model.config.intermediate_size
+    if config.kind == "medusa":
+        big_size, own = shape.hidden_size, small.hidden_size
+    inner = round(small.intermediate_size * big_size / own)
     hot = max(config.hot_size, shape.vocab_size // 4)
     sizes = config.to_dict() | asdict(shape) | {"intermediate_size": inner, "hot_size": hot}
     wider = shape.hidden_size / small.hidden_size

@@ -94,12 +94,11 @@ def check(run: Recorded, other: Recorded | None = None) -> dict[str, Any]:
     for each in filter(None, (run, other)):
         if each.given is not None:
             raise ValueError(f"its methods went by {each.given}, not by what forwards cost there: give --costs")
-    learnt, asked = other.records if other is not None else [r for r in run.records if r.batch % 2 == 0], run.records
+    source, learnt, asked = other or run, (other or run).records, run.records
     if other is None:
-        asked = [record for record in run.records if record.batch % 2]
+        learnt, asked = ([record for record in asked if record.batch % 2 == part] for part in (0, 1))
     if not asked:
         raise ValueError("there is nothing to check on: the run has a single batch of each dataset")
-    source = other or run
     for name, its in run.kinds.items():
         if its not in source.kinds.values():
             raise ValueError(f"nothing is known of {name!r}: the run to learn from has no method of its kind")

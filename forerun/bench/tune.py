@@ -34,7 +34,7 @@ from forerun.methods import AR, METHODS, Lyanna, Method, Pacer
 from forerun.model import context_of
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import Choice, pair_of, save
-from forerun.runtime.costs import QUIET, head_costs, measure_costs
+from forerun.runtime.costs import QUIET, measure_costs
 from forerun.runtime.hidden import HiddenLM
 from forerun.zoo import EMBEDDED, bundled_head
 
@@ -245,11 +245,10 @@ def tune(
     layers: dict[str | None, PreVerifier] = {}
     if (folder := pre_verifier or folder) is not None and draft is not None:
         layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)
-    costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
     heads: dict[str | None, HiddenLM] = {}
     if (source := head or bundled_head(plan.target, Lyanna.head)) is not None:
         heads[Lyanna.head] = HiddenLM(load_head(source, target, Lyanna.head), target)
-        costs = replace(costs, head=head_costs(heads[Lyanna.head]))
+    costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
     trained = [*layers, *heads]
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))

@@ -36,8 +36,10 @@ def measure_costs(
     draft: CausalLM | None = None,
     context: int | None = None,
     layer: PreVerifier | None = None,
+    head: HiddenLM | None = None,
 ) -> Costs:
-    """The cost table of a pair, in a second or two; three forwards of each size at the least, where these are slow.
+    """The cost table of a pair, with its pre-verifier's and a head's where they are given, in a second or two; three
+    forwards of each size at the least, where these are slow.
 
     Of all times the 20th percentile: other programs make long forwards slower than short ones, now and then.
 
@@ -48,7 +50,7 @@ def measure_costs(
         context = usual_context(target, draft)
     table = _table(target, context), _table(draft, context) if draft is not None else {}
     layered = _layer_costs(layer, draft) if layer is not None and draft is not None else (0.0, 0.0)
-    costs = Costs(*table, *layered)
+    costs = Costs(*table, *layered, head=head_costs(head) if head is not None else {})
     if draft is None:
         return costs
     drawing, judging = _drawing_costs(target, draft, costs)

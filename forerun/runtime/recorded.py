@@ -28,8 +28,6 @@ class Recorded:
     The cache of whoever called last lives in that place; another's is moved out as it comes.
     """
 
-    most = WIDTHS[-1]
-
     def __init__(self, forward: LeanForward) -> None:
         self.forward = forward
         self.rows = self.capacity = 0
@@ -46,10 +44,13 @@ class Recorded:
         masks: Sequence[Tensor] | None,
         cache: KVCache,
         wanted: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Logits [B, N, V] of rows of new tokens as `CausalLM` has them, and the LM head's input [B, N, d] where that
-        is wanted. The cache has run something, so its layers are there."""
+        is wanted. None for more tokens than the widest shape has, and behind nothing, where the cache has no layers
+        yet."""
         new, rows = max(map(len, tokens)), len(tokens)
+        if new > WIDTHS[-1] or not max(cache.lengths):
+            return None
         width = next(width for width in WIDTHS if width >= new)
         seen = -(-(max(cache.lengths) + width) // STEP) * STEP
         self._move_in(cache, seen)
