@@ -9,7 +9,7 @@ demo: $(VENV)/installed
 	$(BIN)/forerun demo
 
 test: $(VENV)/installed-dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
 quality: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -17,11 +17,12 @@ from forerun.cache import KVCache
 from forerun.draft import Draft
 
 LeanForward = Callable[[Tensor, Tensor, KVCache, Tensor | None, bool, bool], tuple[Tensor, Tensor | None]]
+# Rows of their own lengths, or [B, N] on the model's device; for a head over hidden states those [B, 1, d].
+Ids = Sequence[Sequence[int]] | Tensor
 # (tokens, depths, masks, cache, whether the LM head's input is wanted) as `CausalLM._run` has them -> logits and that
 # input, None for what is left to the other forward; see `forerun.runtime.recorded`.
 RecordedForward = Callable[
-    [Sequence[Sequence[int]], Sequence[Sequence[int]], Sequence[Tensor] | None, KVCache, bool],
-    tuple[Tensor, Tensor | None] | None,
+    [Ids, Sequence[Sequence[int]], Sequence[Tensor] | None, KVCache, bool], tuple[Tensor, Tensor | None] | None
 ]
 
 _ATTENTION = {"full_attention", "sliding_attention"}
@@ -274,22 +275,50 @@ class CausalLM(Rows):
         return [row[: len(chain)] for row, chain in zip(logits, chains, strict=True)]
 
     @torch.inference_mode()
+    def roll(
+        self, chains: Sequence[Sequence[int]], count: int, vocab_size: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Runs and commits a chain of tokens a row, then the likeliest token behind it that is below `vocab_size`, then
+        the one behind that: `count` forwards.
+
+        These tokens [B, count], the last of which is not run; of each forward the logits [B, V] that gave them, and the
+        LM head's inputs [B, d] where they are kept. Nothing is waited for in between, so that a GPU is given its next
+        forward while it works at the last. Rows with an empty chain stay as they are, and what is said of them means
+        nothing.
+        """
+        ids: Ids = chains
+        depths: list[range] = [range(len(chain)) for chain in chains]
+        best, logits, hidden = [], [], []
+        for _ in range(count):
+            found = self._run(ids, depths, None)
+            ends = range(len(depths)), [max(len(row), 1) - 1 for row in depths]
+            logits.append(found[ends])
+            if self.hidden is not None:
+                hidden.append(self.hidden[ends])
+            best.append(logits[-1][:, :vocab_size].argmax(-1))
+            self.cache.commit([list(row) for row in depths])
+            ids, depths = best[-1][:, None], [row[:1] for row in depths]
+        return torch.stack(best, 1), logits, hidden
+
+    @torch.inference_mode()
     def _run(
         self,
-        tokens: Sequence[Sequence[int]],
+        tokens: Ids,
         depths: Sequence[Sequence[int]],
         masks: Sequence[Tensor] | None,
         last_only: bool = False,
     ) -> Tensor:
         """Logits [B, N, V] of padded rows; `masks[r]` [N_r, N_r] says which new tokens see which, None: causal."""
-        counts = [len(row) for row in tokens]
+        counts = [len(row) for row in depths]
         new = max(counts)
         if self.recorded is not None and not last_only:
             found = self.recorded(tokens, depths, masks, self.cache, self.keeps_hidden)
             if found is not None:
                 logits, self.hidden = found
                 return logits
-        ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
+        ids = tokens
+        if not isinstance(ids, Tensor):
+            ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in ids], device=self.device)
         positions, attention = self._layout(counts, depths, masks)
         if self._forward is not None:
             assert not isinstance(attention, dict)

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread, the same examples in every run, and nothing from or for the user's home."""
+"""Settings of the whole suite: a thread a process, the same examples in every run, nothing from or for a home."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hypothesis import settings
 
 _home = tempfile.TemporaryDirectory(prefix="forerun-tests-")
 os.environ["FORERUN_HOME"] = _home.name
+# Tests run side by side, and what they start does too.
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("suite")

@@ -25,6 +25,8 @@ from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
 from forerun.model import CausalLM
 from forerun.nn.hidden import hot_set
 from forerun.runtime.hidden import HiddenLM, head_rows
+from forerun.runtime.lean import lean_forward
+from forerun.runtime.recorded import Recorded
 from forerun.train.hidden import Recipe, judged, train_hidden
 from forerun.train.hidden import features_of as trained_on
 from forerun.zoo.quantise import save_quantised
@@ -40,11 +42,15 @@ def features_of(target: CausalLM, tokens: list[int]) -> Tensor:
     return target.hidden[0]
 
 
+@pytest.mark.parametrize("fixed_shapes", [True, False])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool) -> None:
+def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool, fixed_shapes: bool) -> None:
     """States behind every place of a text, drafted from a cache, are those of the unrolled training pass."""
     target = CausalLM(tiny("llama"))
+    forward = lean_forward(target.model)
+    assert forward is not None
+    target.recorded = Recorded(forward) if fixed_shapes else None
     head = random_head(target, num_hidden_layers=layers, known=known)
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
     features = features_of(target, tokens)
@@ -57,12 +63,13 @@ def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool) -> None:
         state = fast.extend([features[end - 1 : end], features[:0]], [[tokens[end]], []] if known else None)
         lengths = list(fast.cache.lengths)
         assert lengths == [end, 0]
-        for k in range(1, 5):
-            torch.testing.assert_close(state[0], unrolled[k - 1][0][0, end - 1], rtol=1e-4, atol=1e-5)
+        for k, ahead in enumerate([state, *fast.roll(state, 3, [0])], 1):
+            torch.testing.assert_close(ahead[0], unrolled[k - 1][0][0, end - 1], rtol=1e-4, atol=1e-5)
             said = fast.information(torch.tensor(tokens[end - 1 + k]))
             torch.testing.assert_close(unrolled[k - 1][1][0, end - 1], said, rtol=1e-4, atol=1e-5)
-            state = fast.extend([state[:1], features[:0]])
+        assert fast.cache.lengths == [end + 3, 0]
         fast.crop(lengths)
+    assert bool(fast.recorded and fast.recorded.shapes) == fixed_shapes
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
@@ -148,11 +155,9 @@ def test_reused_logits_are_those_of_the_earlier_step() -> None:
     fresh = head.fresh()
     fresh.start(1)
     features = features_of(CausalLM(target), seq.tokens[: length - 1])
-    state, states = fresh.extend([features], [seq.tokens[1:length]]), []
-    for _ in range(5):
-        states.append(state[0])
-        state = fresh.extend([state])
-    torch.testing.assert_close(own, head.logits(torch.stack(states)), rtol=1e-3, atol=1e-4)
+    state = fresh.extend([features], [seq.tokens[1:length]])
+    states = torch.cat([state, *fresh.roll(state, 4, [0])])
+    torch.testing.assert_close(own, head.logits(states), rtol=1e-3, atol=1e-4)
 
 
 def test_a_tree_holds_the_best_paths() -> None:

@@ -26,6 +26,7 @@ from forerun.lengths.oracle import Truth
 from forerun.lengths.schedule import HeuristicSchedule
 from forerun.methods import (
     AR,
+    SD,
     SVIP,
     AdaEDL,
     Confidence,
@@ -219,6 +220,33 @@ def told(policy: LengthPolicy, *rows: tuple[int, int]) -> None:
     """Verdicts (accepted, drafted) of each row."""
     drafts = [Draft.chain(0, [0] * drafted) for _, drafted in rows]
     policy.observe(drafts, [verdict(*row) for row in rows], None)
+
+
+CERTAIN = {"sd": SD(4), "heuristic": Heuristic(3)}
+
+
+@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({2, 4})])
+@pytest.mark.parametrize("name", CERTAIN)
+def test_tokens_that_are_drafted_in_any_case_are_not_waited_for(name: str, eos: frozenset[int]) -> None:
+    """Drafts are those of a policy that leaves nothing certain, in a batch of rows that end at different times."""
+    found = []
+    for hasty in (True, False):
+        drafter, seqs = built(CERTAIN[name]), sequences(Sampler(), eos=eos)
+        watched = Watched(drafter.policy)
+        drafter.policy = watched
+        calls, roll = [], drafter.model.roll
+
+        def counted(*args, calls=calls, roll=roll):  # type: ignore[no-untyped-def]
+            calls.append(args[1])
+            return roll(*args)
+
+        if hasty:
+            watched.certain = watched.policy.certain  # type: ignore[method-assign]
+        drafter.model.roll = counted  # type: ignore[method-assign]
+        run(drafter, seqs)
+        found.append(([seq.output for seq in seqs], watched.drafts))
+        assert max(calls) > 1 if hasty else set(calls) == {1}
+    assert found[0] == found[1]
 
 
 def test_the_heuristic_schedule() -> None:

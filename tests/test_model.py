@@ -111,6 +111,31 @@ def test_chains_of_even_and_ragged_rows_equal_plain_forwards(architecture: str) 
         check_logits(lm, rows, [random_tree(5, VOCAB, generator) for _ in rows])
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chains", [[[3, 4], [5], []], [[7], [8], [9]], [[6, 2, 1]]])
+def test_rolling_on_is_running_the_likeliest_token_again_and_again(architecture: str, chains: list[list[int]]) -> None:
+    few = VOCAB // 2  # tokens from here on are not to be chosen
+    one, other = CausalLM(tiny(architecture)), CausalLM(tiny(architecture))
+    for lm in (one, other):
+        lm.keeps_hidden = True
+        lm.start([[1, 2, 3], [4] * 20, [5]][: len(chains)])
+    tokens, logits, hidden = one.roll(chains, 4, few)
+    assert tokens.shape == (len(chains), 4) and int(tokens.max()) < few
+    given = chains
+    for turn in range(4):
+        found = other.extend(given)
+        assert other.hidden is not None
+        for row, chain in enumerate(given):
+            if chain:
+                torch.testing.assert_close(logits[turn][row], found[row][-1], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(hidden[turn][row], other.hidden[row, len(chain) - 1], atol=1e-4, rtol=1e-4)
+                assert int(tokens[row, turn]) == int(found[row][-1][:few].argmax())
+        given = [tokens[row, turn : turn + 1].tolist() if chain else [] for row, chain in enumerate(given)]
+    assert one.cache.lengths == other.cache.lengths
+    for a, b in zip(one.extend([[1]] * len(chains)), other.extend([[1]] * len(chains)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
 def test_a_row_at_the_end_of_the_context_does_not_stop_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(2)
     lm = CausalLM(tiny("gpt2", context=16))

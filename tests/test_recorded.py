@@ -77,6 +77,24 @@ def test_fixed_shapes_equal_the_stock_forward(
     assert isinstance(quick.recorded, Recorded) and quick.recorded.shapes
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rolling_on_over_fixed_shapes_is_the_same(device: str) -> None:
+    model = llama(device)
+    plain, quick = CausalLM(model), replayed(model)
+    for chains in ([[3, 4], [5], []], [[7]]):
+        found = []
+        for lm in (plain, quick):
+            lm.keeps_hidden = True
+            lm.start([[1, 2, 3], [4] * 6, [5]][: len(chains)])
+            found.append(lm.roll(chains, 9, VOCAB))
+        (ours, logits, hidden), (theirs, wanted, states) = found
+        rows = [row for row, chain in enumerate(chains) if chain]
+        assert ours[rows].tolist() == theirs[rows].tolist() and plain.cache.lengths == quick.cache.lengths
+        for parts in ((logits, wanted), (hidden, states)):
+            for a, b in zip(*parts, strict=True):
+                torch.testing.assert_close(a[rows], b[rows], atol=1e-4, rtol=1e-4)
+
+
 def test_sixteen_bits_are_near_the_stock_forward() -> None:
     model = llama("cpu").to(torch.bfloat16)  # type: ignore[arg-type]
     plain, quick = CausalLM(model), replayed(model)

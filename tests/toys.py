@@ -252,6 +252,17 @@ class TableLM:
             row += chain
         return logits
 
+    def roll(
+        self, chains: Sequence[Sequence[int]], count: int, vocab_size: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        best, logits = [], []
+        for _ in range(count):
+            found = self.extend(chains)
+            logits.append(torch.stack([own[-1] if len(own) else torch.zeros(len(self.table)) for own in found]))
+            best.append(logits[-1][:, :vocab_size].argmax(-1))
+            chains = [[int(token)] if chain else [] for token, chain in zip(best[-1], chains, strict=True)]
+        return torch.stack(best, 1), logits, []
+
     def commit(self, paths: list[list[int]]) -> None:
         for row, draft, path in zip(self.cache.rows, self._drafts, paths, strict=True):
             row += [draft.tokens[node] for node in path] if draft is not None else []

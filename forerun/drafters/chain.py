@@ -58,37 +58,48 @@ class ChainDrafter:
         laws: list[list[Tensor]] = [[] for _ in seqs]
         going = [d > 0 for d in depth]
         forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
+        # Whose tokens need not be looked at before the next one is drafted.
+        likeliest = all(seq.sampler.greedy and not seq.sampler.processors for seq in seqs)
         while any(going):
             # The first forward catches up with what the target committed, the others run the last draft token.
             pending = [
                 (seq.tokens + drafted)[length:] if on else []
                 for seq, drafted, length, on in zip(seqs, tokens, self.model.cache.lengths, going, strict=True)
             ]
-            begun = perf_counter()
-            logits = self.model.extend(pending)
-            forward_seconds += perf_counter() - begun
-            forwards += 1
             rows = [row for row, on in enumerate(going) if on]
-            chosen, scores, law = choose(
-                [seqs[row].sampler for row in rows],
-                self._fitted(torch.stack([logits[row][-1] for row in rows])),
-                lambda i, rows=rows: seqs[rows[i]].tokens + tokens[rows[i]],  # type: ignore[misc]
-                [seqs[row].generator for row in rows],
-            )
-            for i, (row, token) in enumerate(zip(rows, chosen, strict=True)):
-                tokens[row].append(token)
-                if law is not None and not seqs[row].sampler.greedy:
-                    laws[row].append(law[i])
-                # Behind an end token nothing can be committed; a processor may have forced a token that is unknown.
-                going[row] = len(tokens[row]) < depth[row] and token not in seqs[row].eos and self._knows([token])
-            asked = perf_counter()
-            hidden = self.model.hidden
-            if hidden is not None:  # [B, N, d]: of each row that has drafted, what gave its token
-                hidden = torch.stack([hidden[row, len(pending[row]) - 1] for row in rows])
-            more = self.policy.more(Look(rows, [tokens[row] for row in rows], scores, hidden))
-            for row, on in zip(rows, more, strict=True):
-                going[row] = going[row] and on
-            policy_seconds += perf_counter() - asked
+            begun = perf_counter()
+            done = len(tokens[rows[0]])
+            ahead = min(self.policy.certain(rows, done), *(depth[row] - done for row in rows)) if likeliest else 1
+            best, logits, hidden = self.model.roll(pending, ahead, self.vocab_size)
+            known = best.T.tolist() if ahead > 1 else []
+            forward_seconds += perf_counter() - begun
+            forwards += ahead
+            for turn in range(ahead):
+                rows = [row for row in rows if going[row]]
+                if not rows:
+                    break
+                fitted, law = self._fitted(logits[turn][rows]), None
+                if known:
+                    chosen, scores = [known[turn][row] for row in rows], fitted.float()
+                else:
+                    chosen, scores, law = choose(
+                        [seqs[row].sampler for row in rows],
+                        fitted,
+                        lambda i, rows=rows: seqs[rows[i]].tokens + tokens[rows[i]],  # type: ignore[misc]
+                        [seqs[row].generator for row in rows],
+                    )
+                for i, (row, token) in enumerate(zip(rows, chosen, strict=True)):
+                    tokens[row].append(token)
+                    if law is not None and not seqs[row].sampler.greedy:
+                        laws[row].append(law[i])
+                    # Behind an end token nothing can be committed; a processor may have forced a token that is unknown.
+                    going[row] = len(tokens[row]) < depth[row] and token not in seqs[row].eos and self._knows([token])
+                asked = perf_counter()
+                states = hidden[turn][rows] if hidden else None
+                more = self.policy.more(Look(rows, [tokens[row] for row in rows], scores, states))
+                for row, on in zip(rows, more, strict=True):
+                    going[row] = going[row] and on
+                policy_seconds += perf_counter() - asked
         drafts = [
             Draft.chain(seq.tokens[-1], drafted, torch.stack(law) if law else None)
             for seq, drafted, law in zip(seqs, tokens, laws, strict=True)

@@ -51,6 +51,11 @@ class LengthPolicy:
         """Whether each row drafts on. Not asked of a row again in this draft once it has stopped."""
         raise NotImplementedError
 
+    def certain(self, rows: Sequence[int], depth: int) -> int:
+        """How many more tokens, at least one, rows that have `depth` are going to draft whatever they are. It is asked
+        behind each all the same."""
+        return 1
+
     def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
         """What became of the drafts; `hidden` [B, N, d] as a drafter is given it."""
 
@@ -66,3 +71,6 @@ class FixedLength(LengthPolicy):
 
     def more(self, look: Look) -> list[bool]:
         return [look.depth < self.gamma] * len(look.rows)
+
+    def certain(self, rows: Sequence[int], depth: int) -> int:
+        return self.gamma - depth

@@ -148,6 +148,11 @@ class PacerStop(LengthPolicy):
                 least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
         return (SCORES[self.score](said) >= least).tolist()
 
+    def certain(self, rows: Sequence[int], depth: int) -> int:
+        if self.cheap is not None:
+            return self.cheap.certain(rows, depth)
+        return min(self.block - depth % self.block, self.most - depth)
+
     def _ask(self, look: Look) -> Array:
         """What the layer says [R, b] of the last block of the rows that have come here."""
         looks, rows = self.looks, look.rows

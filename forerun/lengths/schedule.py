@@ -30,6 +30,9 @@ class HeuristicSchedule(LengthPolicy):
     def more(self, look: Look) -> list[bool]:
         return [look.depth < self.lengths[row] for row in look.rows]
 
+    def certain(self, rows: Sequence[int], depth: int) -> int:
+        return min(self.lengths[row] for row in rows) - depth
+
     def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
         for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
             if draft.drafted and verdict.accepted == draft.drafted:

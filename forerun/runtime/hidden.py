@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from forerun.model import CausalLM, Rows
 from forerun.nn.hidden import Block, HiddenDrafter, Layer
 from forerun.runtime.lean import LayerWeights, LeanLayers
 from forerun.runtime.packed import Product, product
+from forerun.runtime.recorded import Recorded
 
 LARGEST_TABLE = 2**26  # numbers
 
@@ -32,7 +33,10 @@ class HiddenLM(Rows):
         states: how many places it looks ahead, for medusa.
         known: whether the features of a text are run with the tokens behind them.
         curves: of the calibration, see `HiddenConfig`.
+        recorded: what runs states one by one instead, where the target's forwards are recorded as well.
     """
+
+    recorded: Recorded | None = None
 
     @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM) -> None:
@@ -84,6 +88,8 @@ class HiddenLM(Rows):
             config.max_position_embeddings,
         )
         self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
+        if target.recorded is not None:
+            self.recorded = Recorded(self._step)
 
     def fresh(self) -> HiddenLM:
         """The same head with a cache of its own."""
@@ -109,11 +115,38 @@ class HiddenLM(Rows):
             ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
             x = self._fused(x, ids.flatten())
         positions, mask = self._layout(counts, [range(count) for count in counts], None)
-        x = self._run(x, positions, mask)
+        assert not isinstance(mask, dict)
+        x = self._run(x, positions, mask, self.cache)
         self.cache.commit([list(range(count)) for count in counts])
         if len(states) == 1:
             return x[-1:]
         return x[torch.tensor([row * new + max(count, 1) - 1 for row, count in enumerate(counts)], device=self.device)]
+
+    @torch.inference_mode()
+    def roll(self, states: Tensor, steps: int, rows: Collection[int]) -> list[Tensor]:
+        """Runs and keeps, for these rows, states [B, d] without tokens behind them, then what comes of them, and so
+        on: the `steps` states [B, d] that come. Other rows stay as they are, and what is said of them means nothing."""
+        depths = [range(row in rows) for row in range(len(states))]
+        found, paths = [], [list(own) for own in depths]
+        for _ in range(steps):
+            given, said = states[:, None], None
+            if self.recorded is not None:
+                said = self.recorded(given, depths, None, self.cache, False)
+            if said is None:
+                positions, mask = self._layout([len(own) for own in depths], depths, None)
+                assert not isinstance(mask, dict)
+                said = self._step(given, positions, self.cache, mask)
+            states = said[0][:, 0]
+            self.cache.commit(paths)
+            found.append(states)
+        return found
+
+    def _step(
+        self, states: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, *_: bool
+    ) -> tuple[Tensor, None]:
+        """A lean forward (`forerun.model`) from states [B, 1, d] to the next ones."""
+        x = self._run(self.alone(states.flatten(0, 1)), positions, mask, cache)
+        return x.view(states.shape), None
 
     @torch.inference_mode()
     def branch(self, states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
@@ -123,7 +156,8 @@ class HiddenLM(Rows):
         rows, width = tokens.shape
         back = seen.shape[-1] - width
         positions, mask = self._layout([width] * rows, [[depth - back] * width] * rows, list(seen))
-        x = self._run(self._fused(states.flatten(0, 1), tokens.flatten()), positions, mask)
+        assert not isinstance(mask, dict)
+        x = self._run(self._fused(states.flatten(0, 1), tokens.flatten()), positions, mask, self.cache)
         self.cache.commit([list(range(width))] * rows)
         return x.view(rows, width, -1)
 
@@ -131,10 +165,9 @@ class HiddenLM(Rows):
         embedded = self.embeddings(ids).to(x.dtype)
         return self.both(torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
-    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
-        assert not isinstance(mask, dict)
+    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
         positions = positions.clamp(max=self.layers.context - 1)  # a row that drafts for longer neighbours
-        return self.layers.normed(self.layers(x, positions, self.cache, mask)) * self.gain
+        return self.layers.normed(self.layers(x, positions, cache, mask)) * self.gain
 
     @torch.inference_mode()
     def ahead(self, states: Tensor, places: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache import KVCache
-from forerun.model import LeanForward
+from forerun.model import Ids, LeanForward
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 STEP = 256  # by which what is looked at grows
@@ -39,7 +39,7 @@ class Recorded:
 
     def __call__(
         self,
-        tokens: Sequence[Sequence[int]],
+        tokens: Ids,
         depths: Sequence[Sequence[int]],
         masks: Sequence[Tensor] | None,
         cache: KVCache,
@@ -48,7 +48,7 @@ class Recorded:
         """Logits [B, N, V] of rows of new tokens as `CausalLM` has them, and the LM head's input [B, N, d] where that
         is wanted. None for more tokens than the widest shape has, and behind nothing, where the cache has no layers
         yet."""
-        new, rows = max(map(len, tokens)), len(tokens)
+        new, rows = max(map(len, depths)), len(depths)
         if new > WIDTHS[-1] or not max(cache.lengths):
             return None
         width = next(width for width in WIDTHS if width >= new)
@@ -59,7 +59,8 @@ class Recorded:
             layers = [StaticLayer(keys[:rows, :, :seen], values[:rows, :, :seen]) for keys, values in self._places()]
             if self.keys[0].device.type == "cuda" and self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
-            self.shapes[key] = Shape(self.forward, layers, width, wanted, self.pool)
+            like = tokens if isinstance(tokens, Tensor) and tokens.is_floating_point() else None
+            self.shapes[key] = Shape(self.forward, layers, width, wanted, self.pool, like)
         logits, hidden = self.shapes[key](tokens, depths, masks, cache.lengths)
         # Copies: the next replay writes where these are.
         return logits[:, :new].clone(), hidden[:, :new].clone() if hidden is not None else None
@@ -109,15 +110,23 @@ class StaticLayer:
 
 
 class Shape:
-    """The forward of one shape."""
+    """The forward of one shape, of tokens or of states [B, 1, d]."""
 
-    def __init__(self, forward: LeanForward, layers: list[StaticLayer], width: int, wanted: bool, pool: Any) -> None:
+    def __init__(
+        self,
+        forward: LeanForward,
+        layers: list[StaticLayer],
+        width: int,
+        wanted: bool,
+        pool: Any,
+        states: Tensor | None,
+    ) -> None:
         first = layers[0].keys
         self.forward, self.layers, self.width, self.wanted = forward, layers, width, wanted
         self.seen, self.dtype, device = first.shape[2], first.dtype, first.device
         # Of each row its length, tokens, positions, and which of its new tokens see which.
         self.given = torch.zeros(len(first), 1 + 2 * width + width**2, dtype=torch.long, device=device)
-        self.on_host = torch.zeros(self.given.shape, dtype=torch.long, pin_memory=device.type == "cuda")
+        self.states = states.clone() if states is not None else None
         self.causal = torch.ones(width, width, dtype=torch.long).tril()
         self.graph: Any = None
         # What is made at the first call must not be made in the graph. These runs write where nothing is kept.
@@ -147,29 +156,30 @@ class Shape:
         cache: Any = self
         for layer in self.layers:
             layer.slots = slots
-        return self.forward(ids, positions, cache, mask, False, self.wanted)
+        return self.forward(ids if self.states is None else self.states, positions, cache, mask, False, self.wanted)
 
     def __call__(
-        self,
-        tokens: Sequence[Sequence[int]],
-        depths: Sequence[Sequence[int]],
-        masks: Sequence[Tensor] | None,
-        lengths: Sequence[int],
+        self, tokens: Ids, depths: Sequence[Sequence[int]], masks: Sequence[Tensor] | None, lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        width = self.width
-        if self.graph is not None:
-            torch.cuda.current_stream(self.given.device).synchronize()  # the last copy may still be on its way
-        for row, (ids, places, length) in enumerate(zip(tokens, depths, lengths, strict=True)):
-            rest = width - len(ids)
+        width, there = self.width, isinstance(tokens, Tensor)
+        # New at every call, as the last one may still be on its way; torch keeps pinned memory for when it has come.
+        facts = torch.zeros(self.given.shape, dtype=torch.long, pin_memory=self.graph is not None)
+        for row, (places, length) in enumerate(zip(depths, lengths, strict=True)):
+            rest = width - len(places)
+            ids = [0] * len(places) if there else tokens[row]
             inner = self.causal
             if masks is not None:
                 inner = torch.eye(width, dtype=torch.long)
-                inner[: len(ids), : len(ids)] = masks[row]
+                inner[: len(places), : len(places)] = masks[row]
             # Padding takes a position that has been there.
-            facts = [length, *ids, *[0] * rest, *(length + place for place in places), *[max(length - 1, 0)] * rest]
-            self.on_host[row, : 1 + 2 * width] = torch.tensor(facts)
-            self.on_host[row, 1 + 2 * width :] = inner.flatten()
-        self.given.copy_(self.on_host, non_blocking=True)
+            begun = [length, *ids, *[0] * rest, *(length + place for place in places), *[max(length - 1, 0)] * rest]
+            facts[row, : 1 + 2 * width] = torch.tensor(begun)
+            facts[row, 1 + 2 * width :] = inner.flatten()
+        self.given.copy_(facts, non_blocking=True)
+        if self.states is not None:
+            self.states.copy_(tokens)  # type: ignore[arg-type]
+        elif isinstance(tokens, Tensor):
+            self.given[:, 1 : 1 + tokens.shape[1]] = tokens
         if self.graph is None:
             return self._run()
         with torch.cuda.device(self.given.device):
