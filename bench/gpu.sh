@@ -20,7 +20,7 @@ mkdir -p "$OUT"
 part() { # seconds, name, arguments of forerun bench
   local seconds=$1 name=$2; shift 2
   echo "== $name"
-  timeout "$seconds" "$PYTHON" -m forerun bench "$@" $GRAPHS "${SETS[@]}" --device "$DEVICE" --dtype "$DTYPE" --rounds 1 \
+  timeout "$seconds" "$PYTHON" -m forerun bench "$@" $GRAPHS "${SETS[@]}" --device "$DEVICE" --dtype "$DTYPE" --rounds 1 --profile \
     --max-new-tokens "$TOKENS" --out "$OUT/$name" || echo "$name did not end well: $?"
 }
 

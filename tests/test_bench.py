@@ -117,6 +117,8 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
     assert [record.method for record in parsed[16:24]] == order[::-1]  # whoever was behind another is before it now
 
     pictures = {"speedup.png", "acceptance.png", "time.png", "profile.png"}
+    pictures |= {f"timeline-{name}.png" for name, each in methods.items() if "timeline" in each}
+    assert "timeline-ar.png" in pictures and methods["ar"]["timeline"]["busy_ms"] < methods["ar"]["timeline"]["ms"]
     assert {path.name for path in out.iterdir()} == pictures | {
         "costs.json", "records.jsonl", "results.json", "report.md", "run.json",
     }  # fmt: skip

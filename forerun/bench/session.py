@@ -25,6 +25,7 @@ from forerun.bench.roofline import read_costs
 from forerun.bench.runners import Run, decoder_run
 from forerun.bench.shapes import difference, expand, expand_head
 from forerun.bench.sizes import SHAPES
+from forerun.bench.timeline import plot_timeline, step_of
 from forerun.costs import Costs
 from forerun.files import read_text, write_text
 from forerun.lengths.oracle import Truth
@@ -39,6 +40,7 @@ from forerun.loading import (
 from forerun.methods import Lyanna, Oracle, Pacer, SeeingOracle, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
+from forerun.params import SamplingParams
 from forerun.profiles import costs_of, identity
 from forerun.runtime import prepare
 from forerun.runtime.costs import measure_costs
@@ -71,7 +73,7 @@ def bench(
         _claim(out, plan.arguments() | {"prompts": facts} | _surroundings(plan) | table, resume)
     if resume:
         records.resume(list(plan.methods))
-    runs, reference, costs = _load(plan, tokenizer, out)
+    decoders, runs, reference, costs = _load(plan, tokenizer, out)
     _tell_oracles(plan, runs, datasets, say)
     measure(
         runs,
@@ -89,9 +91,27 @@ def bench(
     if out is not None:
         from forerun.bench.plots import save_plots
 
+        pictures = save_plots(found["methods"], out, profile)
+        if profile:
+            first = next(iter(datasets.values()))[0].tokens or ()
+            pictures += _timelines(decoders, list(first), plan.params(), found["methods"], out)
         write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
-        write_text(out / "report.md", markdown(found, plan.command(), save_plots(found["methods"], out, profile)))
+        write_text(out / "report.md", markdown(found, plan.command(), pictures))
     return found
+
+
+def _timelines(
+    decoders: dict[str, Decoder], prompt: list[int], params: SamplingParams, methods: dict[str, Any], out: Path
+) -> list[str]:
+    """Draws a step of each method of ours, adds what it comes to, and returns the names of the files."""
+    pictures = []
+    for name, decoder in decoders.items():
+        found = step_of(decoder, prompt, params)
+        if found is not None:
+            pictures.append(f"timeline-{name}.png")
+            plot_timeline(name, *found, out / pictures[-1])
+            methods[name]["timeline"] = {"ms": round(found[1].ms, 3), "busy_ms": round(found[1].busy, 3)}
+    return pictures
 
 
 def load_prompts(
@@ -257,9 +277,9 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
 
 def _load(
     plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path | None
-) -> tuple[dict[str, Run], CausalLM, Costs | None]:
-    """What runs each method, the model that says the reference's output, and what forwards cost: of this machine when
-    the run began, where a method or a run that is kept wants to know, or as the plan gives it.
+) -> tuple[dict[str, Decoder], dict[str, Run], CausalLM, Costs | None]:
+    """Methods of ours, what runs each method, the model that says the reference's output, and what forwards cost: of
+    this machine when the run began, where a method or a run that is kept wants to know, or as the plan gives it.
 
     All methods of ours share one target and one draft; transformers' own get plain models of their own.
     """
@@ -273,6 +293,7 @@ def _load(
             assert plan.draft is not None
             assistant = load_model(plan.draft, "draft", **how)
         peers = Peers(load_model(plan.target, "target", **how), assistant, plan.params())
+    decoders: dict[str, Decoder] = {}
     runs: dict[str, Run] = {}
     truth, layers = Truth(), {}
     if draft is not None:
@@ -294,12 +315,14 @@ def _load(
             drafting = draft if method.needs_draft else None
             layer = layers.get(method.layer)
             head = heads.get(method.head)
-            decoder = Decoder(target, tokenizer, drafting, method, plan.guard, pre_verifier=layer, head=head)
+            decoders[name] = decoder = Decoder(
+                target, tokenizer, drafting, method, plan.guard, pre_verifier=layer, head=head
+            )
             decoder.costs = costs
             decoder.tokenizer = None  # making text is no part of what is measured
             decoder.truth = truth
             runs[name] = decoder_run(decoder, plan.params())
-    return runs, CausalLM(peers.target) if peers is not None else target, costs
+    return decoders, runs, CausalLM(peers.target) if peers is not None else target, costs
 
 
 def _tell_oracles(

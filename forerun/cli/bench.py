@@ -54,7 +54,7 @@ def bench(
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Save a picture of the phases of a step.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Save pictures of where a step's time goes.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,

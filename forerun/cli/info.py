@@ -16,6 +16,8 @@ from forerun.methods import METHODS
 from forerun.profiles import pair_of, stored
 from forerun.zoo import EMBEDDED, FOLDER, resolve
 
+BATCHES, TOKENS = (4, 16), (1, 2, 4, 8)  # rows, and tokens of each
+
 
 def collect() -> dict[str, Any]:
     """Everything that `info` shows."""
@@ -36,18 +38,30 @@ def collect() -> dict[str, Any]:
 
 
 def costs(target: str, draft: str | None, context: int | None, load_options: dict[str, Any]) -> dict[str, Any]:
-    """Undisturbed ms of forwards of some lengths for both models, through their fast forwards, and the cost ratio c."""
+    """Undisturbed ms of forwards of some lengths of both models, through their fast forwards, and the cost ratio c; the
+    target's in batches; and the share of a token's forward in which nothing runs."""
     from forerun.api import load
-    from forerun.runtime.costs import measure_costs, usual_context
+    from forerun.bench.timeline import outside
+    from forerun.draft import Draft
+    from forerun.model import CausalLM
+    from forerun.runtime.costs import QUIET, RUN, forward_costs, measure_costs, usual_context
 
     decoder = load(target, draft=draft, method="sd" if draft or target == EMBEDDED else "ar", **load_options)
     if context is None:
         context = usual_context(decoder.target, decoder.draft)
     found = measure_costs(decoder.target, decoder.draft, context)
-    table: dict[str, Any] = {"context": context, "target_ms": found.target}
+    batches = {rows: forward_costs(decoder.target, TOKENS, context, RUN, QUIET, rows) for rows in BATCHES}
+    table: dict[str, Any] = {"context": context, "target_ms": found.target, "target_ms_in_batches": batches}
     if found.draft:
         table |= {"draft_ms": found.draft, "c": round(found.c, 4)}
-    return table
+
+    def idle(model: CausalLM) -> float:
+        model = model.fresh()
+        model.start([[0] * context])
+        return round(outside(lambda: model.forward([Draft.root(0)]), model.device), 4)
+
+    models = {"target": decoder.target, "draft": decoder.draft}
+    return table | {"idle": {part: idle(model) for part, model in models.items() if model is not None}}
 
 
 def profile_facts(target: str, draft: str | None, device: str | None, dtype: str | None) -> dict[str, Any] | None:
@@ -63,7 +77,7 @@ def profile_facts(target: str, draft: str | None, device: str | None, dtype: str
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     with_costs: Annotated[
-        bool, typer.Option("--costs", help="Measure what forwards of 1 to 32 tokens cost, and the cost ratio c.")
+        bool, typer.Option("--costs", help="Measure what forwards cost by tokens and rows, and the cost ratio c.")
     ] = False,
     target: Annotated[str, typer.Option(help="For --costs and profile: hub id or folder of the target.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="For --costs and profile: that of the draft.")] = None,
@@ -134,4 +148,8 @@ def _costs_table(costs: dict[str, Any]) -> Any:
     for part in ("target", "draft"):
         if f"{part}_ms" in costs:
             table.add_row(part, *(f"{costs[f'{part}_ms'].get(count, float('nan')):.2f}" for count in counts))
+    for rows, times in costs["target_ms_in_batches"].items():
+        table.add_row(f"target, {rows} rows", *(f"{times[count]:.2f}" if count in times else "" for count in counts))
+    idle = (f"{part} {share:.0%}" for part, share in costs["idle"].items())
+    table.caption = f"of a token's forward nothing runs for: {', '.join(idle)} (under the profiler)"
     return table

@@ -141,10 +141,15 @@ def _table(model: CausalLM, context: int) -> dict[int, float]:
 
 @torch.inference_mode()
 def forward_costs(
-    model: CausalLM, counts: Sequence[int] = COUNTS, context: int = 256, repeats: int = 30, share: float = 0.5
+    model: CausalLM,
+    counts: Sequence[int] = COUNTS,
+    context: int = 256,
+    repeats: int = 30,
+    share: float = 0.5,
+    rows: int = 1,
 ) -> dict[int, float]:
-    """Milliseconds of one forward of each number of new tokens behind `context` others, batch 1: what this share of the
-    forwards stays below, by default the median.
+    """Milliseconds of one forward of each number of new tokens of each row behind `context` others: what this share of
+    the forwards stays below, by default the median.
 
     Each count is measured in runs of ten or fewer, as decoding does one kind of forward after the other, and the runs
     take turns, so that a busy moment of the machine does not fall on one of them. Counts that the model's context has
@@ -155,8 +160,8 @@ def forward_costs(
     if not counts:
         raise ValueError(f"a context of {model.context} has no room behind {context} tokens: choose fewer")
     model = model.fresh()
-    model.start([[number % model.vocab_size for number in range(context)]])
-    drafts = {count: [Draft.chain(0, [0] * (count - 1))] for count in counts}
+    model.start([[number % model.vocab_size for number in range(context)]] * rows)
+    drafts = {count: [Draft.chain(0, [0] * (count - 1))] * rows for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(-(-repeats // RUN)):
         for count, draft in drafts.items():

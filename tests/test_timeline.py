@@ -1,0 +1,57 @@
+"""What ran within a step, and how much of the time nothing did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import sleep
+
+import pytest
+import torch
+from toys import noisy_copy, tiny
+
+from forerun import Decoder, SamplingParams
+from forerun.bench.timeline import PROFILED, SKIPPED, Work, kind_of, outside, plot_timeline, step_of
+from forerun.methods import method
+
+CPU = torch.device("cpu")
+
+
+def test_what_ran_at_once_counts_once() -> None:
+    assert Work(10.0, []).busy == 0
+    assert Work(10.0, [(1, 2, "a"), (5, 1, "b")]).busy == pytest.approx(3)
+    assert Work(10.0, [(5, 1, "b"), (1, 4.5, "a"), (2, 1, "c")]).busy == pytest.approx(5)
+
+
+def test_waiting_is_outside_and_working_is_not() -> None:
+    x = torch.ones(600, 600)
+    assert outside(lambda: sleep(0.01), CPU, 3) > 0.9
+    assert outside(lambda: [x @ x for _ in range(10)], CPU, 3) < outside(lambda: (sleep(0.05), x @ x), CPU, 3)
+
+
+def test_a_step_and_its_picture(tmp_path: Path) -> None:
+    target = tiny("llama")
+    decoder = Decoder(target, None, noisy_copy(target, 0.02), method("sd", gamma=2), guard=False)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    found = step_of(decoder, [5, 6, 7], params)
+    assert found is not None
+    step, work = found
+    before = [chunk.step.tokens for chunk in decoder.stream([5, 6, 7], params)]
+    assert step.tokens == before[SKIPPED + PROFILED - 1]
+    assert {"product", "attention", "other"} == {kind_of(name) for _, _, name in work.parts}
+    assert 0 < work.busy < work.ms
+    plot_timeline("sd", step, work, tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 1000
+    assert step_of(decoder, [5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::bmm", "product"),
+        ("flash_fwd_kernel", "attention"),
+        ("ampere_bf16_s16816gemm", "product"),
+        ("add", "other"),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
