@@ -15,6 +15,7 @@ from forerun.draft import Draft
 from forerun.methods import method
 from forerun.model import CausalLM
 from forerun.runtime import lean, recorded
+from forerun.runtime.hidden import HiddenLM
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.recorded import Recorded
 
@@ -93,6 +94,26 @@ def test_rolling_on_over_fixed_shapes_is_the_same(device: str) -> None:
         for parts in ((logits, wanted), (hidden, states)):
             for a, b in zip(*parts, strict=True):
                 torch.testing.assert_close(a[rows], b[rows], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_rolling_on_waits_for_nothing_cuda() -> None:
+    model = llama("cuda")
+    quick, head = replayed(model), random_head(CausalLM(model), kind="lyanna")
+    lyanna = HiddenLM(head, quick)
+    state = torch.zeros(1, lyanna.width, device="cuda")
+    lyanna.start(1)
+    lyanna.extend([state.repeat(3, 1)], [[1, 2, 3]])
+    quick.start([[1, 2, 3]])
+    for strict in (False, True):  # shapes are recorded first
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        try:
+            quick.roll([[3, 4]], 3, VOCAB)
+            lyanna.roll(state, 3, [0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        quick.crop([3])
+        lyanna.crop([3])
 
 
 def test_sixteen_bits_are_near_the_stock_forward() -> None:

@@ -78,7 +78,8 @@ class ChainDrafter:
                 rows = [row for row in rows if going[row]]
                 if not rows:
                     break
-                fitted, law = self._fitted(logits[turn][rows]), None
+                own = slice(None) if len(rows) == len(seqs) else rows
+                fitted, law = self._fitted(logits[turn][own]), None
                 if known:
                     chosen, scores = [known[turn][row] for row in rows], fitted.float()
                 else:
@@ -95,7 +96,7 @@ class ChainDrafter:
                     # Behind an end token nothing can be committed; a processor may have forced a token that is unknown.
                     going[row] = len(tokens[row]) < depth[row] and token not in seqs[row].eos and self._knows([token])
                 asked = perf_counter()
-                states = hidden[turn][rows] if hidden else None
+                states = hidden[turn][own] if hidden else None
                 more = self.policy.more(Look(rows, [tokens[row] for row in rows], scores, states))
                 for row, on in zip(rows, more, strict=True):
                     going[row] = going[row] and on
