@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from transformers import StoppingCriteriaList
 
 from forerun.draft import Draft
 from forerun.model import CausalLM
-from forerun.sampling import Sampler, Verdict, accept
+from forerun.sampling import Sampler, Verdict, accept, accept_greedy
 
 
 @dataclass
@@ -160,7 +161,7 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
         proposed = perf_counter()
         logits = target.forward(drafts)
         forwarded = perf_counter()
-        verdicts = [judge(*row) for row in zip(seqs, drafts, logits, strict=True)]
+        verdicts = judge(seqs, drafts, logits)
         target.commit([verdict.path for verdict in verdicts])
         verified = perf_counter()
         counts = []
@@ -192,9 +193,15 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
         seqs = [seqs[row] for row in running]
 
 
-def judge(seq: Generation, draft: Draft, logits: Tensor) -> Verdict:
-    """The target's verdict on one draft, from its logits [N, V]."""
+def judge(seqs: Sequence[Generation], drafts: Sequence[Draft], logits: Sequence[Tensor]) -> list[Verdict]:
+    """The target's verdicts on drafts, from its logits [N_r, V] of each."""
+    if all(seq.sampler.likeliest for seq in seqs):
+        found = iter(torch.cat([row.argmax(-1) for row in logits]).tolist())  # a GPU is waited for once
+        return [accept_greedy(draft, list(islice(found, len(draft)))) for draft in drafts]
+    return [_judge(*row) for row in zip(seqs, drafts, logits, strict=True)]
 
+
+def _judge(seq: Generation, draft: Draft, logits: Tensor) -> Verdict:
     def prefix(node: int) -> list[int]:
         return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]
 

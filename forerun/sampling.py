@@ -90,6 +90,11 @@ class Sampler:
         return scores
 
     @property
+    def likeliest(self) -> bool:
+        """Whether its tokens are the likeliest ones by the logits themselves."""
+        return self.greedy and not self.processors
+
+    @property
     def prefix_free(self) -> bool:
         """Whether its processors look at the scores alone."""
         return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
@@ -169,11 +174,12 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
     r = norm(max(r - q, 0)) for the next child; with no child left, the next token is drawn from r.
     """
     if greedy:
-        return _accept_greedy(draft, scores.argmax(-1).tolist())
+        return accept_greedy(draft, scores.argmax(-1).tolist())
     return _accept_sampled(draft, scores.softmax(-1), generator)
 
 
-def _accept_greedy(draft: Draft, best: list[int]) -> Verdict:
+def accept_greedy(draft: Draft, best: list[int]) -> Verdict:
+    """`accept` with the target's most likely token behind every node."""
     path = [0]
     while True:
         node = path[-1]

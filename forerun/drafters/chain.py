@@ -59,7 +59,7 @@ class ChainDrafter:
         going = [d > 0 for d in depth]
         forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
         # Whose tokens need not be looked at before the next one is drafted.
-        likeliest = all(seq.sampler.greedy and not seq.sampler.processors for seq in seqs)
+        likeliest = all(seq.sampler.likeliest for seq in seqs)
         while any(going):
             # The first forward catches up with what the target committed, the others run the last draft token.
             pending = [
