@@ -111,8 +111,18 @@ class KVLayer(CacheLayerMixin):
         self.values[row, :, start : start + len(path)] = self.values[row, :, index]
 
     def keep(self, rows: list[int]) -> None:
-        if self.is_initialized:
+        if not self.is_initialized:
+            return
+        moved = [(place, row) for place, row in enumerate(rows) if place != row]
+        if any(row < len(rows) for _, row in moved):
             self.keys, self.values = self.keys[rows], self.values[rows]
+            return
+        # Rows from behind take the places of others: nothing else is copied.
+        for place, row in moved:
+            length = self.cache.lengths[place]
+            self.keys[place, :, :length] = self.keys[row, :, :length]
+            self.values[place, :, :length] = self.values[row, :, :length]
+        self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return max(self.cache.lengths) + query_length, 0

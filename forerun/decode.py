@@ -168,7 +168,7 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             counts.append(seq.extend([*(draft.tokens[node] for node in verdict.path[1:]), verdict.token]))
         drafter.observe(seqs, drafts, verdicts, target.hidden)
-        running = [row for row, seq in enumerate(seqs) if seq.finish_reason is None]
+        running = _closed_up([row for row, seq in enumerate(seqs) if seq.finish_reason is None])
         if len(running) < len(seqs):
             target.keep(running)
             drafter.keep(running)
@@ -191,6 +191,13 @@ def decode(target: CausalLM, drafter: Drafter, seqs: Sequence[Generation]) -> It
             for seq, draft, verdict, count in zip(seqs, drafts, verdicts, counts, strict=True)
         ]
         seqs = [seqs[row] for row in running]
+
+
+def _closed_up(rows: list[int]) -> list[int]:
+    """Rows in the order in which the fewest change their places: the last ones take those of the missing."""
+    behind = iter([row for row in rows if row >= len(rows)])
+    there = set(rows)
+    return [place if place in there else next(behind) for place in range(len(rows))]
 
 
 def judge(seqs: Sequence[Generation], drafts: Sequence[Draft], logits: Sequence[Tensor]) -> list[Verdict]:

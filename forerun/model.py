@@ -93,6 +93,7 @@ class Rows:
         """Shortens each row to its first `lengths[r]` positions."""
         self.cache.crop_to(lengths)
 
+    @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Drops all rows but these."""
         self.cache.keep(rows)
