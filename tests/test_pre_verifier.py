@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -293,17 +294,21 @@ def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
     traces = traces.cumprod(-1)
     block, rho = 2, 1.1
 
+    batches = traces[:, None]
+    if rows > 1:
+        batches = traces[np.random.default_rng(0).integers(40, size=(40, rows))]
+
     def rate(threshold: float) -> float:
         tokens = spent = 0.0
-        for said in traces:
+        for said in batches:  # [rows, 11]
             done = 0
             while done + block <= 11:
                 done += block
-                part = said[done - block : done]
-                value = {"last": part[-1], "mean": part.mean(), "min": part.min()}[score]
-                if value < threshold * rho ** (done // block - 1):
+                part = said[:, done - block : done]
+                value = {"last": part[:, -1], "mean": part.mean(-1), "min": part.min(-1)}[score]
+                if value.mean() < threshold * rho ** (done // block - 1):
                     break
-            tokens += 1 + said[:done].sum()
+            tokens += 1 + said[:, :done].sum() / rows
             spent += done * COSTS.drafting(rows) + COSTS.verify(rows * (done + 1)) + COSTS.policy * (done // block)
         return tokens / spent
 
@@ -324,6 +329,33 @@ def test_the_automatic_block_is_the_best() -> None:
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
     policy.start([Generation([1], 9)])
     assert (policy.block, policy.threshold) == (4, 0.5)
+
+
+@pytest.mark.parametrize("cheap", [False, True])
+def test_rows_with_costs_stop_together(cheap: bool) -> None:
+    """By the mean of all rows, of which those that have ended count as 0; drawn rows and fixed thresholds do not."""
+    layer = random_layer(draft_size=4)
+    costs = replace(COSTS, policy=50.0, glance=0.01)
+
+    def started(mode: Sampler, **settings: Any) -> PacerStop:
+        policy = PacerStop(layer, torch.nn.Embedding(4, 4), None if cheap and "costs" in settings else 1, 9, **settings)
+        policy.start([Generation([1], 9, mode) for _ in range(4)])
+        policy.threshold = 0.5
+        assert (policy.cheap is not None) == (cheap and "costs" in settings)
+        if policy.cheap is not None:
+            policy.cheap.threshold = 0.5
+        else:
+            policy._ask = lambda look: np.log(survival[:, None] / (1 - survival[:, None]))  # type: ignore[method-assign]
+        return policy
+
+    for survival, going in (([0.9, 0.8, 0.4, 0.1], True), ([0.9, 0.8, 0.1, 0.1], False), ([0.9, 0.8], False)):
+        survival, count = np.array(survival), len(survival)
+        scores = torch.from_numpy(np.log(np.stack([1 - survival, survival, 0 * survival + 1e-30], 1)))
+        look = Look(list(range(count)), [[1]] * count, scores)
+        assert started(Sampler(), costs=costs).more(look) == [going] * count
+        alone = [bool(each >= 0.5) for each in survival]
+        assert started(Sampler(), threshold=0.5).more(look) == alone
+        assert started(Sampler(greedy=False), costs=costs).more(look) == alone
 
 
 def test_a_layer_that_does_not_pay_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

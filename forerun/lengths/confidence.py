@@ -24,10 +24,11 @@ class ConfidenceStop(LengthPolicy):
 
 class CumulativeStop(LengthPolicy):
     """Stops when the product of the draft's own probabilities of its tokens is below `threshold`, and behind `most`
-    tokens. The product is what the draft believes the chance of its whole text to be."""
+    tokens. The product is what the draft believes the chance of its whole text to be. So many rows as stop `together`
+    go by its mean."""
 
-    def __init__(self, threshold: float, most: int) -> None:
-        self.threshold, self.most = threshold, most
+    def __init__(self, threshold: float, most: int, together: int = 1) -> None:
+        self.threshold, self.most, self.together = threshold, most, together
         self.products: dict[int, float] = {}  # of the rows of the present draft
 
     def more(self, look: Look) -> list[bool]:
@@ -37,6 +38,8 @@ class CumulativeStop(LengthPolicy):
         self.products = {
             row: before[row] * probability for row, probability in zip(look.rows, drawn(look), strict=True)
         }
+        if self.together > 1:
+            return [sum(self.products.values()) >= self.threshold * self.together] * len(look.rows)
         return [product >= self.threshold for product in self.products.values()]
 
 

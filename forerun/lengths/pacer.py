@@ -47,12 +47,18 @@ def best_threshold(
     worth 1 + the sum of their survival tokens, and takes n draft forwards, n / block calls of the layer and a forward
     of the target on n + 1 tokens: the threshold with the largest ratio of the sums over all drafts is the solution of
     the stopping problem among rules of this form. `evidence` [N, G] is what the rule goes by instead of them.
+
+    Several `rows` draft and are verified as long as the longest of them, so they stop together, by the mean of their
+    scores: drafts are put together at random.
     """
     block = min(block, traces.shape[1])
     blocks = traces.shape[1] // block
     evidence = traces if evidence is None else evidence
     scores = score(evidence[:, : blocks * block].reshape(len(traces), blocks, block))
     tokens = 1 + traces.cumsum(-1)[:, block - 1 :: block][:, :blocks]
+    if rows > 1:
+        together = np.random.default_rng(0).integers(len(traces), size=(len(traces), rows))
+        scores, tokens = scores[together].mean(1), tokens[together].mean(1)
     ends = block * np.arange(1, blocks + 1)
     prices = np.array([end * costs.drafting(rows) + costs.verify(rows * (end + 1)) for end in ends])
     prices = (prices + costs.policy * np.arange(1, blocks + 1)) / rows
@@ -74,7 +80,7 @@ class PacerStop(LengthPolicy):
     Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or drawn, by the
     table of costs and the number of rows (`best_threshold`), and without a block as well the best of BLOCKS; where even
     so the layer's calls would cost more than they bring, it goes by the product of the draft's own probabilities, token
-    by token (`cheap`). No clock is read. Without costs the threshold is 0.5.
+    by token (`cheap`). Greedy rows then stop together. No clock is read. Without costs the threshold is 0.5.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class PacerStop(LengthPolicy):
         free = threshold is None and costs is not None
         self.blocks = BLOCKS if block is None and free else (block or BLOCK,)
         self.fixed, self.rho, self.score, self.costs = threshold, rho, score, costs
+        self.priced = repr(costs)
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
         self.echoing, self.embedding = "echoes" in inputs, "token" in inputs
@@ -111,14 +118,15 @@ class PacerStop(LengthPolicy):
     def _set_threshold(self) -> None:
         if self.fixed is not None or self.costs is None:
             self.block, self.threshold = self.blocks[0], self.fixed if self.fixed is not None else 0.5
+            self.together = 1
             return
         # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
         greedy = self.mode == "greedy"
         count, costs = (len(self.seqs), self.costs) if greedy else (1, self.costs.drawn)
-        known, key = self.layer.thresholds, (self.mode, count, self.blocks, self.most, self.rho, self.score)
-        if known.get("costs") != self.costs:
-            known.clear()
-            known["costs"] = self.costs
+        known, key = (
+            self.layer.thresholds,
+            (self.priced, self.mode, count, self.blocks, self.most, self.rho, self.score),
+        )
         if key not in known:
             traces, products = self.layer.traces[self.mode][..., : self.most]
             score = SCORES[self.score]
@@ -129,7 +137,8 @@ class PacerStop(LengthPolicy):
             block = max(found, key=lambda block: found[block][1])
             known[key] = block, found[block][0]
         self.block, self.threshold = known[key]
-        self.cheap = None if self.block else CumulativeStop(self.threshold, self.most)
+        self.together = count
+        self.cheap = None if self.block else CumulativeStop(self.threshold, self.most, self.together)
 
     def more(self, look: Look) -> list[bool]:
         if self.cheap is not None:
@@ -141,6 +150,9 @@ class PacerStop(LengthPolicy):
         if look.depth >= self.most:
             return [False] * len(look.rows)
         least = min(self.threshold * self.rho ** (look.depth // self.block - 1), 1.0)
+        if self.together > 1:
+            survival = said if self.layer.acceptance else 1 / (1 + np.exp(-said))
+            return [SCORES[self.score](survival).sum() >= least * self.together] * len(look.rows)
         if not self.layer.acceptance:  # what it said are logits, and their order is all that counts
             if self.score == "mean":
                 said = 1 / (1 + np.exp(-said))

@@ -45,7 +45,7 @@ class QuickPreVerifier:
         config = layer.config
         self.width, self.heads, self.acceptance = config.width, config.heads, config.kind == "acceptance"
         self.target_size = config.target_size
-        self.thresholds: dict[Any, Any] = {}  # that have been worked out from the traces
+        self.thresholds: dict[Any, tuple[int, float]] = {}  # that have been worked out from the traces
         weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
         self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
         # One product for all of the small inputs.
