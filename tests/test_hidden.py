@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from forerun.costs import Costs
 from forerun.decode import Generation, decode
 from forerun.draft import Draft
 from forerun.drafters.beams import grow
-from forerun.drafters.lyanna import LyannaDrafter
+from forerun.drafters.lyanna import Budget, LyannaDrafter, Prices
 from forerun.loading import load_head
 from forerun.methods import method
 from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
@@ -420,3 +422,49 @@ def test_another_loss_is_another_run(tmp_path: Path) -> None:
         train_hidden(*what, tmp_path / "out", each, say=lambda line: None)
     with pytest.raises(ValueError, match="other settings"):
         train_hidden(*what, tmp_path / "out", replace(recipe, unroll=3))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_budget_is_the_best_that_costs_allow(together: bool) -> None:
+    """Against all sizes, and against going on with the usual tokens, reckoned by hand."""
+    mean, nodes, block = 0.7, 6, 2
+    costs = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2})
+    limits = [6, 3, 6]
+    chances = [[0.9, 0.8, 0.9, 0.2, 0.9, 0.9], [0.95, 0.9, 0.9], [0.5, 0.3, 0.9, 0.9, 0.9, 0.9]]
+    count = 3 if together else 1
+    prices = Prices(costs, count, nodes)
+    budget = Budget(prices, [[0.0, 1.0, mean]] * nodes, block, [0, 1, 2], limits, [0, 0, 0], together)
+
+    def rate(survival: list[list[float]], size: int, states: int) -> float:
+        spent = states * costs.heading(count) + costs.verify(count * (size + 1))
+        return (len(survival) + sum(sum(own[:size]) for own in survival)) / spent
+
+    for k in (0, 2, 4):
+        before = list(budget.deep)
+        going = budget.further(k, [[log(chance) for chance in (own + [0.1] * 6)[k : k + block]] for own in chances])
+        seen = [np.cumprod(own[: min(k + block, limit)]).tolist() for own, limit in zip(chances, limits, strict=True)]
+        for rows in [[0, 1, 2]] if together else [[0], [1], [2]]:
+            if max(before[row] for row in rows) < k + block:  # had ended
+                assert [budget.deep[row] for row in rows] == [before[row] for row in rows]
+                continue
+            own, usual = [seen[row] for row in rows], []
+            for row in rows:
+                more = range(1, min(block, limits[row] - k - block) + 1)
+                usual.append(sorted([*seen[row], *(seen[row][-1] * mean**step for step in more)], reverse=True))
+            best = max(rate(own, size, k + block) for size in range(nodes + 1))
+            there = max(
+                rate(usual, size, min(k + 2 * block, max(limits[row] for row in rows))) for size in range(nodes + 1)
+            )
+            goes = there > best and k + block < max(limits[row] for row in rows)
+            deep = [min(limits[row], k + (1 + goes) * block) for row in rows]
+            assert [budget.deep[row] for row in rows] == deep
+        if not going:
+            break
+    sizes = budget.sizes()
+    if together:
+        found = max(range(nodes + 1), key=lambda size: rate(budget.sure, size, max(budget.deep)))
+        assert sizes == [min(found, len(own)) for own in budget.sure]
+    else:
+        for row, own in enumerate(budget.sure):
+            assert sizes[row] == max(range(len(own) + 1), key=lambda size: rate([own], size, budget.deep[row]))
+    assert block < max(budget.deep) and (len(set(sizes)) == 1) == together

@@ -4,7 +4,7 @@ are chosen from all of them at the end, and states behind a rejected token are u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from math import exp, log1p
 from operator import mul
 from time import perf_counter
@@ -92,12 +92,11 @@ class LyannaDrafter(HeadDrafter):
 
     def _budget(self, fresh: list[int], limits: list[int]) -> Budget:
         assert self.costs is not None
-        # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
         count = len(limits) if self.greedy else 1
         if count not in self.prices:
             self.prices[count] = Prices(self.costs if self.greedy else self.costs.drawn, count, self.nodes)
         passed = [0 if row in fresh else passed for row, passed in enumerate(self.passed)]
-        return Budget(self.prices[count], self.head.curves, self.block, fresh, limits, passed)
+        return Budget(self.prices[count], self.head.curves, self.block, fresh, limits, passed, self.greedy)
 
     def _begin(self, seqs: Sequence[Generation], rows: list[int], features: list[Tensor]) -> Tensor:
         """The first states [B, d] of a draft for these rows."""
@@ -175,16 +174,19 @@ class LyannaDrafter(HeadDrafter):
 
 
 class Prices:
-    """What a step of so many rows costs, for one of them."""
+    """What a step of so many rows costs."""
 
     def __init__(self, costs: Costs, rows: int, nodes: int) -> None:
-        self.state = costs.heading(rows) / rows
-        self.verify = [costs.verify(rows * (count + 1)) / rows for count in range(nodes + 1)]  # by nodes
+        self.state = costs.heading(rows)
+        self.verify = [costs.verify(rows * (count + 1)) for count in range(nodes + 1)]  # by nodes of a row
 
 
 class Budget:
     """Depth and number of nodes of a step: what makes its tokens a ms the most, by the head's calibrated probabilities
     and a table of costs. Pacer's idea (arXiv 2602.01274) on a tree; the rule is ours.
+
+    Rows that are drafted for and verified together take as long as the largest of them, so they are of one size and go
+    deeper together; drawn rows do what they would alone, as their random numbers must not depend on their neighbours.
 
     Attributes:
         block: how many states are made at a time.
@@ -199,18 +201,24 @@ class Budget:
         fresh: list[int],
         limits: list[int],
         passed: list[int],
+        together: bool,
     ) -> None:
         """`fresh`: rows whose states are yet to be made; `limits`: how deep each may go; `passed`: how far behind the
         first place that they stand for the other rows' states begin, for the calibration."""
         self.prices, self.block, self.limits = prices, block, limits
+        rows = range(len(limits))
+        self.groups = [list(rows)] if together else [[row] for row in rows]
         self.curves = [
             [curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)] for at in passed
         ]  # of each row by depth
-        self.going_on = [prices.state if row in fresh else 0.0 for row in range(len(limits))]
+        self.going_on = [prices.state if set(group) & set(fresh) else 0.0 for group in self.groups]
         self.deep = [min(limit, block) for limit in limits]
-        self.spent = [deep * each for deep, each in zip(self.deep, self.going_on, strict=True)]
+        self.spent = [self._deepest(group) * each for group, each in zip(self.groups, self.going_on, strict=True)]
         self.sure: list[list[float]] = [[] for _ in limits]  # survival of the best paths so far, the best one first
         self.ends = [1.0 if limit else 0.0 for limit in limits]  # survival of chains; 0 where they have ended
+
+    def _deepest(self, group: list[int]) -> int:
+        return max(self.deep[row] for row in group)
 
     def worth(self, k: int, chances: Array) -> Array:
         shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
@@ -218,54 +226,68 @@ class Budget:
         return -np.logaddexp(0, -shift - slope * odds)
 
     def more(self, k: int, values: Array) -> list[bool]:
-        going, nodes = [], len(self.prices.verify) - 1
+        nodes = len(self.prices.verify) - 1
         for row, survival in enumerate(np.exp(values).tolist()):
             self.sure[row] = sorted([*self.sure[row], *survival], reverse=True)[:nodes]
-            going.append(self._goes_on(row, k, survival[0]))
-        return going
+            self.ends[row] = survival[0] if k + 1 < self.limits[row] else 0.0
+        self._go_on(k)
+        return [end > 0 for end in self.ends]
 
     def further(self, k: int, chances: list[list[float]]) -> bool:
         for row, own in enumerate(chances):
-            for place, chance in enumerate(own[: self.limits[row] - k], k):
+            for place, chance in enumerate(own[: max(0, self.limits[row] - k)], k):
                 if not self.ends[row]:
                     break
                 shift, slope, _ = self.curves[row][place]
                 odds = chance - log1p(-min(exp(chance), 1 - 1e-6))
                 self.ends[row] /= 1 + exp(min(-shift - slope * odds, 700.0))
                 self.sure[row].append(self.ends[row])
-            if not self._goes_on(row, k + len(own) - 1, self.ends[row]):
+            if k + len(own) >= self.limits[row]:
                 self.ends[row] = 0.0
+        self._go_on(k + len(chances[0]) - 1)
         return any(self.ends)
 
-    def _goes_on(self, row: int, k: int, best: float) -> bool:
-        """Whether a row goes deeper than k + 1 places, its best path that long being `best` sure."""
-        steps = min(self.block, self.limits[row] - k - 1)
-        if steps < 1 or not best:
-            return False
-        if k + 1 < self.deep[row]:  # the states are there
-            return True
-        if not self._pays(row, k + 1, best, steps):
-            return False
-        self.spent[row] += steps * self.going_on[row]
-        self.deep[row] += steps
-        return True
+    def _go_on(self, k: int) -> None:
+        """Sets `ends` to 0 in rows that go no deeper than k + 1 places, and gives the others states."""
+        for number, group in enumerate(self.groups):
+            going = [row for row in group if self.ends[row]]
+            if not going or k + 1 < self._deepest(group):  # the states are there
+                continue
+            steps = min(self.block, max(self.limits[row] for row in going) - k - 1)
+            if self._pays(number, going, k + 1, steps):
+                self.spent[number] += steps * self.going_on[number]
+                for row in going:
+                    self.deep[row] = min(self.limits[row], self.deep[row] + steps)
+            else:
+                for row in going:
+                    self.ends[row] = 0.0
 
-    def _pays(self, row: int, k: int, best: float, steps: int) -> bool:
-        """Whether the usual tokens behind the best path are worth so many states."""
-        usual = accumulate([best, *(mean for _, _, mean in self.curves[row][k : k + steps])], mul)
-        further = sorted([*self.sure[row], *list(usual)[1:]], reverse=True)[: len(self.prices.verify) - 1]
-        there, _ = self._rate(further, self.spent[row] + steps * self.going_on[row])
-        return there > self._rate(self.sure[row], self.spent[row])[0]
+    def _pays(self, number: int, going: list[int], k: int, steps: int) -> bool:
+        """Whether the usual tokens behind the best paths are worth so many states."""
+        nodes, further = len(self.prices.verify) - 1, dict(enumerate(self.sure))
+        for row in going:
+            means = [mean for _, _, mean in self.curves[row][k : min(k + steps, self.limits[row])]]
+            usual = accumulate([self.ends[row], *means], mul)
+            further[row] = sorted([*self.sure[row], *list(usual)[1:]], reverse=True)[:nodes]
+        group, spent = self.groups[number], self.spent[number]
+        there, _ = self._rate([further[row] for row in group], spent + steps * self.going_on[number])
+        return there > self._rate([self.sure[row] for row in group], spent)[0]
 
     def sizes(self) -> list[int]:
-        return [self._rate(own, spent)[1] for own, spent in zip(self.sure, self.spent, strict=True)]
+        sizes = [0] * len(self.limits)
+        for group, spent in zip(self.groups, self.spent, strict=True):
+            _, size = self._rate([self.sure[row] for row in group], spent)
+            for row in group:
+                sizes[row] = min(size, len(self.sure[row]))
+        return sizes
 
-    def _rate(self, survival: list[float], spent: float) -> tuple[float, int]:
-        """The most tokens a ms that a step has which takes the first of these nodes, and how many those are."""
+    def _rate(self, survival: list[list[float]], spent: float) -> tuple[float, int]:
+        """The most tokens a ms that a step has which takes the first of these nodes of each row, and how many."""
         verify = self.prices.verify
-        tokens, best, size = 1.0, 1 / (spent + verify[0]), 0
-        for count, chance in enumerate(survival, 1):
-            tokens += chance
+        tokens = float(len(survival))
+        best, size = tokens / (spent + verify[0]), 0
+        for count, chances in enumerate(zip_longest(*survival, fillvalue=0.0), 1):
+            tokens += sum(chances)
             rate = tokens / (spent + verify[count])
             if rate > best:
                 best, size = rate, count
