@@ -1,7 +1,9 @@
 """What each part of Lyanna brings on the embedded target, all ways in turns on the same prompts:
-python docs/results/lyanna/ablate.py [--head FOLDER] [--prompts 24] [--rounds 2] [--split validation] [--out FILE.json]
+python docs/results/lyanna/ablate.py [--head FOLDER] [--other FOLDER ...] [--prompts 24] [--rounds 2]
+    [--split validation] [--out FILE.json]
 
-Smaller hot sets and a head without token information are made of the trained one by leaving out what they lack.
+Smaller hot sets and a head without token information are made of the trained one by leaving out what they lack;
+others are heads that were trained in another way, by the names of their folders. Beside FILE.json stands a picture.
 """
 
 from __future__ import annotations
@@ -14,15 +16,22 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import matplotlib
 import torch
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 from forerun import Decoder, load
 from forerun.bench.report import versions
 from forerun.loading import load_head
-from forerun.methods import Lyanna, Method, PacerLyanna, method
+from forerun.methods import Eagle, Lyanna, Medusa, Method, PacerLyanna, method
 from forerun.nn.hidden import HiddenConfig, HiddenDrafter
 from forerun.zoo import EMBEDDED, bundled_head
 from forerun.zoo.corpus import held_out_prompts
+
+# Chains as deep as is best for each kind.
+KINDS = {"lyanna": Lyanna(reuse="off"), "eagle": Eagle(depth=6), "medusa": Medusa()}
 
 
 def without_information(head: HiddenDrafter) -> HiddenDrafter:
@@ -64,9 +73,27 @@ def ways(head: HiddenDrafter) -> dict[str, tuple[Method, HiddenDrafter | None]]:
     return found
 
 
+def plot(table: dict[str, dict[str, float]], path: Path) -> None:
+    """Draws tokens/s over the plain chain, and tau, of every way."""
+    names = [name for name in table if name != "ar"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.28 * len(names) + 1), sharey=True, layout="constrained")
+    for panel, key, label in zip(axes, ("ratio", "tau"), ("tokens/s over the chain of 8", "tau"), strict=True):
+        values = [table[name][key] for name in names]
+        panel.barh(range(len(names)), values, color="#2a9d8f")
+        for place, value in enumerate(values):
+            panel.text(value, place, f" {value:.2f}", va="center", fontsize=7)
+        panel.set(xlabel=label, xlim=(0, 1.15 * max(values)))
+    axes[0].axvline(1, color="black", linewidth=0.8)
+    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--head", default=bundled_head(EMBEDDED, "lyanna"))
+    parser.add_argument("--other", action="append", default=[])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--split", default="validation")
@@ -77,6 +104,10 @@ def main() -> None:
         name: Decoder(base.target, None, None, way, False, head=head)
         for name, (way, head) in ways(load_head(asked.head, base.target)).items()
     }
+    for folder in asked.other:
+        head = load_head(folder, base.target)
+        own = KINDS[head.config.kind]
+        decoders[f"{own.name}, {Path(folder).name}"] = Decoder(base.target, None, None, own, False, head=head)
     prompts = held_out_prompts(base.tokenizer, asked.split, asked.prompts)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
     for decoder in decoders.values():
@@ -115,10 +146,11 @@ def main() -> None:
             f"{row['draft_ms']:.2f} | {row['drafting']:.0%} | {row['overhead']:.0%} |"
         )
     if asked.out is not None:
-        arguments = {name: str(value) for name, value in vars(asked).items() if name not in ("head", "out")}
+        arguments = {name: str(getattr(asked, name)) for name in ("prompts", "rounds", "split")}
         asked.out.write_text(
             json.dumps({"arguments": arguments, "versions": versions(), "ways": table}, indent=1) + "\n"
         )
+        plot(table, asked.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
