@@ -27,6 +27,8 @@ part() { # seconds, name, arguments of forerun bench
 if [ "$DEVICE" != cpu ]; then
   timeout 90 "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/test_recorded.py -k cuda 2>&1 | tail -n 30 \
     | tee "$OUT/tests.txt" || { echo "graphs are not right here: going on without"; GRAPHS=; }
+  timeout 60 "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_recorded.py -k not_waited_for 2>&1 | tail -n 30 \
+    | tee -a "$OUT/tests.txt"  # a matter of speed alone
 fi
 shapes=("$SMALL" "$SMALL_DRAFT"); [ "$BIG" != none ] && shapes+=("$BIG" "$BIG_DRAFT")
 "$PYTHON" bench/limit.py "$DEVICE" "$([ "$DTYPE" = float32 ] && echo 4 || echo 2)" "${shapes[@]}" | tee "$OUT/limit.json"

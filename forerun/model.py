@@ -283,9 +283,9 @@ class CausalLM(Rows):
         the one behind that: `count` forwards.
 
         These tokens [B, count], the last of which is not run; of each forward the logits [B, V] that gave them, and the
-        LM head's inputs [B, d] where they are kept. Nothing is waited for in between, so that a GPU is given its next
-        forward while it works at the last. Rows with an empty chain stay as they are, and what is said of them means
-        nothing.
+        LM head's inputs [B, d] where they are kept. Nothing is waited for between recorded forwards, so that a GPU is
+        given the next one while it works at the last. Rows with an empty chain stay as they are, and what is said of
+        them means nothing.
         """
         ids: Ids = chains
         depths: list[range] = [range(len(chain)) for chain in chains]

@@ -211,6 +211,12 @@ def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings)
     return PacerStop(layer, embeddings, block, most, 0.45, 1.05, rule)
 
 
+def test_how_much_of_a_block_is_certain() -> None:
+    policy = stop("last", 4, most=10)
+    policy.start([Generation([1], 30)])
+    assert [policy.certain([0], depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
+
+
 RULES = ["last", "mean", "min", "auto"]
 V, NEW, JOINT = 4, 5, 3
 TARGET, DRAFT = random_table(V, 1), random_table(V, 1) + 0.5 * random_table(V, 2)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from forerun.api import Decoder
 from forerun.draft import Draft
+from forerun.loading import load_head
 from forerun.methods import method
 from forerun.model import CausalLM
 from forerun.runtime import lean, recorded
@@ -97,10 +98,10 @@ def test_rolling_on_over_fixed_shapes_is_the_same(device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_rolling_on_waits_for_nothing_cuda() -> None:
+def test_a_gpu_is_not_waited_for() -> None:
     model = llama("cuda")
-    quick, head = replayed(model), random_head(CausalLM(model), kind="lyanna")
-    lyanna = HiddenLM(head, quick)
+    quick = replayed(model)
+    lyanna = HiddenLM(load_head(random_head(CausalLM(model)), quick), quick)
     state = torch.zeros(1, lyanna.width, device="cuda")
     lyanna.start(1)
     lyanna.extend([state.repeat(3, 1)], [[1, 2, 3]])

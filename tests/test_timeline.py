@@ -32,7 +32,7 @@ def test_a_step_and_its_picture(tmp_path: Path) -> None:
     target = tiny("llama")
     decoder = Decoder(target, None, noisy_copy(target, 0.02), method("sd", gamma=2), guard=False)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
-    found = step_of(decoder, [5, 6, 7], params)
+    found = step_of(decoder, [[5, 6, 7]], params)
     assert found is not None
     step, work = found
     before = [chunk.step.tokens for chunk in decoder.stream([5, 6, 7], params)]
@@ -41,7 +41,12 @@ def test_a_step_and_its_picture(tmp_path: Path) -> None:
     assert 0 < work.busy < work.ms
     plot_timeline("sd", step, work, tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 1000
-    assert step_of(decoder, [5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True)) is None
+    assert step_of(decoder, [[5, 6, 7]], SamplingParams(max_new_tokens=3, ignore_eos=True)) is None
+    rows = [[5, 6, 7], [8], [1, 2]]
+    found = step_of(decoder, rows, params)
+    assert found is not None
+    before = [chunk.step.tokens for chunk in decoder.stream(rows, params)]
+    assert found[0].tokens == before[3 * (SKIPPED + PROFILED - 1)]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,7 @@ def test_a_step_and_its_picture(tmp_path: Path) -> None:
         ("aten::bmm", "product"),
         ("flash_fwd_kernel", "attention"),
         ("ampere_bf16_s16816gemm", "product"),
+        ("nvjet_tst", "product"),
         ("add", "other"),
     ],
 )

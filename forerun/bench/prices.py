@@ -68,8 +68,8 @@ class Prices:
 
 def forwards_of(kind: str, step: Step) -> int:
     """Draft forwards of a step for its own sequence. In a batch the draft goes on for other rows; a chain's own are as
-    many as its tokens. A head makes states that it may not use. (Drafts by phrases and by costs are not decoded in
-    batches where this is asked.)"""
+    many as its tokens, but for those that a block runs behind an end token. A head makes states that it may not use.
+    (Drafts by phrases and by costs are not decoded in batches where this is asked.)"""
     if METHODS[kind.partition(" ")[0]].head is not None:
         return step.draft_forwards
     return min(step.draft_forwards, step.drafted)

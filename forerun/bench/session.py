@@ -91,22 +91,28 @@ def bench(
     if out is not None:
         from forerun.bench.plots import save_plots
 
+        write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
         pictures = save_plots(found["methods"], out, profile)
         if profile:
-            first = next(iter(datasets.values()))[0].tokens or ()
-            pictures += _timelines(decoders, list(first), plan.params(), found["methods"], out)
-        write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
+            first = [list(prompt.tokens or ()) for prompt in next(iter(datasets.values()))[: plan.batch]]
+            pictures += _timelines(decoders, first, plan.params(), found["methods"], out)
+            write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
         write_text(out / "report.md", markdown(found, plan.command(), pictures))
     return found
 
 
 def _timelines(
-    decoders: dict[str, Decoder], prompt: list[int], params: SamplingParams, methods: dict[str, Any], out: Path
+    decoders: dict[str, Decoder],
+    prompts: list[list[int]],
+    params: SamplingParams,
+    methods: dict[str, Any],
+    out: Path,
 ) -> list[str]:
     """Draws a step of each method of ours, adds what it comes to, and returns the names of the files."""
     pictures = []
     for name, decoder in decoders.items():
-        found = step_of(decoder, prompt, params)
+        decoder.pools.clear()  # of phrases, which would know the answer
+        found = step_of(decoder, prompts, params)
         if found is not None:
             pictures.append(f"timeline-{name}.png")
             plot_timeline(name, *found, out / pictures[-1])

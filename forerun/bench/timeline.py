@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from forerun.api import Decoder
+from forerun.api import Chunk, Decoder
 from forerun.bench.profile import PHASES
 from forerun.decode import Step
 from forerun.params import SamplingParams
@@ -22,7 +23,10 @@ from forerun.params import SamplingParams
 SKIPPED, PROFILED = 4, 3  # steps: those before, and those under the profiler, of which the last is shown
 _MARK = "forerun"
 KINDS = {"product": "#7b2cbf", "attention": "#f3722c", "other": "#90be6d"}
-_WORDS = {"attention": ("attention", "flash", "fmha", "softmax"), "product": ("mm", "linear", "gemv", "cutlass")}
+_WORDS = {
+    "attention": ("attention", "flash", "fmha", "softmax"),
+    "product": ("mm", "linear", "gemv", "cutlass", "nvjet"),
+}
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,22 @@ def outside(run: Callable[[], object], device: torch.device, repeats: int = 10) 
     return sorted(1 - work.busy / work.ms for work in found)[repeats // 2]
 
 
-def step_of(decoder: Decoder, prompt: list[int], params: SamplingParams) -> tuple[Step, Work] | None:
-    """One step in the middle of a prompt's output; None where that ends too soon."""
-    stream, found, step = decoder.stream(prompt, params), list[Work](), None
+def step_of(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -> tuple[Step, Work] | None:
+    """One step in the middle of the output for a batch, as its first row saw it; None where a row ends too soon."""
+    stream, found = decoder.stream(prompts, params), list[Work]()
+
+    def step() -> list[Chunk]:
+        return list(islice(stream, len(prompts)))  # the first one comes with the step, the others are there
+
     for _ in range(SKIPPED):
-        next(stream, None)
+        step()
     with _profiled(decoder.target.device, found) as mark:
         for _ in range(PROFILED):
             with mark():
-                chunk = next(stream, None)
-            step = chunk.step if chunk is not None else None
-    return (step, found[-1]) if step is not None else None
+                chunks = step()
+            if len(chunks) < len(prompts) or any(chunk.finish_reason for chunk in chunks):
+                return None
+    return chunks[0].step, found[-1]
 
 
 def kind_of(name: str) -> str:

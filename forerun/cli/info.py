@@ -17,6 +17,7 @@ from forerun.profiles import pair_of, stored
 from forerun.zoo import EMBEDDED, FOLDER, resolve
 
 BATCHES, TOKENS = (4, 16), (1, 2, 4, 8)  # rows, and tokens of each
+SLOW = 100.0  # ms of a forward from which on batches would take minutes
 
 
 def collect() -> dict[str, Any]:
@@ -50,7 +51,8 @@ def costs(target: str, draft: str | None, context: int | None, load_options: dic
     if context is None:
         context = usual_context(decoder.target, decoder.draft)
     found = measure_costs(decoder.target, decoder.draft, context)
-    batches = {rows: forward_costs(decoder.target, TOKENS, context, RUN, QUIET, rows) for rows in BATCHES}
+    quick = min(found.target.values()) < SLOW
+    batches = {rows: forward_costs(decoder.target, TOKENS, context, RUN, QUIET, rows) for rows in BATCHES if quick}
     table: dict[str, Any] = {"context": context, "target_ms": found.target, "target_ms_in_batches": batches}
     if found.draft:
         table |= {"draft_ms": found.draft, "c": round(found.c, 4)}

@@ -71,8 +71,8 @@ class ChainDrafter:
             done = len(tokens[rows[0]])
             ahead = min(self.policy.certain(rows, done), *(depth[row] - done for row in rows)) if likeliest else 1
             best, logits, hidden = self.model.roll(pending, ahead, self.vocab_size)
-            known = best.T.tolist() if ahead > 1 else []
             forward_seconds += perf_counter() - begun
+            known = best.T.tolist() if likeliest else []
             forwards += ahead
             for turn in range(ahead):
                 rows = [row for row in rows if going[row]]

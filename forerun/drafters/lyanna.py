@@ -122,8 +122,9 @@ class LyannaDrafter(HeadDrafter):
     def _say(self, states: Tensor) -> None:
         """Keeps what the head says of the next states [B, K, d] of the drafting rows."""
         rows, first, last = self._rows, self._deep, self._deep + states.shape[1]
-        said = self.head.logits(states[rows].flatten(0, 1))
-        self.logits[rows, first:last] = said.view(len(rows), last - first, -1)
+        own = slice(None) if len(rows) == len(states) else rows  # a GPU waits for numbers of rows from the host
+        said = self.head.logits(states[own].flatten(0, 1))
+        self.logits[own, first:last] = said.view(len(rows), last - first, -1)
         self._deep = last
 
     def _of(self, row: int, count: int) -> Tensor:

@@ -151,8 +151,7 @@ class PacerStop(LengthPolicy):
             return [False] * len(look.rows)
         least = min(self.threshold * self.rho ** (look.depth // self.block - 1), 1.0)
         if self.together > 1:
-            survival = said if self.layer.acceptance else 1 / (1 + np.exp(-said))
-            return [SCORES[self.score](survival).sum() >= least * self.together] * len(look.rows)
+            return [SCORES[self.score](1 / (1 + np.exp(-said))).sum() >= least * self.together] * len(look.rows)
         if not self.layer.acceptance:  # what it said are logits, and their order is all that counts
             if self.score == "mean":
                 said = 1 / (1 + np.exp(-said))

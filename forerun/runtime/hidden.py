@@ -88,7 +88,7 @@ class HiddenLM(Rows):
             config.max_position_embeddings,
         )
         self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
-        if target.recorded is not None:
+        if target.recorded is not None and self.kind == "lyanna":
             self.recorded = Recorded(self._step)
 
     def fresh(self) -> HiddenLM:

@@ -2,7 +2,7 @@
 A shape is recorded when it first comes, which takes some forwards' time.
 
 Shapes come in buckets: rows, tokens a row, and how much of the cache is looked at. Everything that differs between two
-forwards of one bucket goes in through one small buffer; masks are made inside the graph. On a CPU, where nothing can be
+forwards of one bucket goes in through small buffers; masks are made inside the graph. On a CPU, where nothing can be
 recorded, the same forward runs as it is, for tests.
 """
 
@@ -45,9 +45,9 @@ class Recorded:
         cache: KVCache,
         wanted: bool,
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Logits [B, N, V] of rows of new tokens as `CausalLM` has them, and the LM head's input [B, N, d] where that
-        is wanted. None for more tokens than the widest shape has, and behind nothing, where the cache has no layers
-        yet."""
+        """Logits [B, N, V] of rows of new tokens as `CausalLM` has them, or a head's next states [B, 1, d]; and the LM
+        head's input [B, N, d] where that is wanted. None for more tokens than the widest shape has, and behind nothing,
+        where the cache has no layers yet."""
         new, rows = max(map(len, depths)), len(depths)
         if new > WIDTHS[-1] or not max(cache.lengths):
             return None
