@@ -314,7 +314,8 @@ class Decoder:
             self.measure(method)
         costs = None if seeded and not greedy and self.clocked else self.costs
         pools = self.pools if greedy else None  # phrases of other calls would change where drafts use up random numbers
-        drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools, self.head))
+        rows = len(seqs) if greedy else 1
+        drafter = method.build(Parts(target, draft, self.pre_verifier, costs, self.truth, pools, self.head, rows))
         guard = self.guard if self.guard is not None else greedy or not seeded
         if guard and not isinstance(method, AR):
             drafter = Guarded(drafter, self._paces.setdefault((method, greedy), Pace()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -26,7 +27,7 @@ from toys import (
 from forerun import Decoder
 from forerun.decode import Generation, decode
 from forerun.draft import Draft, Tree
-from forerun.drafters import phrases
+from forerun.drafters import ouroboros, phrases
 from forerun.drafters.guard import Guarded, Pace
 from forerun.drafters.ouroboros import OuroborosDrafter
 from forerun.drafters.phrases import PhrasePool
@@ -182,7 +183,8 @@ WAYS: dict[str, Method] = {
     "ouroboros": Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=5),
     "no window": Ouroboros(window=0, guesses=2, ngram=4, suffixes=0, gamma=7),
     "window alone": Ouroboros(window=3, guesses=2, ngram=3, suffixes=1, gamma=4, sources=""),
-    "pacer-ouroboros": PacerOuroboros(window=2, ngram=3, suffixes=2, most=9),
+    "pacer-ouroboros": PacerOuroboros(window=2, ngram=3, suffixes=2, most=9, rows=4),
+    "pacer-ouroboros, too many rows": PacerOuroboros(most=9),
     "lookahead": Lookahead(3, 3, 3),
 }
 
@@ -207,6 +209,25 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
         assert one.tokens == plain[2].tokens
     (pool,) = decoder.pools.values()
     assert len(pool) > 20
+
+
+def test_wide_greedy_batches_go_without_phrases(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Seen(OuroborosDrafter):
+        def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
+            made.append(len(seqs))
+            super().start(seqs, hidden)
+
+    monkeypatch.setattr(ouroboros, "OuroborosDrafter", Seen)
+    target = tiny("llama")
+    small = noisy_copy(target, 0.03)
+    layer = random_layer(target, small)
+    decoder = Decoder(target, None, small, PacerOuroboros(rows=2), guard=False, pre_verifier=layer)
+    for count in (1, 2, 3):
+        for temperature in (0.0, 1.0):
+            decoder.generate([[5, 6]] * count, max_new_tokens=4, temperature=temperature, seed=0)
+    assert made == [1, 1, 2, 2, 3]  # where tokens are drawn, rows draft as they would alone
 
 
 def drafter(

@@ -81,20 +81,29 @@ class Ouroboros(_Phrases):
 
 @dataclass(frozen=True)
 class PacerOuroboros(_Phrases, Pacer):
-    """Pacer's rule on drafts by phrases. Its costs take it that there are `share` forwards for a drafted token."""
+    """Pacer's rule on drafts by phrases. Its costs take it that there are `share` forwards for a drafted token.
+
+    Greedy batches of more than `rows` sequences go without phrases: each saves forwards at other places than its
+    neighbours, and checking phrases makes forwards larger.
+    """
 
     ngram: int = 9
     suffixes: int = 0  # a draft that the layer has ended is hardly ever accepted to its end
     share: float = 0.3
+    rows: int = 3
     name: ClassVar[str] = "pacer-ouroboros"
 
     def __post_init__(self) -> None:
         _Phrases.__post_init__(self)
         Pacer.__post_init__(self)
         between("share", self.share, 0, 1)
+        at_least("rows", self.rows, 1)
+
+    def build(self, parts: Parts) -> Drafter:
+        return _Phrases.build(self, parts) if parts.rows <= self.rows else Drafting.build(self, parts)
 
     def policy(self, parts: Parts) -> LengthPolicy:
-        if parts.costs is not None:
+        if parts.costs is not None and parts.rows <= self.rows:
             ms = self.share * parts.costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
             parts = replace(parts, costs=replace(parts.costs, draft={1: ms}))
         return Pacer.policy(self, parts)

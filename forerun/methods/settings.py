@@ -27,6 +27,7 @@ class Parts:
         truth: what oracles know already; they add what they find out.
         pools: phrases that outlive a call, by their length and their number a token.
         head: what drafts from hidden states, of methods that need one.
+        rows: how many sequences are decoded greedily together; 1 where tokens are drawn, as rows draft alone then.
     """
 
     target: CausalLM
@@ -36,6 +37,7 @@ class Parts:
     truth: Truth | None = None
     pools: dict[tuple[int, int], PhrasePool] | None = None
     head: HiddenLM | None = None
+    rows: int = 1
 
     def pool(self, shape: tuple[int, int]) -> PhrasePool | None:
         """The pool of phrases of that length and number a token, None where phrases are not to outlive the call."""
