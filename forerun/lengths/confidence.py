@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forerun.lengths import LengthPolicy, Look
+from forerun.nn.pre_verifier import chances_of
 
 
 class ConfidenceStop(LengthPolicy):
@@ -46,7 +47,5 @@ class CumulativeStop(LengthPolicy):
 def drawn(look: Look) -> list[float]:
     """The probability [R] of each row's last token under the law it was drawn from; of a greedy one, under the softmax
     of its scores."""
-    laws = look.scores.softmax(-1)
-    size = laws.shape[-1]
-    at = [row * size + tokens[-1] for row, tokens in enumerate(look.tokens)]
-    return laws.take(torch.tensor(at, device=laws.device)).tolist()
+    ids = torch.tensor([tokens[-1] for tokens in look.tokens], device=look.scores.device)
+    return chances_of(look.scores, ids).tolist()
