@@ -265,7 +265,7 @@ class Budget:
 
     def _pays(self, number: int, going: list[int], k: int, steps: int) -> bool:
         """Whether the usual tokens behind the best paths are worth so many states."""
-        nodes, further = len(self.prices.verify) - 1, dict(enumerate(self.sure))
+        nodes, further = len(self.prices.verify) - 1, list(self.sure)
         for row in going:
             means = [mean for _, _, mean in self.curves[row][k : min(k + steps, self.limits[row])]]
             usual = accumulate([self.ends[row], *means], mul)

@@ -123,10 +123,8 @@ class PacerStop(LengthPolicy):
         # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
         greedy = self.mode == "greedy"
         count, costs = (len(self.seqs), self.costs) if greedy else (1, self.costs.drawn)
-        known, key = (
-            self.layer.thresholds,
-            (self.priced, self.mode, count, self.blocks, self.most, self.rho, self.score),
-        )
+        known = self.layer.thresholds
+        key = self.priced, self.mode, count, self.blocks, self.most, self.rho, self.score
         if key not in known:
             traces, products = self.layer.traces[self.mode][..., : self.most]
             score = SCORES[self.score]

@@ -115,7 +115,6 @@ class HiddenLM(Rows):
             ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.device)
             x = self._fused(x, ids.flatten())
         positions, mask = self._layout(counts, [range(count) for count in counts], None)
-        assert not isinstance(mask, dict)
         x = self._run(x, positions, mask, self.cache)
         self.cache.commit([list(range(count)) for count in counts])
         if len(states) == 1:
@@ -134,7 +133,6 @@ class HiddenLM(Rows):
                 said = self.recorded(given, depths, None, self.cache, False)
             if said is None:
                 positions, mask = self._layout([len(own) for own in depths], depths, None)
-                assert not isinstance(mask, dict)
                 said = self._step(given, positions, self.cache, mask)
             states = said[0][:, 0]
             self.cache.commit(paths)
@@ -142,7 +140,7 @@ class HiddenLM(Rows):
         return found
 
     def _step(
-        self, states: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, *_: bool
+        self, states: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | dict[str, Tensor] | None, *_: bool
     ) -> tuple[Tensor, None]:
         """A lean forward (`forerun.model`) from states [B, 1, d] to the next ones."""
         x = self._run(self.alone(states.flatten(0, 1)), positions, mask, cache)
@@ -156,7 +154,6 @@ class HiddenLM(Rows):
         rows, width = tokens.shape
         back = seen.shape[-1] - width
         positions, mask = self._layout([width] * rows, [[depth - back] * width] * rows, list(seen))
-        assert not isinstance(mask, dict)
         x = self._run(self._fused(states.flatten(0, 1), tokens.flatten()), positions, mask, self.cache)
         self.cache.commit([list(range(width))] * rows)
         return x.view(rows, width, -1)
@@ -165,7 +162,8 @@ class HiddenLM(Rows):
         embedded = self.embeddings(ids).to(x.dtype)
         return self.both(torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
-    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: KVCache) -> Tensor:
+        assert not isinstance(mask, dict)
         positions = positions.clamp(max=self.layers.context - 1)  # a row that drafts for longer neighbours
         return self.layers.normed(self.layers(x, positions, cache, mask)) * self.gain
 
