@@ -25,7 +25,7 @@ from forerun.loading import load_head
 from forerun.methods import method
 from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
 from forerun.model import CausalLM
-from forerun.nn.hidden import hot_set
+from forerun.nn.hidden import HiddenDrafter, hot_set
 from forerun.runtime.hidden import HiddenLM, head_rows
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.recorded import Recorded
@@ -422,6 +422,32 @@ def test_another_loss_is_another_run(tmp_path: Path) -> None:
         train_hidden(*what, tmp_path / "out", each, say=lambda line: None)
     with pytest.raises(ValueError, match="other settings"):
         train_hidden(*what, tmp_path / "out", replace(recipe, unroll=3))
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+def test_training_goes_on_from_a_head(kind: str, tmp_path: Path) -> None:
+    what = trainable(tmp_path)
+    recipe = Recipe(sequences=8, prompt=8, output=24, steps=4, unroll=2, held=0.5)
+
+    def run(out: str, recipe: Recipe = recipe, rank: int = 8, start: Path | None = None) -> HiddenDrafter:
+        work = tmp_path / "work"
+        train_hidden(
+            *what, tmp_path / out, recipe, kind, rank=rank, hot=0.5, start=start, work=work, say=lambda line: None
+        )
+        return load_head(tmp_path / out, CausalLM(tiny("llama", vocab=len(tiny_tokenizer()))), kind)
+
+    first = run("first")
+    still = run("still", replace(recipe, lr=0.0), start=tmp_path / "first")
+    further = run("further", start=tmp_path / "first")
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, still.state_dict()[name]), name
+    assert not all(torch.equal(value, further.state_dict()[name]) for name, value in first.state_dict().items())
+    assert torch.equal(first.hot, further.hot)
+    assert further.config.recipe["start"]["steps"] == 4
+    with pytest.raises(ValueError, match=r"first' has (rank 8|intermediate_size \d+); what is asked for has"):
+        run("other", rank=40, start=tmp_path / "first")
+    with pytest.raises(ValueError, match="of the kind"):
+        train_hidden(*what, tmp_path / "x", recipe, "eagle" if kind != "eagle" else "lyanna", start=tmp_path / "first")
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from forerun.files import write_text
-from forerun.loading import load_model, load_tokenizer
+from forerun.loading import load_head, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.hidden import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.hidden import head_rows
@@ -31,7 +31,8 @@ from forerun.train.processes import Processes, processes
 SEED = 9000  # so that no draft was distilled on the same output
 LOSSES = ("law", "regression")
 LONGEST = 65536  # of a head whose target names no context
-REMEMBERED = 2**30  # bytes of features; windows that come again cost no forward of the target
+REMEMBERED = 2**31  # bytes of features; windows that come again cost no forward of the target
+_OF_FORM = ("num_hidden_layers", "intermediate_size", "rank", "known", "hot_size")
 _OF_LOSS = ("loss", "unroll", "held")
 
 
@@ -72,6 +73,7 @@ def train_hidden(
     rank: int = 64,
     hot: float = 0.25,
     known: bool = True,
+    start: Path | None = None,
     work: Path | None = None,
     compiled: bool = True,
     device: str | None = None,
@@ -81,13 +83,14 @@ def train_hidden(
     """Trains a head for this target and saves it in `out`; returns what validation says.
 
     `hot` is the hot set's share of the vocabulary, `rank` that of the token information; for `known` see HiddenDrafter.
+    `start`: the folder of a head of the same form to go on from, say with more output; it keeps its hot set.
     `compiled`: with torch.compile, where there is a C++ compiler and training is long enough to gain by it.
     `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on, and
     the target's own output, which several heads may share. Under `accelerate launch` the processes train together, a
     batch each a step.
 
     Raises ValueError for settings out of range, data that is missing or too little, windows longer than the context, a
-    target without readable features, and an `out` that holds another run.
+    target without readable features, a `start` of another form or target, and an `out` that holds another run.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
@@ -113,10 +116,14 @@ def train_hidden(
     size = judge.head.get_parameter("weight").shape[-1]
     if model.get_input_embeddings().get_parameter("weight").shape[-1] != size:
         raise ValueError(f"the target's embeddings and its LM head are of other widths; its head reads {size}")
+    config = _config(text, kind, size, recipe.unroll, layers, rank, max(1, round(hot * judge.vocab_size)), known)
+    begun = None if start is None else _begun(start, judge, config)
     folder = work / "training" / out.resolve().name
     if sharing.is_first:
         claim(work, json.dumps({"target": judge.fingerprint, "data": list(data), **_of_data(recipe)}))
         shape = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known, "batches": sharing.count}
+        if start is not None:
+            shape["start"] = str(start.resolve())
         claim(folder / "settings", json.dumps(shape | {each: getattr(recipe, each) for each in _OF_LOSS}))
     else:
         sharing.wait()
@@ -138,15 +145,16 @@ def train_hidden(
         torch.bincount(torch.from_numpy(each[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
         for each in (learnt, held)
     )
-    tokens, _ = hot_set(counts, max(1, round(hot * judge.vocab_size)))
-    coverage = float(said[tokens].sum() / said.sum())
+    config.target, config.recipe = judge.fingerprint, asdict(recipe) | {"target": target, "data": list(data)}
     torch.manual_seed(recipe.seed)
-    config = _config(text, kind, size, recipe.unroll, layers, rank, len(tokens))
-    config.known, config.target = known, judge.fingerprint
-    config.recipe = asdict(recipe) | {"target": target, "data": list(data)}
     drafter = HiddenDrafter(config)
-    drafter.begin()
-    drafter.hot.copy_(tokens)
+    if begun is None:
+        drafter.begin()
+        drafter.hot.copy_(hot_set(counts, config.hot_size)[0])
+    else:
+        drafter.load_state_dict(begun.state_dict())
+        config.recipe["start"] = {name: value for name, value in begun.config.recipe.items() if name != "validation"}
+    coverage = float(said[drafter.hot].sum() / said.sum())
     nn.Module.to(drafter, model.device)
     head = head_rows(judge, drafter.hot, size)
     _fit(drafter, judge, head, learnt, held, recipe, folder, compiled, say, sharing)
@@ -165,7 +173,7 @@ def train_hidden(
 
 
 def _config(
-    text: PreTrainedConfig, kind: str, size: int, states: int, layers: int, rank: int, hot: int
+    text: PreTrainedConfig, kind: str, size: int, states: int, layers: int, rank: int, hot: int, known: bool
 ) -> HiddenConfig:
     """That of a head for a target. All kinds are of one size: lyanna has the factors of a table, eagle and medusa have
     wider MLPs instead."""
@@ -192,10 +200,21 @@ def _config(
         num_hidden_layers=layers,
         states=states,
         rank=rank,
+        known=known,
         vocab_size=text.vocab_size,
         hot_size=hot,
         max_position_embeddings=context_of(text) or LONGEST,
     )
+
+
+def _begun(folder: Path, judge: CausalLM, config: HiddenConfig) -> HiddenDrafter:
+    """The head to go on from; raises ValueError for one of another form than `config`'s, or of another target."""
+    head = load_head(folder, judge, config.kind)
+    for name in _OF_FORM:
+        if getattr(head.config, name) != getattr(config, name):
+            there, wanted = getattr(head.config, name), getattr(config, name)
+            raise ValueError(f"the head {str(folder)!r} has {name} {there}; what is asked for has {wanted}")
+    return head
 
 
 def _of_data(recipe: Recipe) -> dict[str, Any]:

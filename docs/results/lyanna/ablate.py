@@ -67,6 +67,10 @@ def ways(head: HiddenDrafter) -> dict[str, tuple[Method, HiddenDrafter | None]]:
         },
         "pacer-lyanna": (PacerLyanna(), head),
         "pacer-lyanna, no reuse": (PacerLyanna(reuse="off"), head),
+        **{
+            f"pacer-lyanna, drafting from {least} old logits or more": (PacerLyanna(reuse="free", least=least), head)
+            for least in (3, 4, 6)
+        },
         **{f"pacer-lyanna, blocks of {block}": (PacerLyanna(block=block), head) for block in (1, 2, 8)},
         "pacer-lyanna, 2 beams": (PacerLyanna(width=2), head),
     }
@@ -110,8 +114,12 @@ def main() -> None:
         decoders[f"{own.name}, {Path(folder).name}"] = Decoder(base.target, None, None, own, False, head=head)
     prompts = held_out_prompts(base.tokenizer, asked.split, asked.prompts)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
+    costs = None
     for decoder in decoders.values():
+        if decoder.method.needs_costs:
+            decoder.costs = costs  # those that the first one measures, as they differ from time to time
         decoder.generate(prompts[0], max_new_tokens=32, ignore_eos=True)
+        costs = decoder.costs or costs
     for _ in range(asked.rounds):
         for prompt in prompts:
             said = None
