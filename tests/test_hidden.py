@@ -427,27 +427,43 @@ def test_another_loss_is_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
 def test_training_goes_on_from_a_head(kind: str, tmp_path: Path) -> None:
     what = trainable(tmp_path)
-    recipe = Recipe(sequences=8, prompt=8, output=24, steps=4, unroll=2, held=0.5)
+    recipe = Recipe(sequences=128, prompt=8, output=24, steps=4, unroll=2, held=0.5)
+    further = replace(recipe, steps=3, sequences=192)
 
-    def run(out: str, recipe: Recipe = recipe, rank: int = 8, start: Path | None = None) -> HiddenDrafter:
-        work = tmp_path / "work"
-        train_hidden(
-            *what, tmp_path / out, recipe, kind, rank=rank, hot=0.5, start=start, work=work, say=lambda line: None
-        )
+    def run(out: str, recipe: Recipe, start: str | None = None, **form: Any) -> dict[str, Tensor]:
+        shape: dict[str, Any] = {"kind": kind, "rank": 8, "hot": 0.5, "work": tmp_path / "work"} | form
+        folder = tmp_path / start if start is not None else None
+        train_hidden(*what, tmp_path / out, recipe, start=folder, say=lambda line: None, **shape)
+        return read(out).state_dict()
+
+    def read(out: str) -> HiddenDrafter:
         return load_head(tmp_path / out, CausalLM(tiny("llama", vocab=len(tiny_tokenizer()))), kind)
 
-    first = run("first")
-    still = run("still", replace(recipe, lr=0.0), start=tmp_path / "first")
-    further = run("further", start=tmp_path / "first")
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, still.state_dict()[name]), name
-    assert not all(torch.equal(value, further.state_dict()[name]) for name, value in first.state_dict().items())
-    assert torch.equal(first.hot, further.hot)
-    assert further.config.recipe["start"]["steps"] == 4
-    with pytest.raises(ValueError, match=r"first' has (rank 8|intermediate_size \d+); what is asked for has"):
-        run("other", rank=40, start=tmp_path / "first")
-    with pytest.raises(ValueError, match="of the kind"):
-        train_hidden(*what, tmp_path / "x", recipe, "eagle" if kind != "eagle" else "lyanna", start=tmp_path / "first")
+    run("counted", recipe)
+    turned = read("counted")
+    turned.hot.copy_(turned.hot.flip(0))  # no longer what the output's own counts give
+    turned.save_pretrained(tmp_path / "first")
+    first, still = turned.state_dict(), run("still", replace(further, lr=0.0), "first")
+    assert all(torch.equal(value, still[name]) for name, value in first.items())
+    after = run("further", further, "first")
+    assert torch.equal(first["hot"], after["hot"])
+    assert not all(torch.equal(value, after[name]) for name, value in first.items())
+    assert read("further").config.recipe["start"]["steps"] == recipe.steps
+    again = run("further", further, "first")
+    assert all(torch.equal(value, again[name]) for name, value in after.items())
+    for other in ("counted", None):
+        with pytest.raises(ValueError, match="other settings"):
+            run("further", further, other)
+    with pytest.raises(ValueError, match="first' has rank 8, not 40"):
+        run("other", further, "first", rank=40)
+    with pytest.raises(ValueError, match=f"first' has kind {kind}, not "):
+        run("other", further, "first", kind="eagle" if kind != "eagle" else "lyanna")
+    with pytest.raises(ValueError, match="there is no"):
+        run("other", further, "nothing")
+    with pytest.raises(ValueError, match="start and out are one folder"):
+        run("first", further, "first")
+    assert not (tmp_path / "other").exists()
+    assert len(list((tmp_path / "work/own-output").glob("*.safetensors"))) == 3  # more of it, not all of it again
 
 
 @pytest.mark.parametrize("together", [True, False])

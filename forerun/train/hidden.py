@@ -5,6 +5,7 @@ Features are computed on the fly by the frozen target; nothing of them is writte
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -25,15 +26,15 @@ from forerun.nn.hidden import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.hidden import head_rows
 from forerun.train.data import read_texts, tokenize
 from forerun.train.loop import TrainConfig, claim, train
-from forerun.train.own_output import behind_prompts
+from forerun.train.own_output import behind_prompts, fingerprint
 from forerun.train.processes import Processes, processes
 
 SEED = 9000  # so that no draft was distilled on the same output
 LOSSES = ("law", "regression")
 LONGEST = 65536  # of a head whose target names no context
-REMEMBERED = 2**31  # bytes of features; windows that come again cost no forward of the target
-_OF_FORM = ("num_hidden_layers", "intermediate_size", "rank", "known", "hot_size")
-_OF_LOSS = ("loss", "unroll", "held")
+REMEMBERED = 2**31  # bytes of features, 12,000 windows of the embedded target; one that comes again costs no forward
+_OF_FORM = ("kind", "num_hidden_layers", "rank", "known", "hot_size", "intermediate_size")
+_OF_RECIPE = ("sequences", "loss", "unroll", "held")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def train_hidden(
     """Trains a head for this target and saves it in `out`; returns what validation says.
 
     `hot` is the hot set's share of the vocabulary, `rank` that of the token information; for `known` see HiddenDrafter.
-    `start`: the folder of a head of the same form to go on from, say with more output; it keeps its hot set.
+    `start`: the folder of a head of the same form to go on from, with more of the target's output or another loss; it
+    keeps its hot set. With the same data, the first windows of more `sequences` are those of before.
     `compiled`: with torch.compile, where there is a C++ compiler and training is long enough to gain by it.
     `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on, and
     the target's own output, which several heads may share. Under `accelerate launch` the processes train together, a
@@ -101,6 +103,10 @@ def train_hidden(
             raise ValueError(f"{name} must be above 0 and at most {most}, not {value}")
     if not 1 <= recipe.unroll < recipe.output:
         raise ValueError(f"unroll must be 1 to {recipe.output - 1}, less than the output, not {recipe.unroll}")
+    if start is not None and start.resolve() == out.resolve():
+        raise ValueError(f"start and out are one folder, {str(out)!r}: give another out")
+    if start is not None and not (start / "config.json").is_file():
+        raise ValueError(f"cannot load the head {str(start)!r}: there is no {start / 'config.json'}")
     work, sharing = work or out / "work", processes()
     device = sharing.device(device)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
@@ -120,11 +126,12 @@ def train_hidden(
     begun = None if start is None else _begun(start, judge, config)
     folder = work / "training" / out.resolve().name
     if sharing.is_first:
-        claim(work, json.dumps({"target": judge.fingerprint, "data": list(data), **_of_data(recipe)}))
+        output = {"target": judge.fingerprint, "data": list(data), "prompt": recipe.prompt, "output": recipe.output}
+        claim(work, json.dumps(output))
         shape = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known, "batches": sharing.count}
-        if start is not None:
-            shape["start"] = str(start.resolve())
-        claim(folder / "settings", json.dumps(shape | {each: getattr(recipe, each) for each in _OF_LOSS}))
+        if begun is not None:  # by what it is: the folder may hold another head when this one goes on
+            shape["start"] = [fingerprint(begun), hashlib.sha256(begun.hot.cpu().numpy().tobytes()).hexdigest()]
+        claim(folder / "settings", json.dumps(shape | {each: getattr(recipe, each) for each in _OF_RECIPE}))
     else:
         sharing.wait()
     windows = behind_prompts(
@@ -209,16 +216,13 @@ def _config(
 
 def _begun(folder: Path, judge: CausalLM, config: HiddenConfig) -> HiddenDrafter:
     """The head to go on from; raises ValueError for one of another form than `config`'s, or of another target."""
-    head = load_head(folder, judge, config.kind)
-    for name in _OF_FORM:
-        if getattr(head.config, name) != getattr(config, name):
-            there, wanted = getattr(head.config, name), getattr(config, name)
-            raise ValueError(f"the head {str(folder)!r} has {name} {there}; what is asked for has {wanted}")
+    head = load_head(folder, judge)
+    for name in (*_OF_FORM, *(["states"] if config.kind == "medusa" else [])):
+        there, wanted = getattr(head.config, name), getattr(config, name)
+        if there != wanted:
+            same = "kind, layers, rank, known, hot" + (" and unroll" if config.kind == "medusa" else "")
+            raise ValueError(f"the head {str(folder)!r} has {name} {there}, not {wanted}; give it the same {same}")
     return head
-
-
-def _of_data(recipe: Recipe) -> dict[str, Any]:
-    return {name: getattr(recipe, name) for name in ("sequences", "prompt", "output")}
 
 
 @torch.no_grad()

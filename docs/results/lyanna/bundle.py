@@ -1,6 +1,8 @@
-"""Puts a trained head into the package, in 8 bits: python docs/results/lyanna/bundle.py HEAD_FOLDER
+"""Puts a trained head into the package, in 8 bits: python docs/results/lyanna/bundle.py HEAD
 
-Made with `forerun train lyanna --data stdlib --sequences 4096 --hot 1 --steps 6000 --out HEAD_FOLDER`.
+Made with
+forerun train lyanna --data stdlib --sequences 4096 --hot 1 --steps 6000 --work WORK --out FIRST
+forerun train lyanna --data stdlib --sequences 10240 --hot 1 --steps 2400 --lr 4e-3 --work WORK --start FIRST --out HEAD
 """
 
 from __future__ import annotations
