@@ -168,14 +168,21 @@ def load_head(source: str | Path | HiddenDrafter, target: CausalLM, kind: str | 
     return nn.Module.to(head, target.device).eval()
 
 
+def config_file(folder: Path, name: str) -> Path:
+    """The configuration in the folder of a trained layer; raises ValueError, before any weights are read, for none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"cannot load {name}: there is no {path}")
+    return path
+
+
 def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     """A trained layer of ours from its folder, in float32; raises ValueError where anything is missing or broken."""
     folder = Path(source)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"cannot load {name}: there is no {folder / 'config.json'}")
+    path = config_file(folder, name)
     config: Any = cls.config_class
     try:
-        settings = json.loads((folder / "config.json").read_text())
+        settings = json.loads(path.read_text())
         known = set(config().to_dict()) | {"architectures", "dtype"}
         unknown = sorted(set(settings) - known)
     except Exception as error:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from forerun.files import write_text
-from forerun.loading import load_head, load_model, load_tokenizer
+from forerun.loading import config_file, load_head, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.hidden import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.hidden import head_rows
@@ -103,10 +103,10 @@ def train_hidden(
             raise ValueError(f"{name} must be above 0 and at most {most}, not {value}")
     if not 1 <= recipe.unroll < recipe.output:
         raise ValueError(f"unroll must be 1 to {recipe.output - 1}, less than the output, not {recipe.unroll}")
-    if start is not None and start.resolve() == out.resolve():
-        raise ValueError(f"start and out are one folder, {str(out)!r}: give another out")
-    if start is not None and not (start / "config.json").is_file():
-        raise ValueError(f"cannot load the head {str(start)!r}: there is no {start / 'config.json'}")
+    if start is not None:
+        if start.resolve() == out.resolve():
+            raise ValueError(f"start and out are one folder, {str(out)!r}: give another out")
+        config_file(start, f"the head {str(start)!r}")  # it is read when the target is there
     work, sharing = work or out / "work", processes()
     device = sharing.device(device)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
@@ -217,10 +217,10 @@ def _config(
 def _begun(folder: Path, judge: CausalLM, config: HiddenConfig) -> HiddenDrafter:
     """The head to go on from; raises ValueError for one of another form than `config`'s, or of another target."""
     head = load_head(folder, judge)
-    for name in (*_OF_FORM, *(["states"] if config.kind == "medusa" else [])):
+    for name in [*_OF_FORM, "states"] if config.kind == "medusa" else _OF_FORM:
         there, wanted = getattr(head.config, name), getattr(config, name)
         if there != wanted:
-            same = "kind, layers, rank, known, hot" + (" and unroll" if config.kind == "medusa" else "")
+            same = "kind, layers, rank, known and hot, and for medusa the same unroll"
             raise ValueError(f"the head {str(folder)!r} has {name} {there}, not {wanted}; give it the same {same}")
     return head
 
