@@ -6,12 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api import Chunk, Completion, Decoder, load
+    from forerun.engine import Engine
+    from forerun.generation import Request
     from forerun.hf import custom_generate
     from forerun.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Chunk", "Completion", "Decoder", "SamplingParams", "custom_generate", "load"]
-_HOMES = {"SamplingParams": "forerun.params", "custom_generate": "forerun.hf"}
+__all__ = ["Chunk", "Completion", "Decoder", "Engine", "Request", "SamplingParams", "custom_generate", "load"]
+_HOMES = {
+    "Engine": "forerun.engine",
+    "Request": "forerun.generation",
+    "SamplingParams": "forerun.params",
+    "custom_generate": "forerun.hf",
+}
 
 
 def __getattr__(name: str) -> Any:

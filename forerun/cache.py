@@ -1,68 +1,230 @@
-"""A preallocated KV cache with rows of their own lengths, handed to Hugging Face models in place of theirs."""
+"""A KV cache whose rows belong to sequences, with buffers that stay. Hugging Face models take it in place of theirs."""
 
 from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-BLOCK = 256  # positions a buffer grows by
+BLOCK = 256  # buffers hold a multiple of so many positions
+MAPPED = 2**20  # bytes from which on buffers on a CPU take memory page by page
+
+# Keys and values [G, n, D] of n positions, by layer; None for layers without buffers.
+Stored = list[tuple[Tensor, Tensor] | None]
 
 
 class KVCache(Cache):
-    """Keys and values of `rows` sequences, `lengths[r]` committed positions each.
+    """Keys and values of sequences, one a row, in buffers [rows capacity, G, capacity, D] a layer.
 
-    A forward of N new tokens a row writes them behind the committed ones, provisionally; `commit` keeps a path of
-    them, and what is not committed is overwritten by the next forward. Nothing is ever dropped for a sliding
-    window: masks do that, so a rollback is a smaller number.
+    A forward writes its new tokens behind each row's committed positions, provisionally. `commit` keeps a path of them.
+    The next forward overwrites the rest. A sliding window drops nothing, as masks do its work: a rollback is a smaller
+    number. Buffers are allocated when they are first needed, and live as long as the cache.
+
+    Attributes:
+        ids: the sequence of each row in use.
+        lengths: committed positions of each row in use.
+        rows_capacity, capacity: rows and positions that the buffers hold, or will hold once they are allocated.
+        budget: bytes that growing ahead of need must not exceed, None for no bound.
+        version: changes when buffers move in memory.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: int, rows: int, sliding: list[bool] | None = None) -> None:
-        self.lengths = [0] * rows
+    def __init__(self, layers: int, sliding: Sequence[bool] | None = None) -> None:
+        self.ids: list[int] = []
+        self.lengths: list[int] = []
+        self.rows_capacity = self.capacity = self.version = 0
+        self.budget: int | None = None
+        self._rows: dict[int, int] = {}
+        self._reserves: list[int] = []
+        # Of the forward under way: its rows, where new entries begin or the slots [B, N] of each, slots looked at.
+        self._size, self._start, self._end = 0, 0, 0
         self._slots: Tensor | None = None
-        self._longest = 0
-        sliding = sliding or [False] * layers
-        super().__init__(layers=[KVLayer(self, is_sliding) for is_sliding in sliding])
+        self._row_indexes: dict[int, Tensor] = {}  # [B, 1] by B; kept, as recorded graphs read them
+        super().__init__(layers=[KVLayer(self, is_sliding) for is_sliding in sliding or [False] * layers])
+
+    # Rows.
+
+    def row(self, id: int) -> int:
+        """The row of a sequence; raises KeyError where there is none."""
+        return self._rows[id]
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._rows
+
+    def length(self, id: int) -> int:
+        """Committed positions; 0 for a sequence without a row."""
+        row = self._rows.get(id)
+        return 0 if row is None else self.lengths[row]
+
+    def add(self, id: int, reserve: int = 0) -> None:
+        """An empty row behind the others, with room for `reserve` positions."""
+        if id in self._rows:
+            raise ValueError(f"sequence {id} has a row already")
+        self.reserve(len(self.ids) + 1, max([reserve, *self._reserves]))
+        self._rows[id] = len(self.ids)
+        self.ids.append(id)
+        self.lengths.append(0)
+        self._reserves.append(reserve)
+
+    def drop(self, id: int) -> None:
+        """Forgets a row. The last row takes its place. Nothing happens where there is none."""
+        row = self._rows.pop(id, None)
+        if row is None:
+            return
+        last = len(self.ids) - 1
+        if row < last:
+            length = self.lengths[last]
+            for layer in self._ready():
+                layer.keys[row, :, :length] = layer.keys[last, :, :length]
+                layer.values[row, :, :length] = layer.values[last, :, :length]
+            self._rows[self.ids[last]] = row
+        for each in (self.ids, self.lengths, self._reserves):
+            each[row] = each[last]
+            each.pop()
+
+    def reset(self) -> None:
+        """Forgets all rows. The buffers stay."""
+        for each in (self.ids, self.lengths, self._reserves):
+            each.clear()
+        self._rows.clear()
+
+    def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Keeps the provisional entries `paths[r]` of each sequence, in that order, behind its committed ones."""
+        rows, sources, places = [], [], []
+        for id, path in zip(ids, paths, strict=True):
+            row = self._rows[id]
+            start = self.lengths[row]
+            for place, node in enumerate(path):
+                if node != place:
+                    rows.append(row)
+                    sources.append(start + node)
+                    places.append(start + place)
+            self.lengths[row] = start + len(path)
+        ready = self._ready() if rows else []
+        if ready:
+            row, source, place = torch.tensor([rows, sources, places], device=ready[0].keys.device)
+            for layer in ready:
+                layer.keys[row, :, place] = layer.keys[row, :, source]
+                layer.values[row, :, place] = layer.values[row, :, source]
+
+    def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forgets the positions from `lengths[r]` on of each sequence."""
+        for id, length in zip(ids, lengths, strict=True):
+            assert 0 <= length <= self.length(id)
+            self.lengths[self._rows[id]] = length
+
+    def view(self, id: int, length: int) -> Stored:
+        """A sequence's first `length` positions, not copied."""
+        row = self._rows[id]
+        return [
+            (layer.keys[row, :, :length], layer.values[row, :, :length]) if layer.is_initialized else None
+            for layer in self.layers
+        ]
+
+    def copy_in(self, id: int, stored: Stored, length: int) -> None:
+        """Makes the first `length` positions of what `view` gave all that a sequence has."""
+        row = self._rows[id]
+        self.reserve(len(self.ids), length)
+        for layer, entry in zip(self.layers, stored, strict=True):
+            if entry is not None and length:
+                layer.lazy_initialization(*entry)
+                layer.keys[row, :, :length] = entry[0][:, :length]
+                layer.values[row, :, :length] = entry[1][:, :length]
+        self.lengths[row] = length
+
+    # Forwards.
+
+    def begin(self, size: int, start: int, end: int, slots: Tensor | None = None) -> None:
+        """Called before a forward of the first `size` rows. New entries [B, G, N, D] go to `slots` [B, N], without
+        them to `start` on in all rows. Attention is given the first `end` slots; `start` is the longest length."""
+        if end > self.capacity or size > self.rows_capacity:  # no reservation was made, or too small a one
+            self.reserve(max(size, len(self.ids)), end)
+        self._start, self._end, self._slots = start, end, slots
+        if size != self._size:
+            self._size = size
+            for layer in self.layers:
+                layer.use()
+        if slots is not None and size not in self._row_indexes:
+            self._row_indexes[size] = torch.arange(size, device=slots.device)[:, None]
+
+    # Memory.
 
     @property
-    def uniform(self) -> bool:
-        """All rows have the same number of committed positions."""
-        return min(self.lengths) == max(self.lengths)
+    def position_bytes(self) -> int | None:
+        """Bytes of one position of a row in all layers; None before the first forward."""
+        ready = self._ready()
+        if not ready:
+            return None
+        both = [each for layer in ready for each in (layer.keys, layer.values)]
+        return sum(each.shape[1] * each.shape[3] * each.element_size() for each in both)
 
-    def begin(self, device: torch.device, new: int) -> None:
-        """Called before a forward of `new` tokens a row: says where they go."""
-        self._slots, self._longest = None, max(self.lengths)
-        if not self.uniform:
-            self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(new, device=device)
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all buffers. On a CPU memory that was never written to is not taken from the system."""
+        return self.rows_capacity * self.capacity * (self.position_bytes or 0)
 
-    def commit(self, paths: list[list[int]]) -> None:
-        """Keeps the provisional entries `paths[r]` of each row, in that order, behind its committed ones."""
-        for row, path in enumerate(paths):
-            start = self.lengths[row]
-            if path != list(range(len(path))):
-                for layer in self.layers:
-                    layer.gather(row, start, path)
-            self.lengths[row] = start + len(path)
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the committed positions."""
+        return sum(self.lengths) * (self.position_bytes or 0)
 
-    def crop_to(self, lengths: list[int]) -> None:
-        """Forgets the positions from `lengths[r]` on in each row."""
-        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
-        self.lengths = list(lengths)
+    @property
+    def ready(self) -> bool:
+        """Whether buffers have been allocated."""
+        return any(layer.is_initialized for layer in self.layers)
 
-    def keep(self, rows: list[int]) -> None:
-        """Drops all rows but `rows`, which take their places in this order."""
-        self.lengths = [self.lengths[row] for row in rows]
-        for layer in self.layers:
-            layer.keep(rows)
+    @property
+    def device(self) -> torch.device:
+        return self._ready()[0].keys.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._ready()[0].keys.dtype
+
+    def fits(
+        self, reserve: int, budget: int | None, position_bytes: int | None = None, rows: int | None = None
+    ) -> bool:
+        """Whether buffers with one more row, of `reserve` positions, stay within `budget` bytes. `rows`: of how many
+        rows the present ones are, 0 to ask about an empty cache. `position_bytes`: as known from elsewhere."""
+        self.budget = budget
+        if budget is None:
+            return True
+        rows = len(self.ids) if rows is None else rows
+        longest = _blocks(max([reserve, *self._reserves[:rows]]))
+        return (rows + 1) * longest * (position_bytes or self.position_bytes or 0) <= budget
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Has the buffers hold so many rows and positions; they are moved where they do not. What is committed stays.
+        Nothing is allocated before the first forward."""
+        if rows <= self.rows_capacity and positions <= self.capacity:
+            return
+        needed, each = (rows, _blocks(positions)), self.position_bytes or 0
+
+        def within(rows: int, positions: int) -> bool:
+            return self.budget is None or rows * positions * each <= self.budget
+
+        rounded = 1 << (rows - 1).bit_length()
+        wanted = [(max(rounded, self.rows_capacity), max(needed[1], self.capacity)), (rounded, needed[1]), needed]
+        self.rows_capacity, self.capacity = next((sizes for sizes in wanted if within(*sizes)), needed)
+        self.version += 1
+        for layer in self._ready():
+            layer.move()
+
+    def _ready(self) -> list[KVLayer]:
+        return [layer for layer in self.layers if layer.is_initialized]
 
 
 class KVLayer(CacheLayerMixin):
-    """One layer's keys and values [B, H, capacity, D]; the cache it belongs to knows the lengths."""
+    """One layer's buffers. The cache it belongs to knows rows and lengths. Layers that share another's entries are
+    never given any, and have no buffers."""
 
     is_croppable = False  # not through transformers: rows have lengths of their own
-    keys: Tensor
+    keys: Tensor  # [rows capacity, G, capacity, D]
     values: Tensor
 
     def __init__(self, cache: KVCache, is_sliding: bool) -> None:
@@ -71,64 +233,62 @@ class KVLayer(CacheLayerMixin):
         self.is_sliding = is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates buffers for states [.., G, N, D] like these."""
+        if self.is_initialized:
+            return
         self.dtype, self.device = key_states.dtype, key_states.device
-        rows, heads, _, _ = key_states.shape
-        self.keys = key_states.new_zeros(rows, heads, 0, key_states.shape[-1])
-        self.values = value_states.new_zeros(rows, heads, 0, value_states.shape[-1])
+        self.keys, self.values = (self._buffer(states) for states in (key_states, value_states))
         self.is_initialized = True
+        self.use()
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        shape = (self.cache.rows_capacity, like.shape[-3], self.cache.capacity, like.shape[-1])
+        size = prod(shape) * like.element_size()
+        if like.device.type != "cpu" or size < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
+            return like.new_zeros(shape)
+        # torch.zeros would write every page. The system gives and zeroes these when they are used, and gets them back.
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=like.dtype).view(shape)
+
+    def move(self) -> None:
+        """Copies what is committed into buffers of the cache's capacity."""
+        old = self.keys, self.values
+        self.keys, self.values = (self._buffer(each) for each in old)
+        for row, length in enumerate(self.cache.lengths):
+            self.keys[row, :, :length] = old[0][row, :, :length]
+            self.values[row, :, :length] = old[1][row, :, :length]
+        self.use()
+
+    def use(self) -> None:
+        """Looks at the rows of the forward under way."""
+        if self.is_initialized:
+            self._keys, self._values = self.keys[: self.cache._size], self.values[: self.cache._size]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes [B, H, N, D] behind the committed positions; returns views [B, H, longest + N, D]."""
+        """Writes [B, G, N, D] where `KVCache.begin` said; returns views [B, G, end, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache, new = self.cache, key_states.shape[-2]
-        start = cache._longest
-        end = start + new
-        if end > self.keys.shape[-2]:
-            self._grow(end)
-        if cache._slots is None:
-            self.keys[:, :, start:end] = key_states
-            self.values[:, :, start:end] = value_states
+        cache, keys, values = self.cache, self._keys, self._values
+        slots, end = cache._slots, cache._end
+        if slots is None:
+            start, new = cache._start, key_states.shape[2]
+            keys.narrow(2, start, new).copy_(key_states)
+            values.narrow(2, start, new).copy_(value_states)
         else:
-            rows = torch.arange(len(key_states), device=key_states.device)[:, None]
-            self.keys[rows, :, cache._slots] = key_states.transpose(1, 2)
-            self.values[rows, :, cache._slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grow(self, needed: int) -> None:
-        capacity = -(-needed // BLOCK) * BLOCK
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros(*old.shape[:2], capacity, old.shape[-1])
-            new[:, :, : old.shape[2]] = old
-            setattr(self, name, new)
-
-    def gather(self, row: int, start: int, path: list[int]) -> None:
-        if not self.is_initialized:  # layers that share another's entries have none
-            return
-        index = start + torch.tensor(path, device=self.keys.device)
-        self.keys[row, :, start : start + len(path)] = self.keys[row, :, index]
-        self.values[row, :, start : start + len(path)] = self.values[row, :, index]
-
-    def keep(self, rows: list[int]) -> None:
-        if not self.is_initialized:
-            return
-        moved = [(place, row) for place, row in enumerate(rows) if place != row]
-        if any(row < len(rows) for _, row in moved):
-            self.keys, self.values = self.keys[rows], self.values[rows]
-            return
-        # Rows from behind take the places of others: nothing else is copied.
-        for place, row in moved:
-            length = self.cache.lengths[place]
-            self.keys[place, :, :length] = self.keys[row, :, :length]
-            self.values[place, :, :length] = self.values[row, :, :length]
-        self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
+            rows = cache._row_indexes[cache._size]
+            keys[rows, :, slots] = key_states.transpose(1, 2)
+            values[rows, :, slots] = value_states.transpose(1, 2)
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.cache.lengths) + query_length, 0
+        return self.cache._end, 0
 
     def get_seq_length(self) -> int:
-        return max(self.cache.lengths)
+        return self.cache._start
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _blocks(positions: int) -> int:
+    return -(-positions // BLOCK) * BLOCK

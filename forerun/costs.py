@@ -16,7 +16,7 @@ class Costs:
         policy: ms of one call of the length policy's layer, where it has one.
         glance: ms of reading off how probable a draft's token was to the draft.
         head: of a state of a head over hidden states with its logits, by the number of rows; none without a head.
-        drawing, judging: ms that a draft's token and a node under the target's eyes take longer where tokens are drawn.
+        drawing, judging: ms that a draft's token and a node of the target's forward take longer where tokens are sampled.
     """
 
     target: dict[int, float]
@@ -33,8 +33,8 @@ class Costs:
         return self.draft[min(self.draft)] / self.target[min(self.target)]
 
     @property
-    def drawn(self) -> Costs:
-        """The table of forwards whose tokens are drawn."""
+    def sampled(self) -> Costs:
+        """The table of forwards whose tokens are sampled."""
         target = {tokens: ms + self.judging * tokens for tokens, ms in self.target.items()}
         return replace(self, target=target, draft={rows: ms + self.drawing * rows for rows, ms in self.draft.items()})
 

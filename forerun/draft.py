@@ -17,8 +17,8 @@ class Draft:
     Attributes:
         tokens: [N] token of each node.
         parents: [N] index of each node's parent; -1 for the root, smaller than the node's own index elsewhere.
-        q: [S, V] the laws that nodes 1..S were drawn from (given that their earlier siblings were rejected);
-            the nodes behind them are point masses. None: all are.
+        q: [S, V] the distributions that nodes 1..S were sampled from (given that their earlier siblings were
+            rejected). The nodes behind them are point masses. None: all are.
         origins: [N] where each token came from, for statistics and display.
     """
 
@@ -42,7 +42,7 @@ class Draft:
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft") -> Draft:
-        """One branch without siblings, drawn from the laws `q` [len(tokens), V] or, without them, point masses."""
+        """One branch without siblings, sampled from the distributions `q` [len(tokens), V]; without them point masses."""
         return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1))
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Draft:
 
     @property
     def sampled(self) -> int:
-        """Number of nodes that were drawn from a law; the others are point masses."""
+        """Number of nodes that were sampled from a distribution; the others are point masses."""
         return 0 if self.q is None else len(self.q)
 
     @cached_property
@@ -98,8 +98,8 @@ class Draft:
     def merge(self, other: Draft) -> Draft:
         """Both trees as one, this one's nodes first; paths that both hold are kept once.
 
-        `other` must consist of point masses. A sibling that repeats a drawn token is dropped: once that token
-        was rejected, nothing is left of it in the residual.
+        `other` must consist of point masses. A sibling that repeats a sampled token is dropped: once that token was
+        rejected, nothing is left of it in the residual.
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
         tree = Tree(self)
@@ -117,7 +117,7 @@ class Tree:
         self.q = draft.q
         self._place: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
-            self._place.setdefault(key, node)  # of siblings drawn twice only the first can be accepted
+            self._place.setdefault(key, node)  # of siblings sampled twice only the first can be accepted
 
     def add(self, parent: int, token: int, origin: str) -> int:
         """The child of `parent` with that token."""

@@ -1,4 +1,4 @@
-"""Reading what users name, writing so that nothing is ever half there. Needs no torch."""
+"""Reading and writing text files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The file's text; raises ValueError, naming the file, where it cannot be read or is not UTF-8."""
+    """The file's text. Raises ValueError, naming the file, where it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

@@ -14,13 +14,10 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     QuantizedCache,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -28,13 +25,15 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import methods
-from forerun.api import Decoder, check_supported
-from forerun.decode import Generation, Step
+from forerun.decoder import Decoder
+from forerun.engine import Step
+from forerun.generation import Request
 from forerun.loading import encode
 from forerun.methods import Method
 from forerun.metrics import Stats, summarise
-from forerun.nn.hidden import HiddenDrafter
+from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
+from forerun.requests import check_processors, check_supported, for_row
 from forerun.runtime import is_untouched
 from forerun.sampling import Sampler
 
@@ -70,7 +69,7 @@ def custom_generate(
             its pre-verifier, "sd" with a draft, else "lookup".
         token_streamer: is given the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
-        guard: as in `forerun.load`. Default: for greedy decoding, as torch's seed is to say what is drawn.
+        guard: as in `forerun.load`. Default: for greedy decoding, as torch's seed is to decide what is sampled.
         pre_verifier: the trained layer of "pacer" or "specdec++", a folder (read in every call) or the layer. Costs
             that a method asks for are measured in the first call, and kept as the models are.
         head: what "lyanna" and others like it draft with, a folder or the head; kept likewise.
@@ -100,37 +99,38 @@ def custom_generate(
     longest = min(lengths, default=generation_config.max_length)
     criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     pad = generation_config._pad_token_tensor
-    seqs = []
+    check_processors(logits_processor)
+    requests, limits = [], []
     for i, (prompt, count) in enumerate(zip(prompts, padding, strict=True)):
-        front, generator = input_ids[i : i + 1, :count], None
-        if generation_config.do_sample:
-            generator = torch.Generator(input_ids.device).manual_seed(int(torch.randint(2**62, (1,))))
-        limit = max(longest - count, len(prompt) + 1)
-        seqs.append(
-            Generation(
-                tokens=list(prompt),
-                limit=min(limit, context or limit),
+        front = input_ids[i : i + 1, :count]
+        limits.append(max(longest - count, len(prompt) + 1) - len(prompt))
+        requests.append(
+            Request(
+                tokens=prompt,
+                max_new_tokens=limits[-1],
                 sampler=_RowSampler(
                     greedy=not generation_config.do_sample,
-                    processors=LogitsProcessorList([_of_row(processor, i) for processor in logits_processor]),
+                    processors=LogitsProcessorList([for_row(processor, i) for processor in logits_processor]),
                     front=front,
                 ),
                 eos=frozenset(int(token) for tokens in eos for token in tokens),
                 criteria=StoppingCriteriaList([_RowCriteria(criteria, front)]) if criteria else None,
-                generator=generator,
-                index=i,
+                seed=int(torch.randint(2**62, (1,))) if generation_config.do_sample else None,
             )
         )
-    if pad is None and len(seqs) > 1 and (criteria or len({seq.room for seq in seqs}) > 1):
+    rooms = {
+        min(room, context - len(prompt) if context else room) for room, prompt in zip(limits, prompts, strict=True)
+    }
+    if pad is None and len(prompts) > 1 and (criteria or len(rooms) > 1):
         raise ValueError("rows may end at different lengths; set pad_token_id")
 
-    steps: list[list[Step]] = [[] for _ in seqs]
+    steps: list[list[Step]] = [[] for _ in requests]
     begun = perf_counter()
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    for batch in decoder._decode(seqs, seeded=True):
-        for step in batch:
-            steps[step.index].append(step)
+    for batch in decoder.driver().run(requests):
+        for index, step in batch:
+            steps[index].append(step)
             if token_streamer is not None:
                 for token in step.tokens:
                     token_streamer.put(torch.tensor([token]))
@@ -140,9 +140,9 @@ def custom_generate(
         seconds = perf_counter() - begun
         stats += [summarise(taken, seconds) for taken in steps]
 
-    width = max(len(seq.output) for seq in seqs)
-    filler = 0 if pad is None else int(pad)
-    outputs = [seq.output + [filler] * (width - len(seq.output)) for seq in seqs]
+    outputs = [[token for step in taken for token in step.tokens] for taken in steps]
+    width, filler = max(map(len, outputs)), 0 if pad is None else int(pad)
+    outputs = [output + [filler] * (width - len(output)) for output in outputs]
     sequences = torch.cat([input_ids, input_ids.new_tensor(outputs)], dim=1)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
@@ -256,15 +256,3 @@ class _RowCriteria(StoppingCriteria):
         """[1] bool for token ids [1, n]."""
         ids = torch.cat([self.front, input_ids.to(self.front.device)], dim=1)
         return self.criteria(ids, scores, **kwargs).to(input_ids.device)  # type: ignore[arg-type]
-
-
-def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """A processor of the whole batch, for any number of continuations of one of its rows."""
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
-        processor = copy.copy(processor)
-        processor.prompt_ignore_length = int(ignored[row])
-    elif isinstance(processor, PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
-    return processor

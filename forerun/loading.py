@@ -19,8 +19,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from forerun.model import CausalLM, context_of, same_model
-from forerun.nn.hidden import HiddenDrafter
+from forerun.fingerprint import same_model
+from forerun.model import CausalLM, context_of
+from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
@@ -31,7 +32,7 @@ DeviceMap = str | dict[str, Any] | int | torch.device
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
-# Where tokenizers of equal vocabularies part: spaces, digits, case, contractions, normal forms, rare characters.
+# Where tokenizers of equal vocabularies differ: spaces, digits, case, contractions, normal forms, rare characters.
 _PROBES = (
     "The quick brown fox doesn't jump; SHE'LL say: \u201cdon't\u201d... over  two   spaces!",
     "def f(x):\n\tif x >= 10_000:\r\n        return x[3:] + 1234567.89  # ok\n\n\n",
@@ -46,8 +47,8 @@ def encode(
     context: int | None,
     vocab_size: int,
 ) -> tuple[bool, list[list[int]]]:
-    """Whether it is one prompt, and the token ids of each; raises ValueError for what cannot be decoded."""
-    if hasattr(prompts, "tolist"):  # tensors and arrays; without padding, which would count as prompt
+    """Whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
+    if hasattr(prompts, "tolist"):  # tensors and arrays, without padding
         prompts = prompts.tolist()
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     many: Sequence[Any] = [prompts] if single else prompts
@@ -82,13 +83,16 @@ def load_model(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a hub id or folder, in float32 on a CPU and as the checkpoint has it elsewhere by default.
+    """The model of a hub id or folder.
 
-    With a `device_map` transformers places the weights, else they go to `device`. `part` ("target" or "draft") says
-    which of the pair "embedded" means, and names it in errors.
+    Args:
+        part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
+        dtype: default: float32 on a CPU, what the checkpoint has elsewhere.
+        device_map: transformers places the weights. Without one they go to `device`.
 
-    Raises ValueError for what cannot be loaded: no such folder, device or dtype; a configuration or weights that are
-    missing, broken or do not belong together; a device map without the package it needs.
+    Raises:
+        ValueError: no such folder, device or dtype; a configuration or weights that are missing, broken or do not
+            belong together; a device map without the package it needs.
     """
     if not isinstance(source, str | Path):
         return source
@@ -104,10 +108,10 @@ def load_model(
         raise ValueError("cannot use device 'meta': it computes nothing")
     dtype = dtype or (torch.float32 if "cpu" in (device, str(device_map)) else "auto")
     if isinstance(dtype, str) and dtype != "auto":
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        named = getattr(torch, dtype, None)
+        if not isinstance(named, torch.dtype) or not named.is_floating_point:
             raise ValueError(f"unknown dtype {dtype!r}; there are float32, bfloat16, float16 and auto")
-        dtype = kind
+        dtype = named
     if (Path(source) / WEIGHTS).exists():
         if device_map is not None:
             raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
@@ -128,17 +132,19 @@ def load_model(
 
 
 def load_pre_verifier(
-    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, kind: str | None = None
+    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, output: str | None = None
 ) -> PreVerifier:
     """The trained layer of a folder, for just this target and draft.
 
     Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a layer of another `kind` (see PreVerifierConfig), and one that was trained for another target or draft.
+    fields, a layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or
+    draft.
     """
     name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
     layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
-    if layer.config.kind not in ((kind,) if kind is not None else ("survival", "acceptance")):
-        raise ValueError(f"{name} tells {layer.config.kind!r}; the method needs {kind or 'survival or acceptance'!r}")
+    if layer.config.kind not in ((output,) if output is not None else ("survival", "acceptance")):
+        needed = output or "survival or acceptance"
+        raise ValueError(f"{name} gives {layer.config.kind!r}; the method needs {needed!r}")
     for part, model in (("target", target), ("draft", draft)):
         if not same_model(getattr(layer.config, part), model.fingerprint):
             trained = layer.config.recipe.get(part)
@@ -148,17 +154,17 @@ def load_pre_verifier(
     return nn.Module.to(layer, target.device).eval()
 
 
-def load_head(source: str | Path | HiddenDrafter, target: CausalLM, kind: str | None = None) -> HiddenDrafter:
-    """The head over hidden states of a folder, for just this target; of any kind where none is named.
+def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | None = None) -> HiddenDrafter:
+    """The head over hidden states of a folder, for just this target; of any form where none is named.
 
     Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a head of another kind, a hot set that does not fit the vocabulary, and one that was trained for another
-    target.
+    fields, a head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, and one that was
+    trained for another target.
     """
     name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
     head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
-    if kind is not None and head.config.kind != kind:
-        raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {kind!r}")
+    if form is not None and head.config.kind != form:
+        raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {form!r}")
     if not same_model(head.config.target, target.fingerprint):
         trained = head.config.recipe.get("target")
         raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
@@ -169,7 +175,7 @@ def load_head(source: str | Path | HiddenDrafter, target: CausalLM, kind: str | 
 
 
 def config_file(folder: Path, name: str) -> Path:
-    """The configuration in the folder of a trained layer; raises ValueError, before any weights are read, for none."""
+    """The configuration in the folder of a trained layer. Raises ValueError, before any weights are read, for none."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"cannot load {name}: there is no {path}")
@@ -177,7 +183,7 @@ def config_file(folder: Path, name: str) -> Path:
 
 
 def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
-    """A trained layer of ours from its folder, in float32; raises ValueError where anything is missing or broken."""
+    """A trained layer of ours from its folder, in float32. Raises ValueError where anything is missing or broken."""
     folder = Path(source)
     path = config_file(folder, name)
     config: Any = cls.config_class
@@ -208,7 +214,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
 
 
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The text configuration of a hub id or folder, without its weights; raises ValueError for none or a broken one."""
+    """The text configuration of a hub id or folder, without its weights. Raises ValueError for none or a broken one."""
     folder = resolve(source, part)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -220,7 +226,7 @@ def load_config(source: str | Path, part: str, *, trust_remote_code: bool = Fals
 def load_tokenizer(
     source: str | Path, part: str = "target", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or folder; raises ValueError where there is none."""
+    """The tokenizer of a hub id or folder. Raises ValueError where there is none."""
     folder = resolve(source, part)
     # Without this, transformers makes up an empty tokenizer for some configurations.
     if not _may_have_tokenizer(folder):
@@ -232,16 +238,16 @@ def load_tokenizer(
 
 
 def _may_have_tokenizer(source: str | Path) -> bool:
-    """False for folders without tokenizer files; of hub ids nothing is known before they are asked."""
+    """False for folders without tokenizer files. Hub ids may always have one."""
     return not isinstance(source, Path) or any(any(source.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError where a draft's tokens mean something else than the target's, naming the first that does.
+    """Raises ValueError where a draft's tokenizer differs from the target's, naming the first difference.
 
-    Compares all tokens with their ids, added ones too, and then what a few texts become: tokenizers of equal
-    vocabularies may still merge or normalise differently. Which tokens begin, end or pad a text is not compared:
-    prompts are encoded, and ends recognised, by the target's alone.
+    All tokens with their ids are compared, added ones too. Then the tokens of a few texts are: tokenizers of equal
+    vocabularies may still merge or normalise differently. Which tokens begin, end or pad a text is not compared: only
+    the target's are used.
     """
     ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
     if ours != theirs:
@@ -265,14 +271,14 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 def check_draft_tokenizer(
     target: PreTrainedTokenizerBase, draft: str | Path, *, trust_remote_code: bool = False
 ) -> None:
-    """`check_tokenizers` with that of a draft's hub id or folder; a folder without one is taken at its word."""
+    """`check_tokenizers` with that of a draft's hub id or folder. A folder without a tokenizer passes."""
     if _may_have_tokenizer(resolve(draft, "draft")):
         own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
         check_tokenizers(target, own, str(draft))
 
 
 def check_vocabularies(target: int, draft: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises ValueError where embeddings of these sizes differ by more than padding behind the tokenizer's last id."""
+    """Raises ValueError where embeddings of these sizes differ by more than padding behind the tokenizer's ids."""
     if target == draft:
         return
     used = max(_tokens_by_id(tokenizer), default=0) + 1 if tokenizer is not None else None
@@ -289,7 +295,7 @@ def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def check_prompts(
     target: str | Path, prompts: Prompt | Sequence[Prompt], *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The target's tokenizer; raises ValueError where decoding would for the prompts' sake, without loading weights."""
+    """The target's tokenizer. Raises ValueError for prompts that decoding would refuse, without loading weights."""
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     config = load_config(target, "target", trust_remote_code=trust_remote_code)
     encode(prompts, tokenizer, context_of(config), config.vocab_size)
@@ -297,6 +303,6 @@ def check_prompts(
 
 
 def _first_line(error: Exception) -> str:
-    """What went wrong, with the kind of error where its text was not written to be read alone."""
-    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-    return kind + (str(error).strip() or "no reason given").splitlines()[0]
+    """The first line of an error's text, behind its class where the text was not written to be read alone."""
+    name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return name + (str(error).strip() or "no reason given").splitlines()[0]

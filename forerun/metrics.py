@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from forerun.decode import Step
+from forerun.engine import Step
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class Times:
 
 
 def times(rows: Sequence[Sequence[Step]]) -> Times:
-    """The time of a batch from the steps of its rows: the row with the most of them was there in every step."""
-    steps = max(rows, key=len)
+    """The time of a batch from the steps of its rows; steps of one number are one step of the engine."""
+    steps = {step.number: step for row in rows for step in row}.values()
     draft = sum(step.draft_seconds for step in steps)
     policy = sum(step.policy_seconds for step in steps)
     verify = sum(step.verify_seconds for step in steps)
@@ -159,11 +159,14 @@ Work = tuple[tuple[int, int, int, int], ...]
 
 
 def work(rows: Sequence[Sequence[Step]]) -> Work:
-    """What a batch did, as far as time depends on it: (how many steps, rows, nodes under the target's eyes in the
+    """What a batch did, as far as time depends on it: (how many steps, rows, nodes that the target verified in the
     widest row, draft forwards), one for each kind of step that there was."""
+    by_number: dict[int, list[Step]] = {}
+    for row in rows:
+        for step in row:
+            by_number.setdefault(step.number, []).append(step)
     found: Counter[tuple[int, int, int]] = Counter()
-    for at in range(max(map(len, rows))):
-        steps = [row[at] for row in rows if at < len(row)]
+    for steps in by_number.values():
         nodes, forwards = (max(getattr(step, name) for step in steps) for name in ("drafted", "draft_forwards"))
         found[len(steps), nodes + 1, forwards] += 1
     return tuple((count, *shape) for shape, count in sorted(found.items()))

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate. Names as in vLLM and transformers. Stands alone: of the checkpoint's own generation config only
-    the end tokens are used; pass a transformers GenerationConfig to have the rest of it.
+    """How to generate. Names as in vLLM and transformers.
+
+    These win over the checkpoint's generation config: of that, only the end tokens are used. To have the rest of it,
+    give a transformers GenerationConfig instead.
 
     Attributes:
-        max_new_tokens: most tokens to generate; the model's context is a limit too.
+        max_new_tokens: the most tokens to generate. The model's context is a limit too.
         temperature: 0 is greedy.
-        top_k: draw from the k most probable tokens; 0 from all.
-        top_p: draw from the smallest set of tokens with this probability.
-        min_p: drop tokens less probable than this share of the most probable one.
+        top_k: sample from the k most probable tokens; 0 from all.
+        top_p: sample from the smallest set of tokens with this probability.
+        min_p: leave out tokens less probable than this share of the most probable one.
         repetition_penalty: divides scores of tokens seen before; 1 is none.
         stop: strings that end the text; none of them appears in it.
         ignore_eos: go on behind the end token.
-        seed: row i of a batch uses seed + i, whatever its neighbours are. None draws one from torch's own state.
+        seed: makes sampling repeatable. Row i of a batch uses stream i of the seed, whatever its neighbours are.
+            Streams of neighbouring seeds do not overlap (`forerun.generation.stream_seed`). None takes a seed from
+            torch's own state.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value of the wrong type or out of range.
     """
 
     max_new_tokens: int = 256
@@ -36,25 +44,32 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        warm = self.temperature >= 1e-3  # anything between is greedy but for rounding, which overflows
-        checks = [
-            (self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1"),
-            (
-                warm or self.temperature == 0,
-                "temperature",
-                self.temperature,
-                "0 (greedy) or at least 0.001",
-            ),
-            (self.top_k >= 0, "top_k", self.top_k, "0 (all) or more"),
-            (0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1"),
-            (0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1"),
-            (self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"),
-            (self.seed is None or 0 <= self.seed < 2**62, "seed", self.seed, "0 or more and below 2**62"),
-        ]
-        for fine, name, value, allowed in checks:
-            if not fine:
-                raise ValueError(f"{name} must be {allowed}, not {value}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(text, str) and text for text in stop):
+        _whole("max_new_tokens", self.max_new_tokens, "at least 1", lambda n: n >= 1)
+        # Between 0 and 0.001 sampling would be greedy but for rounding, which overflows.
+        _number("temperature", self.temperature, "0 (greedy) or at least 0.001", lambda x: x == 0 or x >= 1e-3)
+        _whole("top_k", self.top_k, "0 (all) or more", lambda n: n >= 0)
+        _number("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        _number("min_p", self.min_p, "between 0 and 1", lambda x: 0 <= x <= 1)
+        _number("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
+        if self.seed is not None:
+            _whole("seed", self.seed, "0 or more and below 2**62", lambda n: 0 <= n < 2**62)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", tuple(stop))
+
+
+def _whole(name: str, value: Any, allowed: str, fits: Callable[[int], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    if not fits(int(value)):
+        raise ValueError(f"{name} must be {allowed}, not {value}")
+
+
+def _number(name: str, value: Any, allowed: str, fits: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    if not (isfinite(value) and fits(float(value))):
+        raise ValueError(f"{name} must be {allowed}, not {value}")

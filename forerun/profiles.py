@@ -1,7 +1,7 @@
 """What `forerun tune` found out about a pair of models on this machine, kept in a file that later runs read.
 
 A profile holds what forwards cost and, for greedy decoding and for sampling, the method that was fastest. Nothing in it
-can change what greedy decoding says, nor the law of what sampling does. Importing this needs no torch.
+can change greedy output, nor the distribution of sampled output. Importing this needs no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pair:
         device: "cpu" or the name of the GPU.
         dtype: of the weights; "auto" is what the checkpoint has.
         threads: of a CPU; 0 elsewhere.
-        models: tells models of one name apart, see `identity`.
+        models: differs between models of one name, see `identity`.
     """
 
     target: str
@@ -56,7 +56,7 @@ class Choice:
     Attributes:
         method, settings: what was chosen.
         predicted_speedup: over plain decoding, by the cost table.
-        measured_speedup: the median over prompts of what the clock said.
+        measured_speedup: the measured median over prompts.
         temperature, top_p: what it was chosen for.
         tuned: {method: settings} the best settings of every method that was tried.
         prompts: what it was chosen on.
@@ -101,7 +101,7 @@ def home() -> Path:
 
 
 def identity(source: str | Path, part: str) -> Any:
-    """Tells models of one name apart: a hub id, or a folder's configuration and its weight files with their sizes."""
+    """Differs between models of one name: a hub id, or a folder's configuration and its weight files with their sizes."""
     folder = resolve(source, part)
     if not isinstance(folder, Path):
         return folder
@@ -122,12 +122,12 @@ def pair_of(target: str | Path, draft: str | Path | None, device: str | None, dt
     kind = device.partition(":")[0]
     shown = kind
     if kind == "cuda":
-        with suppress(RuntimeError, AssertionError, ValueError):  # loading will say what is wrong with the device
+        with suppress(RuntimeError, AssertionError, ValueError):  # loading will report what is wrong with the device
             shown = torch.cuda.get_device_name(device if ":" in device else None)
     models: dict[str, Any] = {}
     for part, source in (("target", target), ("draft", draft)):
         if source is not None:
-            # Fine-tuned copies of one model have equal files but for what is in them: the folder tells them apart.
+            # Fine-tuned copies of one model differ only inside their files: the folder distinguishes them.
             folder = Path(source).expanduser()
             where = None if source == EMBEDDED or not folder.is_dir() else str(folder.resolve())
             models[part] = [where, identity(source, part)]

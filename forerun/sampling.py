@@ -1,7 +1,7 @@
-"""Laws of the next token, and the acceptance rule that keeps the output's law the target's own.
+"""Distributions of the next token, and the acceptance rule that keeps the output's distribution the target's own.
 
-The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318); for trees
-it is applied child by child on what is left of the target's law (recursive rejection sampling).
+The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). For trees it is
+applied child by child to what is left of the target's distribution (recursive rejection sampling).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class QuickTopP(logits_process.TopPLogitsWarper):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         if scores.device.type != "cpu":
             return super().__call__(input_ids, scores)  # type: ignore[arg-type]
-        law, least = scores.softmax(-1), []
-        for ascending in np.sort(law.numpy(), -1):
+        probabilities, least = scores.softmax(-1), []
+        for ascending in np.sort(probabilities.numpy(), -1):
             first = int(ascending.cumsum(dtype=np.float64).searchsorted(1 - self.top_p, "right"))
             first = min(first, len(ascending) - self.min_tokens_to_keep)
             if first and ascending[first - 1] == ascending[first]:  # which of equals stay is for the sort to say
                 return super().__call__(input_ids, scores)  # type: ignore[arg-type]
             least.append(ascending[first])
-        return scores.masked_fill(law < torch.tensor(np.array(least))[:, None], self.filter_value)
+        return scores.masked_fill(probabilities < torch.tensor(np.array(least))[:, None], self.filter_value)
 
 
 # These read the scores alone, so every node of a draft can go through them at once.
@@ -58,7 +58,7 @@ def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or a draw."""
+    """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or sampling."""
 
     greedy: bool = True
     processors: LogitsProcessorList | None = None
@@ -90,8 +90,8 @@ class Sampler:
         return scores
 
     @property
-    def likeliest(self) -> bool:
-        """Whether its tokens are the likeliest ones by the logits themselves."""
+    def is_argmax(self) -> bool:
+        """Whether its tokens are the argmax of the logits themselves."""
         return self.greedy and not self.processors
 
     @property
@@ -100,47 +100,70 @@ class Sampler:
         return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
 
 
-def choose(
+class RowError(Exception):
+    """A user's processor raised for one row; `__cause__` is what it raised."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"a logits processor failed for row {row}")
+        self.row = row
+
+
+def next_tokens(
     samplers: Sequence[Sampler],
     logits: Tensor,
     prefix: Callable[[int], list[int]],
     generators: Sequence[torch.Generator | None],
 ) -> tuple[list[int], Tensor, Tensor | None]:
-    """The next token of each row from logits [R, V], the processed scores [R, V], and the laws [R, V] that tokens were
-    drawn from (None where all rows are greedy). `prefix(r)` gives the tokens before row r's choice."""
+    """The next token of each row.
+
+    Args:
+        logits: [R, V].
+        prefix: gives the tokens before row r's token.
+    Returns:
+        The tokens [R], the processed scores [R, V], and the distributions [R, V] that tokens were sampled from, None
+        where all rows are greedy.
+    Raises:
+        RowError: a row's processor raised.
+    """
     first = samplers[0]
     if all(sampler is first for sampler in samplers) and first.prefix_free:
         scores = first.scores(logits, prefix)
     elif any(sampler.processors for sampler in samplers):
-        each = [sampler.scores(logits[r : r + 1], lambda _, r=r: prefix(r)) for r, sampler in enumerate(samplers)]  # type: ignore[misc]
-        scores = torch.cat([row.to(logits.device) for row in each])
+        scores = logits.float().clone()
+        for r, sampler in enumerate(samplers):
+            if sampler.processors:
+                try:
+                    scores[r] = sampler.scores(logits[r : r + 1], lambda _, r=r: prefix(r))[0]  # type: ignore[misc]
+                except Exception as error:
+                    raise RowError(r) from error
     else:
         scores = logits.float()
+    argmax = scores.argmax(-1).tolist() if any(sampler.greedy for sampler in samplers) else []
     if all(sampler.greedy for sampler in samplers):
-        return scores.argmax(-1).tolist(), scores, None
-    laws = scores.softmax(-1)
+        return argmax, scores, None
+    probabilities = scores.softmax(-1)
     tokens = [
-        int(scores[r].argmax()) if sampler.greedy else draw(laws[r], generator)
+        argmax[r] if sampler.greedy else sample(probabilities[r], generator)
         for r, (sampler, generator) in enumerate(zip(samplers, generators, strict=True))
     ]
-    return tokens, scores, laws
+    return tokens, scores, probabilities
 
 
-def draw(law: Tensor, generator: torch.Generator | None) -> int:
-    """One token from a law [V], which need not be normalised.
+def sample(probabilities: Tensor, generator: torch.Generator | None) -> int:
+    """One token from a distribution [V], which need not be normalised.
 
-    By the inverse of the distribution function: torch.multinomial draws a random number for every entry, which took
-    ten times as long. Raises ValueError for a law of NaN or of nothing.
+    By the inverse of the distribution function: torch.multinomial needs a random number for every entry, which took
+    ten times as long. Raises ValueError for a distribution of NaN or of nothing.
     """
-    kind = torch.float32 if law.device.type == "mps" else torch.float64  # that has no float64
-    below = law.cumsum(-1, dtype=kind)
-    at = torch.rand((), dtype=kind, generator=generator, device=law.device) * below[-1]
+    dtype = torch.float32 if probabilities.device.type == "mps" else torch.float64  # that has no float64
+    below = probabilities.cumsum(-1, dtype=dtype)
+    at = torch.rand((), dtype=dtype, generator=generator, device=probabilities.device) * below[-1]
     index = int(torch.searchsorted(below, at, right=True))  # `right` passes over entries of probability 0
-    if index < len(law):
+    if index < len(probabilities):
         return index
     if not float(below[-1]) > 0:
-        raise ValueError("no token can be drawn: the model's scores are not numbers, or all of them are -inf")
-    return int(law.nonzero()[-1])  # float32 can round up to the very end
+        raise ValueError("no token can be sampled: the model's scores are not numbers, or all of them are -inf")
+    return int(probabilities.nonzero()[-1])  # float32 can round up to the very end
 
 
 @dataclass(frozen=True)
@@ -152,14 +175,14 @@ class Verdict:
         token: the token behind them: a correction if a child was rejected there, else a bonus.
         tested: nodes looked at: the accepted ones and the level of the first rejection, not what is behind it.
         rejected: whether the last node of the path had children and none was accepted.
-        best: the target's most likely token behind every node of the draft.
+        argmax: the target's most probable token behind every node of the draft.
     """
 
     path: list[int]
     token: int
     tested: int
     rejected: bool
-    best: list[int] = field(default_factory=list)
+    argmax: list[int] = field(default_factory=list)
 
     @property
     def accepted(self) -> int:
@@ -169,54 +192,73 @@ class Verdict:
 def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator | None) -> Verdict:
     """Walks the draft with the target's processed scores [N, V] of its nodes; lossless.
 
-    Greedy compares with the argmax itself, not with ratios of probabilities. Sampling: at a node, `r` is the
-    target's law; child x with law q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
-    r = norm(max(r - q, 0)) for the next child; with no child left, the next token is drawn from r.
+    Greedy compares with the argmax itself, not with ratios of probabilities. Sampling: at a node, `r` is the target's
+    distribution. A child x with distribution q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
+    r = norm(max(r - q, 0)) for the next child. With no child left, the next token is sampled from r.
     """
     if greedy:
         return accept_greedy(draft, scores.argmax(-1).tolist())
     return _accept_sampled(draft, scores.softmax(-1), generator)
 
 
-def accept_greedy(draft: Draft, best: list[int]) -> Verdict:
-    """`accept` with the target's most likely token behind every node."""
+def accept_greedy(draft: Draft, argmax: list[int]) -> Verdict:
+    """`accept` with the target's most probable token behind every node."""
     path = [0]
     while True:
         node = path[-1]
-        child = next((c for c in draft.children[node] if draft.tokens[c] == best[node]), None)
+        child = next((c for c in draft.children[node] if draft.tokens[c] == argmax[node]), None)
         if child is None:
             rejected = bool(draft.children[node])
-            return Verdict(path, best[node], len(path) - 1 + rejected, rejected, best)
+            return Verdict(path, argmax[node], len(path) - 1 + rejected, rejected, argmax)
         path.append(child)
 
 
 def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) -> Verdict:
-    uniforms = torch.rand(len(draft), generator=generator, device=p.device).tolist()
-    path, residual = [0], p[0]
+    """What the walk compares comes from the device in one transfer, and the last token in another. Only a sibling
+    behind a rejected one that was sampled needs a look at its residual."""
+    nodes, device = torch.arange(len(draft), device=p.device), p.device
+    tokens = torch.tensor(draft.tokens, device=device)
+    above = torch.tensor(draft.parents, device=device).clamp_(min=0)
+    q_of = torch.ones(len(draft), device=device)
+    if draft.q is not None:
+        own = nodes[1 : 1 + draft.sampled]
+        q_of[own] = draft.q[own - 1, tokens[own]].to(q_of.dtype)
+    uniforms = torch.rand(len(draft), generator=generator, device=device)
+    numbers = torch.stack([each.double() for each in (uniforms, q_of, p[above, tokens], p.argmax(-1))])
+    u, q, p_at, best = numbers.tolist()
+    argmax = [int(token) for token in best]
+    path = [0]
     while True:
-        accepted = None
-        for child in draft.children[path[-1]]:
-            token = draft.tokens[child]
-            q = draft.q[child - 1] if draft.q is not None and child <= draft.sampled else None
-            if uniforms[child] * (1.0 if q is None else float(q[token])) < float(residual[token]):
+        node, accepted = path[-1], None
+        rejected: list[int] = []
+        mass = 1.0  # of the target's distribution without the rejected point masses
+        for child in draft.children[node]:
+            if rejected and rejected[0] <= draft.sampled:
+                here = float(_residual(draft, p[node], rejected)[draft.tokens[child]])
+            else:
+                here = p_at[child] / max(mass, 1e-30)
+            if u[child] * q[child] < here:
                 accepted = child
                 break
-            residual = _minus(residual, q, token)
+            rejected.append(child)
+            mass -= p_at[child]
         if accepted is None:
-            rejected = bool(draft.children[path[-1]])
-            token = draw(residual, generator)
-            return Verdict(path, token, len(path) - 1 + rejected, rejected, p.argmax(-1).tolist())
+            token = sample(_residual(draft, p[node], rejected), generator)
+            return Verdict(path, token, len(path) - 1 + bool(rejected), bool(rejected), argmax)
         path.append(accepted)
-        residual = p[accepted]
 
 
-def _minus(residual: Tensor, q: Tensor | None, token: int) -> Tensor:
-    """norm(max(residual - q, 0)); a missing q is the one-hot law of `token`."""
-    if q is None:
-        rest = residual.clone()
-        rest[token] = 0.0
-    else:
-        rest = (residual - q).clamp_(min=0.0)
-    total = float(rest.sum())
-    # Equal laws leave nothing but rounding, and a rejection there has no probability: keep what there was.
-    return rest / total if total > 0.0 else residual
+def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:
+    """What is left of the target's distribution [V] at a node when these children were rejected one after the other:
+    norm(max(p - q, 0)) each time; a point mass has the one-hot q of its token."""
+    for child in rejected:
+        if child <= draft.sampled:
+            assert draft.q is not None
+            rest = (p - draft.q[child - 1]).clamp_(min=0.0)
+        else:
+            rest = p.clone()
+            rest[draft.tokens[child]] = 0.0
+        total = rest.sum()
+        # Equal distributions leave nothing but rounding, and a rejection there has no probability: keep what there was.
+        p = torch.where(total > 0.0, rest / total, p)
+    return p

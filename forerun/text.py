@@ -2,90 +2,125 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CONTEXT = 4  # prompt tokens to decode along, so that a first word keeps its space
+HALF = "\ufffd"  # what part of a character is decoded to
+_BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # byte-level vocabularies spell bytes like this
+
+
+class StopStrings:
+    """Whether the last of some tokens completes a stop string.
+
+    Gives what transformers' StopStringCriteria gives. A stop string may begin in the prompt or inside a token; it has
+    to end in the last token. Bytes are compared, so characters may be split over tokens. A token's bytes are found
+    when it first comes: nothing is prepared for a whole vocabulary.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        self.tokenizer, self.strings = tokenizer, [text.encode() for text in strings]
+        self._longest = max(map(len, self.strings), default=0)
+        self._bytes: dict[int, bytes] = {}
+        # Behind another token, so that decoders neither add nor strip a space.
+        self._base = list(tokenizer.convert_ids_to_tokens(tokenizer.encode("abcdef", add_special_tokens=False)))
+        self._skip = len(tokenizer.convert_tokens_to_string(self._base))
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Asked after every output token, with all tokens so far."""
+        last, tail = len(self._of(tokens[-1])), b""
+        for token in reversed(tokens):
+            tail = self._of(token) + tail
+            if len(tail) >= last + self._longest - 1:
+                break
+        before = len(tail) - last
+        return last > 0 and any(tail.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self.strings)
+
+    def _of(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._find(self.tokenizer.convert_ids_to_tokens(token))
+        return found
+
+    def _find(self, token: Any) -> bytes:
+        if token is None:  # padding of the embedding: a byte that is in no text
+            return b"\xff"
+        text = self.tokenizer.convert_tokens_to_string([*self._base, token])[self._skip :]
+        if HALF in text:  # not whole characters: the name of the token says which bytes
+            if re.fullmatch("<0x[0-9a-fA-F]{2}>", token):
+                return bytes.fromhex(token[3:5])
+            if all(char in _BYTES for char in token):
+                return bytes(_BYTES[char] for char in token)
+        return text.encode()
 
 
 class TextStream:
     """Turns one sequence's output tokens into pieces of text, each with the origin of the token that completed it.
 
-    Text that may turn out to be the beginning of a stop string is held back until it is known; from the first
-    stop string on, nothing is emitted.
+    Text that may turn out to be the beginning of a stop string is held back until it is known. From the first stop
+    string on, nothing is given out; it may have begun in the prompt. Special tokens are no text, but they count where
+    stop strings are looked for, as they do in `StopStrings`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self.ids = list(prompt[-CONTEXT:])
-        if self._decode(0).endswith("\ufffd"):
-            self.ids = []
-        self._from, self._read = 0, len(self.ids)
-        self._held: list[tuple[str, str]] = []
+        self._ids = list(prompt[-CONTEXT:])  # the tokens of the last piece, and those that no piece has yet
+        self._known = self._decode(self._ids)  # the text of the first `_read` of them
+        if self._known.endswith(HALF):
+            self._ids, self._known = [], ""
+        self._read = len(self._ids)
         self.stopped = False
-        self.text = ""  # all that was emitted
+        self.text = ""  # all that was given out
+        reach = max((len(text.encode()) for text in stop), default=0)
+        behind = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
+        self._prompt = len(behind)  # characters of the prompt that are held
+        self._held: list[tuple[str, str | None]] = [(behind, None)]  # without an origin: not to be given out
 
-    def _decode(self, start: int, end: int | None = None) -> str:
-        ids = self.ids[start:end]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _decode(self, ids: Sequence[int], special: bool = False) -> str:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _overlap(self, text: str) -> str:
+        """The longest end of `text` that is a proper beginning of a stop string."""
+        ends = (text[-n:] for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return max(ends, key=len, default="")
 
     def push(self, tokens: Sequence[int], origins: Sequence[str], finished: bool) -> list[tuple[str, str]]:
         """Pieces (text, origin) that are certain now; with `finished`, all that is left."""
         for left, (token, origin) in enumerate(zip(tokens, origins, strict=True), 1 - len(tokens)):
-            self.ids.append(token)
-            known, whole = self._decode(self._from, self._read), self._decode(self._from)
-            last = finished and not left
-            if len(whole) > len(known) and (last or not whole.endswith("\ufffd")):
-                self._held.append((whole[len(known) :], origin))
-                self._from, self._read = self._read, len(self.ids)
+            self._ids.append(token)
+            whole = self._decode(self._ids)
+            if whole.endswith(HALF) and (left or not finished):
+                continue
+            if len(whole) > len(self._known):
+                self._held.append((whole[len(self._known) :], origin))
+                self._ids = self._ids[self._read :]
+                self._read, self._known = len(self._ids), self._decode(self._ids)
+            elif self.stop:
+                self._held.append((self._decode([token], special=True), None))
         return self._release(finished)
 
     def _release(self, finished: bool) -> list[tuple[str, str]]:
-        if self.stopped:
-            self._held = []
-            return []
-        held = "".join(text for text, _ in self._held)
-        found = [at for at in (held.find(stop) for stop in self.stop) if at >= 0]
-        if found:
-            certain, self.stopped = min(found), True
-        elif finished:
-            certain = len(held)
-        else:
-            certain = len(held) - max((_overlap(held, stop) for stop in self.stop), default=0)
-        pieces, rest = [], []
+        held, pieces = "" if self.stopped else "".join(text for text, _ in self._held), []
+        # A stop string that stands wholly in the prompt does not count.
+        found = [held.find(stop, max(0, self._prompt - len(stop) + 1)) for stop in self.stop]
+        certain = min((at for at in found if at >= 0), default=-1)
+        self.stopped = self.stopped or certain >= 0
+        if certain < 0:
+            certain = len(held) - (0 if finished else len(self._overlap(held)))
+        self._prompt = max(0, self._prompt - certain)
+        rest = []
         for text, origin in self._held:
-            now, later = text[:certain], text[certain:]
-            certain -= len(now)
-            if now:
-                pieces.append((now, origin))
-            if later:
-                rest.append((later, origin))
-        self._held = [] if self.stopped else rest
+            if text[:certain] and origin is not None:
+                pieces.append((text[:certain], origin))
+            if text[certain:] and not self.stopped:
+                rest.append((text[certain:], origin))
+            certain = max(0, certain - len(text))
+        self._held = rest
         self.text += "".join(text for text, _ in pieces)
         return pieces
-
-
-class SplitStopCriteria(StoppingCriteria):
-    """Stops at stop strings with characters beyond ASCII, which may be split over tokens.
-
-    transformers' StopStringCriteria works on whole tokens' text and does not see those. Reads the output's last
-    tokens only: each is at least one byte.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_length: int, stop: Sequence[str]) -> None:
-        self.tokenizer, self.prompt_length, self.stop = tokenizer, prompt_length, stop
-        self.reach = max(len(text.encode()) for text in stop) + CONTEXT
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
-        """[B] bool for token ids [B, n]."""
-        begin = max(self.prompt_length, input_ids.shape[1] - self.reach)
-        tails = (str(self.tokenizer.decode(row)) for row in input_ids[:, begin:])
-        return torch.tensor([any(text in tail for text in self.stop) for tail in tails])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

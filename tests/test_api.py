@@ -14,10 +14,12 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
 )
 
 import forerun
@@ -28,7 +30,7 @@ from forerun.params import SamplingParams
 from forerun.zoo.tokenizer import train_tokenizer
 
 LINES = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "class A:\n    pass\n"] * 4
-DRAWING = [name for name in METHODS if "oracle" not in name]  # oracles are for greedy output alone
+SAMPLED = [name for name in METHODS if "oracle" not in name]  # oracles are for greedy output alone
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def decoders(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> di
     return made
 
 
-@pytest.mark.parametrize(("name", "temperature"), [(name, 0.0) for name in METHODS] + [(name, 1.0) for name in DRAWING])
+@pytest.mark.parametrize(("name", "temperature"), [(name, 0.0) for name in METHODS] + [(name, 1.0) for name in SAMPLED])
 def test_stream_gives_what_generate_gives(decoders: dict[str, Decoder], name: str, temperature: float) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=7, ignore_eos=True)
     prompts = ["def add", "for i in", "class"]
@@ -173,9 +175,53 @@ def test_users_own_processors_and_criteria(
         assert result.finish_reason == "stop"
 
 
+def test_criteria_are_given_the_scores_that_gave_the_token(decoders: dict[str, Decoder]) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Sees(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            assert scores.shape == (1, decoders["sd"].target.vocab_size)
+            seen.append((int(input_ids[0, -1]), int(scores[0].argmax())))
+            return torch.zeros(1, dtype=torch.bool)
+
+    for penalty in (1.0, 1.3):
+        for name in ("ar", "sd", "lyanna"):
+            seen.clear()
+            options = {"max_new_tokens": 20, "ignore_eos": True, "repetition_penalty": penalty}
+            result = decoders[name].generate("def add", stopping_criteria=StoppingCriteriaList([Sees()]), **options)
+            assert seen == [(token, token) for token in result.tokens]
+
+
+def test_rows_of_a_batch_have_their_own_allowed_tokens(decoders: dict[str, Decoder]) -> None:
+    even = PrefixConstrainedLogitsProcessor(lambda row, ids: list(range(row, 300, 2)), 1)
+    for name in ("ar", "sd", "lookup"):
+        rows = decoders[name].generate(["def add", "def add"], logits_processor=LogitsProcessorList([even]))
+        assert [{token % 2 for token in row.tokens} for row in rows] == [{0}, {1}]
+
+
+def test_processors_with_a_state_of_their_own_are_refused(decoders: dict[str, Decoder]) -> None:
+    marks = SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 64, 0, torch.device("cpu"))
+    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor is not supported: it keeps state"):
+        decoders["sd"].generate("def add", logits_processor=LogitsProcessorList([marks]))
+
+
+def test_sampling_params_stand_alone_and_a_generation_config_is_completed(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = copy.deepcopy(target)
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=17)
+    own, plain = Decoder(model, tokenizer, method=method("ar")), Decoder(target, tokenizer, method=method("ar"))
+    assert own.generate("def add", max_new_tokens=30).tokens == plain.generate("def add", max_new_tokens=30).tokens
+    config = GenerationConfig(do_sample=False, max_new_tokens=20)
+    ids = torch.tensor([tokenizer("def add")["input_ids"]])
+    theirs = model.generate(ids, config)[0, ids.shape[1] :].tolist()
+    assert own.generate("def add", config).tokens == theirs
+    assert theirs != plain.generate("def add", max_new_tokens=20).tokens  # the checkpoint's penalty was used
+
+
 def test_a_seed_repeats_and_no_seed_follows_torch(decoders: dict[str, Decoder]) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
-    for decoder in (decoders[name] for name in DRAWING):
+    for decoder in (decoders[name] for name in SAMPLED):
         assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
         assert decoder.generate("def", params, seed=1).tokens != decoder.generate("def", params, seed=2).tokens
         decoder = copy.copy(decoder)

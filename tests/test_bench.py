@@ -22,18 +22,19 @@ from toys import noisy_copy, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from forerun.api import Decoder
-from forerun.bench import choose, report
+from forerun.bench import choose, report, runners
 from forerun.bench.choose import PEERS, parse_methods, stored_tuning
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
 from forerun.bench.measure import group_records, margins
+from forerun.bench.models import load_prompts
 from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan
 from forerun.bench.records import Record, Records, first_difference, parse
 from forerun.bench.report import results, spread, summary
-from forerun.bench.runners import Outcome
-from forerun.bench.session import _claim, _surroundings, load_prompts
-from forerun.decode import Step
-from forerun.methods import SD
+from forerun.bench.runners import Outcome, decoder_run
+from forerun.bench.session import _claim, _surroundings
+from forerun.engine import Step
+from forerun.methods import SD, method
 from forerun.metrics import Stats, Times, summarise, times, total
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
@@ -132,7 +133,7 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
 def test_a_killed_run_goes_on(sign: signal.Signals, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = options(folder, "--dataset", str(folder / "own.jsonl"), "--out", str(out), "--batch", "3")
-    arguments += ["--max-new-tokens", "8", "--rounds", "100", "--json"]  # enough to be interrupted in
+    arguments += ["--max-new-tokens", "8", "--rounds", "30", "--json"]  # enough to be interrupted in
     process = subprocess.Popen(
         [sys.executable, "-m", "forerun", "bench", *arguments],
         stdout=subprocess.PIPE,
@@ -164,8 +165,8 @@ def test_a_killed_run_goes_on(sign: signal.Signals, folder: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     lines = records.read_text().splitlines()
     assert lines[:whole] == before.splitlines()[:whole]
-    assert len(lines) == 100 * 2 * 3 and len({(parse(line).group, parse(line).method) for line in lines}) == len(lines)
-    assert json.loads(done.stdout)["methods"]["ar"]["measurements"] == 200
+    assert len(lines) == 30 * 2 * 3 and len({(parse(line).group, parse(line).method) for line in lines}) == len(lines)
+    assert json.loads(done.stdout)["methods"]["ar"]["measurements"] == 60
 
 
 def test_tuning_names_the_best_value(folder: Path) -> None:
@@ -487,6 +488,56 @@ def test_speedups_are_paired() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((1.4, 3.0, 4.6))
 
 
+def test_a_speedup_is_of_seconds_where_outputs_are_of_one_length_and_of_tokens_a_second_where_not() -> None:
+    """Half the tokens in half the time are no speedup."""
+    records = [record("ar", 10), record("sd", 20), record("lookup", 10)]
+    records[2] = replace(records[2], stats=replace(records[2].stats, tokens=5, seconds=0.5))
+    found = summary(records, {})
+    assert found["sd"]["speedup"] == 2.0 and found["lookup"]["speedup"] == 1.0
+    assert found["lookup"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
+
+
+def test_prefill_is_part_of_the_time(
+    own_pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that goes on in prefill alone: 5 s a prompt."""
+    decoder = Decoder(own_pair[0], draft=own_pair[1], method=SD(2), guard=False, prefix_bytes=0)
+    now, prefill = [0.0], decoder.engine.target.prefill
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 5.0
+        return prefill(*arguments)
+
+    monkeypatch.setattr(runners, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(decoder.engine.target, "prefill", slow)
+    prompts = [Prompt("a", tokens=(3, 4, 5)), Prompt("b", tokens=(6, 7))]
+    run = decoder_run(decoder, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    outcome = run([prompt.tokens or () for prompt in prompts], [0, 1], None)
+    assert outcome.seconds == outcome.stats.seconds == 10.0 and outcome.stats.tokens_per_s == 12 / 10
+    assert outcome.steps is not None
+    steps = [[replace(each, seconds=0.5) for each in row] for row in outcome.steps]
+    (found,) = group_records((0, "d", 0), prompts, {"ar": replace(outcome, steps=steps)}, None)
+    assert found.prefill_seconds == 10.0 - 0.5 * len({each.number for row in steps for each in row})
+    assert found.stats.seconds == 10.0
+
+
+def test_a_row_is_sampled_by_its_own_seed(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    decoder = Decoder(own_pair[0], draft=own_pair[1], method=SD(2), guard=False, prefix_bytes=0)
+    run = decoder_run(decoder, SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True))
+    together = run([[3, 4], [5, 6, 7], [3, 4]], [7, 8, 9], None).tokens
+    assert together == [run([row], [seed], None).tokens[0] for row, seed in (([3, 4], 7), ([5, 6, 7], 8), ([3, 4], 9))]
+    assert together[0] != together[2]
+
+
+def test_a_prompt_that_comes_again_finds_no_phrases(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    """Its second run takes as many steps as the first; with the phrases of the first, fewer."""
+    decoder = Decoder(own_pair[0], method=method("lookahead"), guard=False, prefix_bytes=0)
+    run = decoder_run(decoder, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    counts = [run([[3, 4, 5]], [0], None).target_forwards for _ in range(2)]
+    again = len(decoder.generate([3, 4, 5], max_new_tokens=40, ignore_eos=True).steps)
+    assert counts[0] == counts[1] > again
+
+
 def test_one_preemption_does_not_set_where_the_time_goes() -> None:
     plain = [
         Times(10, 0.2, 0.1, 0.6, 0.1, 0.7),
@@ -529,9 +580,11 @@ def test_records_survive_a_torn_line_and_half_a_group(tmp_path: Path) -> None:
         Records(path).resume(["ar", "sd"])
 
 
-def step(tokens: int, tested: int, accepted: int, seconds: float, index: int = 0) -> Step:
+def step(tokens: int, tested: int, accepted: int, seconds: float, id: int = 0, number: int = 0) -> Step:
     return Step(
-        index=index,
+        id=id,
+        number=number,
+        rows=1,
         tokens=(1,) * tokens,
         origins=("draft",) * tokens,
         drafted=3,
@@ -555,8 +608,8 @@ def test_statistics_add_up() -> None:
 
 
 def test_a_step_of_a_batch_counts_once() -> None:
-    long = [step(1, 1, 0, 1.0), step(1, 1, 0, 3.0)]
-    spent = times([long[:1], [replace(each, index=1) for each in long]])
+    long = [step(1, 1, 0, 1.0, number=7), step(1, 1, 0, 3.0, number=8)]
+    spent = times([long[1:], [replace(each, id=1) for each in long]])
     assert spent.steps == 2 and spent.seconds == pytest.approx(4.0)
     assert (spent.draft, spent.policy, spent.verify, spent.rest) == pytest.approx((0.8, 0.4, 2.0, 0.8))
     assert spent.overhead_share == pytest.approx(0.4)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,27 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("forerun: ")
+
+
+@pytest.mark.parametrize("begin", [0.05, 0.6, 1.5, 3.0])
+def test_interrupts_are_one_line_and_exit_130(begin: float) -> None:
+    """Many of them, too, and wherever they come: in imports, in torch's code, while one is handled, at the end."""
+    chance = random.Random(begin)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from forerun.cli import main; print('ready', flush=True); main()"]
+        + ["generate", "x", "--max-new-tokens", "1000", "--ignore-eos", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(begin)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(chance.choice([0.001, 0.01, 0.2]))
+    output, error = process.communicate()
+    assert (process.returncode, output, error) == (130, "", "forerun: interrupted\n")
 
 
 def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None:

@@ -1,25 +1,37 @@
-"""The loop with every method on table models: exact laws, counts, ends and seeds."""
+"""The loop with every method on table models: exact distributions, counts, ends and seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import TableLM, joint_law, noisy_copy, p_value, random_table, random_tree, tiny, tiny_tokenizer
+from toys import (
+    TableLM,
+    decode,
+    joint_distribution,
+    noisy_copy,
+    p_value,
+    random_table,
+    random_tree,
+    tiny,
+    tiny_tokenizer,
+    tokens_of,
+)
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
-from forerun.decode import Drafter, Generation, Proposal, Step, decode
 from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
-from forerun.lengths import FixedLength, LengthPolicy, Look
+from forerun.engine import Drafter, Proposal, Step
+from forerun.generation import Generation, Request, stream_seed
+from forerun.lengths import FixedLength, LengthPolicy, LengthRule, Look
 from forerun.methods import (
     AR,
     SD,
@@ -62,18 +74,18 @@ class RandomTrees(PlainDrafter):
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+    def propose(self, seqs: list[Generation]) -> Proposal:
         return Proposal([random_tree(9, V, self.generator, root=seq.tokens[-1]) for seq in seqs])
 
 
 class ChainsAndTrees(ChainDrafter):
-    """A drawn chain with random point masses around it."""
+    """A sampled chain with random point masses around it."""
 
     def __init__(self, model: TableLM) -> None:
         super().__init__(model, FixedLength(2))
         self.trees = RandomTrees()
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+    def propose(self, seqs: list[Generation]) -> Proposal:
         chains, trees = super().propose(seqs).drafts, self.trees.propose(seqs).drafts
         return Proposal([chain.merge(tree) for chain, tree in zip(chains, trees, strict=True)])
 
@@ -95,47 +107,45 @@ PROCESSORS: dict[str, LogitsProcessorList | None] = {
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
 
 
-def run(target: TableLM, drafter: Drafter, seqs: Sequence[Generation]) -> list[Step]:
-    """Decodes to the end; all steps in order."""
-    return [step for batch in decode(target, drafter, seqs) for step in batch]
-
-
-def fit(drafter: Drafter, processors: LogitsProcessorList | None = None) -> float:
-    """p-value of the joint law of the first output tokens, many sequences at once."""
+def fit(drafter: Drafter, processors: LogitsProcessorList | None = None, table: Tensor = TARGET) -> float:
+    """p-value of the joint distribution of the first output tokens, many sequences at once."""
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(False, processors)
-    seqs = [Generation(list(PROMPT), len(PROMPT) + NEW, sampler, generator=generator, index=i) for i in range(ROWS)]
-    run(TableLM(TARGET), drafter, seqs)
-    return p_value([seq.output[:JOINT] for seq in seqs], joint_law(TARGET, PROMPT, JOINT, processors))
+    request = Request(PROMPT, NEW, Sampler(False, processors), generator=generator)
+    rows = decode(TableLM(table), drafter, [request] * ROWS)
+    joint = joint_distribution(TARGET, PROMPT, JOINT, processors)
+    return p_value([tokens_of(steps)[:JOINT] for steps in rows], joint)
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampling_follows_the_targets_law(drafter: str, processors: str) -> None:
+def test_sampling_follows_the_targets_distribution(drafter: str, processors: str) -> None:
     assert fit(DRAFTERS[drafter](TableLM(DRAFT)), PROCESSORS[processors]) > FITS
 
 
-def test_another_law_is_seen() -> None:
+def test_another_distribution_is_seen() -> None:
     # The same harness with a target whose logits are off by a little.
-    generator = torch.Generator().manual_seed(0)
-    seqs = [Generation(list(PROMPT), len(PROMPT) + NEW, Sampler(False), generator=generator) for _ in range(ROWS)]
-    run(TableLM(TARGET + 0.3 * DRAFT), PlainDrafter(), seqs)
-    assert p_value([seq.output[:JOINT] for seq in seqs], joint_law(TARGET, PROMPT, JOINT, None)) < BROKEN
+    assert fit(PlainDrafter(), table=TARGET + 0.3 * DRAFT) < BROKEN
 
 
-@dataclass(frozen=True)
-class StopWhenUnsure(LengthPolicy):
+class StopWhenUnsure(LengthPolicy, LengthRule):
     """Stops behind a token that the draft itself found improbable."""
 
-    least: float
-    gamma: int = 4
+    def __init__(self, least: float, gamma: int = 4) -> None:
+        self.least, self.gamma = least, gamma
+
+    def begin(self, seqs: list[Generation], rows: int) -> LengthRule:
+        return self
 
     def more(self, look: Look) -> list[bool]:
-        laws = look.scores.softmax(-1)
+        probabilities = look.scores.softmax(-1)
         last = [tokens[-1] for tokens in look.tokens]
         return [
-            look.depth < self.gamma and float(law[token]) >= self.least for law, token in zip(laws, last, strict=True)
+            look.depth < self.gamma and float(row[token]) >= self.least
+            for row, token in zip(probabilities, last, strict=True)
         ]
+
+    def certain(self, depth: int) -> int:
+        return 1
 
 
 class DropsTheLast(ChainDrafter):
@@ -148,7 +158,7 @@ class DropsTheLast(ChainDrafter):
         super().__init__(model, policy)
         self.points = points
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+    def propose(self, seqs: list[Generation]) -> Proposal:
         drafts = []
         for draft in super().propose(seqs).drafts:
             root, *tokens = draft.tokens
@@ -160,22 +170,22 @@ class DropsTheLast(ChainDrafter):
         return Proposal(drafts)
 
 
-def test_a_policy_that_stops_behind_a_token_keeps_the_law() -> None:
+def test_a_policy_that_stops_behind_a_token_keeps_the_distribution() -> None:
     assert fit(ChainDrafter(TableLM(DRAFT), StopWhenUnsure(0.4))) > FITS
 
 
 @pytest.mark.parametrize("points", ["none", "lost"])
-def test_dropping_a_token_that_was_looked_at_breaks_the_law(points: str) -> None:
-    # "lost" is no cure: the drafts that keep their laws were chosen for their tokens, which no longer follow q.
+def test_dropping_a_token_that_was_looked_at_breaks_the_distribution(points: str) -> None:
+    # "lost" is no cure: the drafts that keep their q were chosen for their tokens, which no longer follow q.
     assert fit(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), points)) < BROKEN
 
 
-def test_a_drafter_that_may_drop_keeps_the_law_if_all_its_drafts_are_point_masses() -> None:
+def test_a_drafter_that_may_drop_keeps_the_distribution_if_all_its_drafts_are_point_masses() -> None:
     assert fit(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), "all")) > FITS
 
 
-def greedy_seqs(prompts: Sequence[Sequence[int]], new: int, **options) -> list[Generation]:
-    return [Generation(list(prompt), len(prompt) + new, index=i, **options) for i, prompt in enumerate(prompts)]
+def greedy(prompts: Sequence[Sequence[int]], new: int, **options: Any) -> list[Request]:
+    return [Request(list(prompt), new, **options) for prompt in prompts]
 
 
 PROMPTS = [[0], [1, 2, 3], [3, 3], [2, 0, 1, 2, 0, 1, 2]]
@@ -186,46 +196,46 @@ def test_tau_of_drafts_that_agree_always_never_and_sometimes(draft: str, gamma: 
     target = random_table(8, 5)
     table = {"always": target, "never": -target, "sometimes": target + 0.7 * random_table(8, 6)}[draft]
     drafter = ChainDrafter(TableLM(table), FixedLength(gamma))
-    steps = run(TableLM(target), drafter, greedy_seqs(PROMPTS, 4 * (gamma + 1)))
+    rows = decode(TableLM(target), drafter, greedy(PROMPTS, 4 * (gamma + 1)))
+    steps = [step for row in rows for step in row]
     stats = summarise(steps, 1.0)
     if draft == "always":
         assert (stats.tau, stats.alpha, stats.utilisation) == (gamma + 1, 1.0, 1.0)
         assert {step.origins for step in steps} == {("draft",) * gamma + ("bonus",)}
     elif draft == "never":
         assert (stats.tau, stats.alpha) == (1.0, 0.0)
-        assert {step.origins for step in steps[: -len(PROMPTS)]} == {("correction",)}
+        assert {step.origins for row in rows for step in row[:-1]} == {("correction",)}
     else:
         assert 1.2 < stats.tau < gamma + 0.8 and 0.1 < stats.alpha < 0.9
 
 
-def check_steps(seqs: Sequence[Generation], steps: Sequence[Step]) -> None:
-    """Every token is in one step, and the counts of a step explain its tokens."""
-    for seq in seqs:
-        own = [step for step in steps if step.index == seq.index]
-        assert [token for step in own for token in step.tokens] == seq.output
+def check_steps(rows: Sequence[Sequence[Step]]) -> None:
+    """The counts of a step explain its tokens."""
+    for own in rows:
+        assert [step.finish_reason is not None for step in own] == [False] * (len(own) - 1) + [True]
         for step in own:
             assert 0 <= step.accepted <= step.tested <= min(step.drafted, step.accepted + 1)
             assert len(step.origins) == len(step.tokens) >= 1
+            assert len(step.rejected) == step.drafted - step.accepted
             ends = [origin for origin in step.origins if origin in ("correction", "bonus")]
             if len(step.tokens) == step.accepted + 1:
                 assert ends == [step.origins[-1]] == ["correction" if step.tested > step.accepted else "bonus"]
             else:  # cut, which only the end of a sequence may do
-                assert step is own[-1] and seq.finish_reason and len(step.tokens) <= step.accepted and not ends
+                assert step is own[-1] and len(step.tokens) <= step.accepted and not ends
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("is_greedy", [True, False])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_steps_add_up(drafter: str, greedy: bool) -> None:
+def test_steps_add_up(drafter: str, is_greedy: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    prompts = [*PROMPTS, PROMPT] * 6
-    seqs = [
-        Generation(list(prompt), len(prompt) + 1 + i, Sampler(greedy), frozenset({i % 9}), None, generator, i)
-        for i, prompt in enumerate(prompts)
+    requests = [
+        Request(list(prompt), 1 + i, Sampler(is_greedy), frozenset({i % 9}), generator=generator)
+        for i, prompt in enumerate([*PROMPTS, PROMPT] * 6)
     ]
-    steps = run(TableLM(TARGET), DRAFTERS[drafter](TableLM(TARGET + DRAFT)), seqs)
-    check_steps(seqs, steps)
-    assert (max(step.accepted for step in steps) > 0) == (drafter != "ar")
-    assert {seq.finish_reason for seq in seqs} == {"stop", "length"}
+    rows = decode(TableLM(TARGET), DRAFTERS[drafter](TableLM(TARGET + DRAFT)), requests)
+    check_steps(rows)
+    assert (max(step.accepted for row in rows for step in row) > 0) == (drafter != "ar")
+    assert {row[-1].finish_reason for row in rows} == {"stop", "length"}
 
 
 class EndsWith(StoppingCriteria):
@@ -254,34 +264,28 @@ def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject)
     limits = [data.draw(st.integers(1, 14)) for _ in PROMPTS]
     eos = data.draw(st.integers(0, size))
     pair = (data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1)))
-    plain = greedy_seqs(PROMPTS, max(limits))
-    run(TableLM(target), PlainDrafter(), plain)
-    expected = [cut(seq.tokens[: seq.prompt_length], seq.output[:n], eos, pair) for seq, n in zip(plain, limits)]  # noqa: B905
+    plain = [tokens_of(steps) for steps in decode(TableLM(target), PlainDrafter(), greedy(PROMPTS, max(limits)))]
+    expected = [
+        cut(prompt, output[:limit], eos, pair) for prompt, output, limit in zip(PROMPTS, plain, limits, strict=True)
+    ]
     for method in (AR(), SD(gamma), Lookup(gamma, 2)):
         drafter = method.build(Parts(TableLM(target), TableLM(target + noise * random_table(size, 99))))
-        seqs = greedy_seqs(PROMPTS, 1, eos=frozenset({eos}), criteria=StoppingCriteriaList([EndsWith(pair)]))
-        for seq, limit in zip(seqs, limits, strict=True):
-            seq.limit = seq.prompt_length + limit
-        steps = run(TableLM(target), drafter, seqs)
+        requests = [
+            Request(prompt, limit, eos=frozenset({eos}), criteria=StoppingCriteriaList([EndsWith(pair)]))
+            for prompt, limit in zip(PROMPTS, limits, strict=True)
+        ]
+        rows = decode(TableLM(target), drafter, requests)
         # Rows end at different times here; each must be what it is alone.
-        assert [(seq.output, seq.finish_reason) for seq in seqs] == expected
-        check_steps(seqs, steps)
+        assert [(tokens_of(row), row[-1].finish_reason) for row in rows] == expected
+        check_steps(rows)
 
 
 @pytest.mark.parametrize("drafter", METHODS)
 def test_a_row_does_not_depend_on_its_neighbours_seeds_or_ends(drafter: str) -> None:
     def sampled(rows: Sequence[int]) -> list[list[int]]:
-        seqs = [
-            Generation(
-                list(PROMPTS[row % 4]),
-                len(PROMPTS[row % 4]) + 5 + 3 * row,
-                Sampler(False),
-                generator=torch.Generator().manual_seed(7 + row),
-            )
-            for row in rows
-        ]
-        run(TableLM(TARGET), METHODS[drafter].build(Parts(TableLM(TARGET), TableLM(DRAFT))), seqs)
-        return [seq.output for seq in seqs]
+        requests = [Request(PROMPTS[row % 4], 5 + 3 * row, Sampler(False), seed=7, stream=row) for row in rows]
+        built = METHODS[drafter].build(Parts(TableLM(TARGET), TableLM(DRAFT)))
+        return [tokens_of(steps) for steps in decode(TableLM(TARGET), built, requests)]
 
     together = sampled(range(8))
     assert together == [sampled([row])[0] for row in range(8)]
@@ -298,9 +302,16 @@ def test_seeds_on_a_real_model(method: str) -> None:
     options = {"temperature": 1.0, "max_new_tokens": 24}
     batch = decoder.generate(prompts, seed=11, **options)
     assert [row.tokens for row in batch] == [row.tokens for row in decoder.generate(prompts, seed=11, **options)]
-    for i, prompt in enumerate(prompts):
-        assert batch[i].tokens == decoder.generate(prompt, seed=11 + i, **options).tokens
+    assert batch[0].tokens == decoder.generate(prompts[0], seed=11, **options).tokens
     assert batch[0].tokens != decoder.generate(prompts[0], seed=12, **options).tokens
+
+
+def test_streams_of_neighbouring_seeds_do_not_overlap() -> None:
+    decoder = Decoder(tiny("llama"), method=AR())
+    options = {"temperature": 1.0, "max_new_tokens": 12}
+    texts = [tuple(row.tokens) for seed in range(4) for row in decoder.generate([[5, 6]] * 4, seed=seed, **options)]
+    assert len(set(texts)) == len(texts)
+    assert len({stream_seed(seed, stream) for seed in range(50) for stream in range(50)}) == 2500
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -329,19 +340,23 @@ def replace_stop(config: GenerationConfig, stop: list[str]) -> GenerationConfig:
     return GenerationConfig(**{**config.to_diff_dict(), "stop_strings": stop})
 
 
-def test_a_drafter_is_told_what_became_of_its_drafts() -> None:
-    told: list[tuple[int, int]] = []
+def test_a_drafter_sees_what_became_of_its_drafts() -> None:
+    seen: list[tuple[int, int, int]] = []
 
     class Listening(ChainDrafter):
         def observe(
-            self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+            self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
         ) -> None:
             super().observe(seqs, drafts, verdicts, hidden)
-            told.extend((draft.drafted, verdict.accepted) for draft, verdict in zip(drafts, verdicts, strict=True))
+            rows = zip(seqs, drafts, verdicts, strict=True)
+            seen.extend((seq.id, draft.drafted, verdict.accepted) for seq, draft, verdict in rows)
             # What is left in the draft's cache is a beginning of the sequence, short of its last token.
-            for row, seq in zip(self.model.cache.rows, seqs, strict=True):
+            for seq in seqs:
+                row = self.model.rows[seq.id]
                 assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
 
     drafter = Listening(TableLM(TARGET + 0.5 * DRAFT), FixedLength(3))
-    steps = run(TableLM(TARGET), drafter, greedy_seqs(PROMPTS, 20))
-    assert told == [(step.drafted, step.accepted) for step in steps]
+    rows = decode(TableLM(TARGET), drafter, greedy(PROMPTS, 20))
+    expected = [(step.id, step.drafted, step.accepted) for row in rows for step in row]
+    assert sorted(seen) == sorted(expected)
+    assert not drafter.model.rows

@@ -7,13 +7,14 @@ from functools import cache
 
 import pytest
 import torch
-from toys import ARCHITECTURES, CORE, COSTS, LAYERS, VOCAB, noisy_copy, random_layer, tiny
+from toys import ARCHITECTURES, CORE, COSTS, LAYERS, VOCAB, decode, noisy_copy, random_layer, tiny, tokens_of
 from transformers import GenerationConfig, PreTrainedModel
 
 from forerun import Decoder
-from forerun.decode import Generation, Proposal, decode
 from forerun.draft import Draft
 from forerun.drafters.plain import PlainDrafter
+from forerun.engine import Proposal
+from forerun.generation import Generation, Request
 from forerun.methods import AR, SD, Cumulative, Lookup, Method, Pacer
 from forerun.model import CausalLM
 
@@ -89,8 +90,8 @@ class KnowsTheAnswer(PlainDrafter):
     def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
         self.outputs = outputs
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
-        return Proposal([self._tree(seq, self.outputs[seq.index][len(seq.output) :]) for seq in seqs])
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        return Proposal([self._tree(seq, self.outputs[seq.id][len(seq.output) :]) for seq in seqs])
 
     def _tree(self, seq: Generation, answer: Sequence[int]) -> Draft:
         tokens, parents, right = [seq.tokens[-1]], [-1], 0
@@ -105,10 +106,10 @@ class KnowsTheAnswer(PlainDrafter):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_accepted_tree_paths_leave_the_right_cache(architecture: str) -> None:
     wanted = expected(architecture, "plain")
-    seqs = [Generation(list(prompt), len(prompt) + NEW - 3 * i, index=i) for i, prompt in enumerate(PROMPTS)]
-    steps = [step for batch in decode(CausalLM(target(architecture)), KnowsTheAnswer(wanted), seqs) for step in batch]
-    assert [seq.output for seq in seqs] == [output[: NEW - 3 * i] for i, output in enumerate(wanted)]
-    assert sum(step.accepted for step in steps) > len(steps)
+    requests = [Request(prompt, NEW - 3 * i) for i, prompt in enumerate(PROMPTS)]
+    rows = decode(CausalLM(target(architecture)), KnowsTheAnswer(wanted), requests)
+    assert [tokens_of(row) for row in rows] == [output[: NEW - 3 * i] for i, output in enumerate(wanted)]
+    assert sum(step.accepted for row in rows for step in row) > sum(map(len, rows))
 
 
 @pytest.mark.parametrize("method", [SD(4), Lookup(6, 2)])

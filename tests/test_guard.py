@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import TableLM, joint_law, noisy_copy, p_value, random_table, tiny
+from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
 from transformers import GenerationConfig
 
 import forerun
 from forerun import Decoder, SamplingParams
-from forerun.decode import Drafter, Generation, Proposal, Step, decode
 from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.guard import CHECK, FIRST, LONGEST, SHARE, Guarded, Pace
-from forerun.lengths import FixedLength, LengthPolicy, Look
+from forerun.drafters.plain import PlainDrafter
+from forerun.engine import Drafter, Proposal, Step
+from forerun.generation import Generation, Request
+from forerun.lengths import FixedLength, LengthPolicy, LengthRule, Look
 from forerun.methods import AR, SD, Lookup, Method, Parts
+from forerun.model import CausalLM
 from forerun.sampling import Sampler, Verdict
 
 GAMMA = 4
@@ -48,18 +51,18 @@ class Ticking(TableLM):
         super().__init__(table)
         self.clock, self.each, self.more, self.prompts = clock, each, more, 0
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        super().start(prompts)
+    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[int]:
         self.clock.now += self.each
         self.prompts += 1
+        yield from super().prefill(tokens, chunk)
 
-    def _logits(self, trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    def _logits(self, ids: Sequence[int], trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
         self.clock.now += self.each + self.more * (max(len(tokens) for tokens, _ in trees) - 1)
-        return super()._logits(trees)
+        return super()._logits(ids, trees)
 
 
 class Bench:
-    """A target of one second a forward and a guarded draft beside it, over as many calls as wanted."""
+    """A target of one second a forward and a guarded draft beside it, over as many requests as wanted."""
 
     def __init__(self, draft: Tensor = NEVER, each: float = 0.25, gamma: int = GAMMA) -> None:
         self.pace = Pace(Clock())
@@ -68,10 +71,12 @@ class Bench:
         self.clock, self.gamma = clock, gamma
         self.target, self.draft = Ticking(TARGET, clock, 1.0), Ticking(draft, clock, each)
 
-    def call(self, new: int, prompts: Sequence[Sequence[int]] = PROMPTS[:1]) -> list[Step]:
-        seqs = [Generation(list(prompt), len(prompt) + new, index=i) for i, prompt in enumerate(prompts)]
-        drafter = Guarded(ChainDrafter(self.draft, FixedLength(self.gamma)), self.pace)
-        return [step for batch in decode(self.target, drafter, seqs) for step in batch]
+    def drafter(self) -> Guarded:
+        return Guarded(ChainDrafter(self.draft, FixedLength(self.gamma)), self.pace)
+
+    def call(self, new: int) -> list[Step]:
+        (steps,) = decode(self.target, self.drafter(), [Request(PROMPTS[0], new)])
+        return steps
 
 
 def pauses(steps: Sequence[Step]) -> list[int]:
@@ -169,40 +174,157 @@ def test_a_single_slow_step_decides_nothing() -> None:
     begun, forward = bench.draft.each, bench.draft.extend
     calls = 0
 
-    def slow(chains: Sequence[Sequence[int]]) -> list[Tensor]:
+    def slow(*args: Any) -> list[Tensor]:
         nonlocal calls
         calls += 1
         bench.draft.each = 50.0 if calls == 20 else begun
-        return forward(chains)
+        return forward(*args)
 
     bench.draft.extend = slow  # type: ignore[method-assign]
     steps = bench.call(200)
     assert calls > 20 and sum(not step.drafted for step in steps) <= 1
 
 
+def by_number(rows: Iterable[Sequence[Step]]) -> list[list[Step]]:
+    """The steps that shared a forward, in their order."""
+    found: dict[int, list[Step]] = {}
+    for step in (step for steps in rows for step in steps):
+        found.setdefault(step.number, []).append(step)
+    return [found[number] for number in sorted(found)]
+
+
 def test_rows_share_a_step_and_each_number_of_rows_has_its_plain_time() -> None:
     bench = Bench(TARGET)
-    prompts = [[0], [1, 2, 3], [3, 3]]
-    seqs = [Generation(list(prompt), len(prompt) + 30 * (i + 1), index=i) for i, prompt in enumerate(prompts)]
-    drafter = Guarded(ChainDrafter(bench.draft, FixedLength(GAMMA)), bench.pace)
-    batches = list(decode(bench.target, drafter, seqs))
+    requests = [Request(prompt, 30 * (i + 1)) for i, prompt in enumerate([[0], [1, 2, 3], [3, 3]])]
+    batches = by_number(decode(bench.target, bench.drafter(), requests))
     plain = [len(batch) for batch in batches if not any(step.drafted for step in batch)]
     # Two for the first number, one for each that follows; the last may be a row's end.
     assert plain[:4] == [3, 3, 2, 1]
     assert len(batches) < 30
 
 
-class Bursts(Drafter):
+def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
+    """A stream of requests, three at a time: a draft that agrees is in use, one that does not is soon left out."""
+    for draft, least, most in ((TARGET, 0.75, 0.99), (NEVER, 0.0, 0.25)):
+        bench = Bench(draft)
+        requests = [Request(PROMPTS[i % 4], 20 + 7 * (i % 5)) for i in range(60)]
+        batches = by_number(decode(bench.target, bench.drafter(), requests, max_rows=3))
+        drafting = [any(step.drafted for step in batch) for batch in batches]
+        assert least <= sum(drafting) / len(drafting) <= most
+        assert bench.draft.prompts == 60 if draft is TARGET else bench.draft.prompts < 60
+
+
+def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
+    def left(*rows: int) -> int:
+        pace = Pace(Clock())
+        pace.wait = 128
+        for count in rows:
+            pace.begin(count)
+        return pace.wait
+
+    assert [left(1), left(2), left(16), left(*[16] * 16)] == [64, 96, 124, 72]
+    # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
+    pace = Pace(Clock())
+    pace.wait = 100
+    guarded = Guarded(Bursts(9), pace)
+    seqs = [Generation(Request([0], 9), id) for id in range(3)]
+    for seq in seqs:
+        list(guarded.admit(seq, None, 8))
+    assert pace.wait == 100 // 2 * 3 // 4 * 5 // 6
+    guarded.drop(seqs[0])
+    pace.wait = 60
+    list(guarded.admit(Generation(Request([0], 9), 7), None, 8))
+    assert pace.wait == 50
+
+
+def test_sequences_that_must_not_depend_on_a_clock_always_draft() -> None:
+    """Beside others that pause, and without being judged themselves."""
+    bench = Bench()
+    seeded = Request([1, 2, 3], 60, Sampler(False), seed=4)
+    guarded = Guarded(
+        ChainDrafter(bench.draft, FixedLength(GAMMA)),
+        bench.pace,
+        Pace(bench.clock),
+        guards=lambda seq: seq.mode != "seeded",
+    )
+    requests = [seeded, Request([0], 200), Request([3], 200, Sampler(False))]
+    rows = decode(bench.target, guarded, requests)
+    (alone,) = decode(TableLM(TARGET), ChainDrafter(TableLM(NEVER), FixedLength(GAMMA)), [seeded])
+    assert [(step.drafted, step.tokens) for step in rows[0]] == [(step.drafted, step.tokens) for step in alone]
+    # As long as it is there the others draft as well: no pause has been earned. Then both are judged.
+    together = len(rows[0])
+    assert all(step.drafted for row in rows for step in row[:together] if step.number < rows[0][-1].number)
+    assert sum(step.drafted > 0 for step in rows[1][together:]) < 20
+    # In a pause that others have earned before, only the guarded rows leave out their drafts, as long as it lasts.
+    pace = Pace(Clock())
+    pace.wait = 8
+    guarded = Guarded(ChainDrafter(TableLM(NEVER), FixedLength(2)), pace, pace, guards=lambda seq: seq.mode != "seeded")
+    rows = decode(TableLM(TARGET), guarded, [seeded, Request([0], 30)])
+    assert all(step.drafted for step in rows[0][:-1])
+    assert [step.drafted > 0 for step in rows[1][:8]] == [False] * 6 + [True] * 2  # 8 but for a new text's share
+
+
+def test_greedy_and_sampled_steps_have_paces_of_their_own() -> None:
+    greedy, sampled = Pace(Clock()), Pace(Clock())
+    drafter = Guarded(ChainDrafter(TableLM(NEVER), FixedLength(2)), greedy, sampled)
+    rows = decode(TableLM(TARGET), drafter, [Request([0], 2, Sampler(False)), Request([0], 5)])
+    # Two steps of two rows are the first looks of one, the rest those of the other; the last has no room for a draft.
+    assert [len(row) for row in rows] == [2, 5] and (sampled._looks, greedy._looks) == (2, 3)
+
+
+def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
+    """A draft model has one place for prompts."""
+
+    class OneByOne(TableLM):
+        busy = False
+
+        def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[int]:
+            assert not self.busy
+            self.busy = True
+            yield from super().prefill(tokens, chunk)
+            self.busy = False
+
+    guarded = Guarded(ChainDrafter(OneByOne(TARGET), FixedLength(2)), Scheduled(lambda: True, True))
+    late, prompt = Generation(Request([0, 1, 2], 9), 0), Generation(Request([3, 2, 1, 0, 1, 2], 9), 1)
+    assert not list(guarded.admit(late, None, 2)) and guarded.paces[True].paused
+    guarded.paces[True].wait = 0
+    admission = iter(guarded.admit(prompt, None, 2))
+    assert next(admission) == 2
+    proposal = guarded.propose([late])
+    assert [draft.drafted for draft in proposal.drafts] == [0] and guarded._judge is None
+    guarded.observe([late], proposal.drafts, [Verdict([0], 0, 0, False)], None)
+    assert list(admission) == [2, 1]
+    assert [draft.drafted for draft in guarded.propose([late, prompt]).drafts] == [2, 2]
+    # One that is given up in the middle of its prompt leaves nothing behind.
+    for seq in (late, prompt):
+        guarded.drop(seq)
+    admission = iter(guarded.admit(prompt, None, 2))
+    next(admission)
+    admission.close()
+    guarded.drop(prompt)
+    assert not guarded._admitting and not guarded._inside
+
+
+def test_a_draft_that_is_late_is_charged() -> None:
+    bench = Bench()
+    bench.call(200)
+    bench.pace.wait, failures = 3, bench.pace.failures
+    bench.draft.each = 5.0
+    steps = bench.call(20)
+    # The first trial ends at once, with a step that counts as twice as long as those before, and the prompt.
+    assert [step.drafted > 0 for step in steps[:3]] == [False, True, False]
+    lost = 5 + 2 * 2 - 1
+    assert bench.pace.failures == failures + 1
+    assert bench.pace.wait == lost * min(FIRST * 2 ** (failures - 1), LONGEST) - (len(steps) - 2)
+
+
+class Bursts(PlainDrafter):
     """Proposes the target's own tokens in every other stretch of `length` tokens, else nothing, as lookup does."""
 
-    wants_hidden = False
-
     def __init__(self, length: int) -> None:
-        self.length, self.observed = length, 0
+        self.length = length
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None: ...
-
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+    def propose(self, seqs: list[Generation]) -> Proposal:
         drafts = []
         for seq in seqs:
             text = [0, *seq.tokens]
@@ -212,13 +334,6 @@ class Bursts(Drafter):
             drafts.append(Draft.chain(seq.tokens[-1], text[len(seq.tokens) + 1 :] if says else []))
         return Proposal(drafts)
 
-    def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
-    ) -> None:
-        self.observed += 1
-
-    def keep(self, rows: list[int]) -> None: ...
-
 
 def test_bursts_are_taken_whole_and_silence_costs_nothing() -> None:
     pace = Pace(Clock())
@@ -226,33 +341,46 @@ def test_bursts_are_taken_whole_and_silence_costs_nothing() -> None:
     target = Ticking(TARGET, pace.clock, 1.0, 0.1)
 
     def steps(drafter: Drafter) -> list[tuple[int, int]]:
-        found = decode(target, drafter, [Generation([0], 401)])
-        return [(step.drafted, len(step.tokens)) for batch in found for step in batch]
+        (found,) = decode(target, drafter, [Request([0], 400)])
+        return [(step.drafted, len(step.tokens)) for step in found]
 
     plain, guarded = steps(Bursts(40)), steps(Guarded(Bursts(40), pace))
     # Nothing is lost but the two first steps and a look now and then.
     assert len(guarded) <= len(plain) + 4 and not pace.paused
 
 
+def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs() -> None:
+    """So no step of its silence is called a draft, whatever it takes, and none is spent on a look."""
+    pace = Pace(Clock())
+    assert isinstance(pace.clock, Clock)
+    target = Ticking(TARGET, pace.clock, 1.0)
+    decode(target, Guarded(Bursts(10_000), pace), [Request([0], 50)])
+    assert pace._looks == 50 and not pace._costs and pace._since == 0.0
+    target.each = 3.0  # from now on plain steps take longer, and the silence tells
+    decode(target, Guarded(Bursts(10_000), pace), [Request([0], 50)])
+    assert set(pace._plain[1]) == {3.0} and not pace.paused and pace.failures == 0
+
+
 class Recorder(ChainDrafter):
-    """Keeps what it is told, and checks that its cache is a beginning of each sequence, short of the last token."""
+    """Keeps what it is called with, and checks that its rows are beginnings of sequences, short of the last token."""
 
     def __init__(self, model: TableLM, policy: LengthPolicy, wants_hidden: bool = False) -> None:
         super().__init__(model, policy)
         self.wants_hidden = wants_hidden
-        self.started: list[int] = []
-        self.told: list[tuple[int, bool]] = []
+        self.admitted: list[int] = []
+        self.observed: list[tuple[int, bool]] = []
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
-        super().start(seqs, hidden)
-        self.started.append(sum(len(seq.output) for seq in seqs))
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        self.admitted.append(len(seq.output))
+        yield from super().admit(seq, hidden, chunk)
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
-        self.told.append((max(draft.drafted for draft in drafts), hidden is not None))
-        for row, seq in zip(self.model.cache.rows, seqs, strict=True):
+        self.observed.append((max(draft.drafted for draft in drafts), hidden is not None))
+        for seq in seqs:
+            row = self.model.rows[seq.id]
             assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
 
 
@@ -276,14 +404,13 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     limits = [data.draw(st.integers(1, 25)) for _ in range(rows)]
 
     def outputs(drafter: Drafter) -> list[tuple[list[int], str | None]]:
-        seqs = [
-            Generation(list(prompt), len(prompt) + limit, eos=frozenset({eos}), index=i)
-            for i, (prompt, limit) in enumerate(zip(PROMPTS[:rows], limits, strict=True))
+        requests = [
+            Request(prompt, limit, eos=frozenset({eos})) for prompt, limit in zip(PROMPTS[:rows], limits, strict=True)
         ]
-        for _ in decode(TableLM(target), drafter, seqs):
-            pass
-        return [(seq.output, seq.finish_reason) for seq in seqs]
+        found = decode(TableLM(target), drafter, requests, max_rows=most)
+        return [(tokens_of(steps), steps[-1].finish_reason) for steps in found]
 
+    most = data.draw(st.integers(1, 4))
     expected = outputs(AR().build(Parts(TableLM(target))))
     draft = TableLM(target + data.draw(st.sampled_from([0.0, 0.4, 2.0])) * random_table(size, 99))
     draw, pauses = (lambda: data.draw(st.booleans())), data.draw(st.booleans())
@@ -294,9 +421,10 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     ):
         assert outputs(Guarded(inner, Scheduled(draw, pauses))) == expected
         if isinstance(inner, Recorder) and inner.wants_hidden:
-            assert inner.started == [0]
+            assert inner.admitted == [0] * rows
         elif isinstance(inner, Recorder):
-            assert len(inner.started) <= 1
+            assert len(inner.admitted) <= rows
+        assert not draft.rows
     # The real pace, under a clock that jumps.
     ticks = random.Random(data.draw(st.integers(0, 99)))
     pace = Pace(lambda: ticks.expovariate(1.0))  # which goes backwards as well
@@ -306,49 +434,47 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
 
 def test_only_drafts_that_were_made_are_observed_unless_hidden_states_are_wanted() -> None:
     plan = [True, False, False, True, False, True, True, False]
-    told = {}
+    observed = {}
     for wants in (False, True):
         turns = iter(plan * 9)
         drafter = Recorder(TableLM(TARGET), FixedLength(2), wants)
         guarded = Guarded(drafter, Scheduled(lambda turns=turns: next(turns), False))
         assert guarded.wants_hidden == wants
-        for _ in decode(TableLM(TARGET), guarded, [Generation([0], 31)]):
-            pass
-        told[wants] = [drafted for drafted, _ in drafter.told]
-    assert told[False] == [drafted for drafted in told[True] if drafted]
-    assert told[True][: len(plan)] == [2 if drafts else 0 for drafts in plan]
+        decode(TableLM(TARGET), guarded, [Request([0], 30)])
+        observed[wants] = [drafted for drafted, _ in drafter.observed]
+    assert observed[False] == [drafted for drafted in observed[True] if drafted]
+    assert observed[True][: len(plan)] == [2 if drafts else 0 for drafts in plan]
 
 
 @pytest.mark.parametrize("method", [SD(3), Lookup(3, 2)])
-def test_sampling_with_pauses_keeps_the_targets_law(method: Method) -> None:
+def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> None:
     target, draft, prompt, new = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1], 5
     generator, turns = torch.Generator().manual_seed(0), random.Random(3)
-    seqs = []
+    outputs = []
     # Many small batches, as all rows of one draft or pause together.
     for _ in range(100):
-        batch = [Generation(list(prompt), len(prompt) + new, Sampler(False), generator=generator) for _ in range(20)]
         drafter = method.build(Parts(TableLM(target), TableLM(draft)))
-        for _ in decode(TableLM(target), Guarded(drafter, Scheduled(lambda: turns.random() < 0.5, False)), batch):
-            pass
-        seqs += batch
-    assert p_value([seq.output[:3] for seq in seqs], joint_law(target, prompt, 3, None)) > 1e-4
+        pace = Scheduled(lambda: turns.random() < 0.5, False)
+        requests = [Request(prompt, new, Sampler(False), generator=generator)] * 20
+        outputs += [tokens_of(steps)[:3] for steps in decode(TableLM(target), Guarded(drafter, pace, pace), requests)]
+    assert p_value(outputs, joint_distribution(target, prompt, 3, None)) > 1e-4
 
 
-def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_law() -> None:
+def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
     target, draft, prompt, new = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1], 5
     generator, pace = torch.Generator().manual_seed(0), Pace(Clock())
     assert isinstance(pace.clock, Clock)
     models = Ticking(target, pace.clock, 1.0), Ticking(draft, pace.clock, 0.35)
-    seqs, drafted = [], []
+    outputs, drafted = [], []
     for _ in range(2000):
-        seq = Generation(list(prompt), len(prompt) + new, Sampler(False), generator=generator)
         pace.wait = min(pace.wait, 3)
-        for [step] in decode(models[0], Guarded(ChainDrafter(models[1], FixedLength(2)), pace), [seq]):
-            drafted.append(step.drafted > 0)
-        seqs.append(seq)
+        drafter = Guarded(ChainDrafter(models[1], FixedLength(2)), Pace(pace.clock), pace)
+        (steps,) = decode(models[0], drafter, [Request(prompt, new, Sampler(False), generator=generator)])
+        drafted += [step.drafted > 0 for step in steps]
+        outputs.append(tokens_of(steps)[:3])
     assert 0.1 < sum(drafted) / len(drafted) < 0.9
-    assert p_value([seq.output[:3] for seq in seqs], joint_law(target, prompt, 3, None)) > 1e-4
+    assert p_value(outputs, joint_distribution(target, prompt, 3, None)) > 1e-4
 
 
 def jumpy(decoder: Decoder, seed: int) -> Decoder:
@@ -387,10 +513,11 @@ def test_a_real_model_says_the_same(method: Method) -> None:
     assert kinds == {True, False}
 
 
-def is_guarded(decoder: Decoder, params: Any = None, **options: Any) -> bool:
-    decoder._paces.clear()
-    decoder.generate([3, 4, 5], params, **({} if params else {"max_new_tokens": 4}), **options)
-    return bool(decoder._paces)
+def guards(decoder: Decoder, params: Any = None, **options: Any) -> bool:
+    """Whether a request would be guarded."""
+    drafter = decoder.engine.drafter
+    request = decoder.request([3, 4, 5], params, **({} if params else {"max_new_tokens": 4}), **options)
+    return isinstance(drafter, Guarded) and drafter.guards(Generation(request))
 
 
 def test_when_the_guard_is_on() -> None:
@@ -399,14 +526,10 @@ def test_when_the_guard_is_on() -> None:
     sampled = GenerationConfig(max_new_tokens=4, do_sample=True)
     for guard, expected in ((None, [True, True, False, False]), (True, [True] * 4), (False, [False] * 4)):
         decoder = forerun.load(target, draft=draft, gamma=2, guard=guard)
-        found = [
-            is_guarded(decoder),
-            is_guarded(decoder, temperature=1.0),
-            is_guarded(decoder, temperature=1.0, seed=3),
-        ]
-        assert [*found, is_guarded(decoder, sampled)] == expected
-        assert is_guarded(decoder, seed=3) == expected[0]  # nothing is drawn
-        assert not is_guarded(Decoder(target, method=AR(), guard=guard))
+        found = [guards(decoder), guards(decoder, temperature=1.0), guards(decoder, temperature=1.0, seed=3)]
+        assert [*found, guards(decoder, sampled)] == expected
+        assert guards(decoder, seed=3) == expected[0]  # nothing is sampled
+        assert not guards(Decoder(target, method=AR(), guard=guard))
 
 
 def test_seeds_reproduce_whatever_the_clock_says() -> None:
@@ -427,6 +550,12 @@ def test_methods_and_ways_of_choosing_have_paces_of_their_own() -> None:
     for options in ({}, {"temperature": 1.0}, {"max_new_tokens": 3}):
         decoder.generate([3, 4, 5], **{"max_new_tokens": 9, **options})
     assert set(decoder._paces) == {(SD(3), True), (SD(3), False)}
+    assert all(pace._looks for pace in decoder._paces.values())
+    # They outlive the engine.
+    decoder.close()
+    paces = dict(decoder._paces)
+    decoder.generate([3, 4, 5], max_new_tokens=4)
+    assert decoder._paces == paces
 
 
 def test_streams_share_a_pace() -> None:
@@ -435,12 +564,12 @@ def test_streams_share_a_pace() -> None:
     prompts = [[5, 6, 7], [9, 8]]
     plain = [Decoder(target, method=AR()).generate(prompt, max_new_tokens=20).tokens for prompt in prompts]
     streams = [decoder.stream(prompt, max_new_tokens=20) for prompt in prompts]
-    said: list[list[int]] = [[], []]
+    output: list[list[int]] = [[], []]
     for _ in range(20):
         for i, stream in enumerate(streams):
             chunk = next(stream, None)
-            said[i] += chunk.step.tokens if chunk else ()
-    assert said == plain
+            output[i] += chunk.step.tokens if chunk else ()
+    assert output == plain
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -453,11 +582,12 @@ def test_transformers_generate(sample: bool) -> None:
         torch.manual_seed(0)
         target.generate(prompt, custom_generate=forerun.custom_generate, **options)
         decoder = vars(target)[forerun.hf._KEPT].decoder
-        assert bool(decoder._paces) == expected
-        decoder._paces.clear()
+        assert any(pace._looks for pace in decoder._paces.values()) == expected
+        for pace in decoder._paces.values():
+            pace._looks = 0
 
 
-class Looking(LengthPolicy):
+class Looking(LengthPolicy, LengthRule):
     """Wants both models' hidden states."""
 
     wants_draft = wants_target = True
@@ -465,27 +595,29 @@ class Looking(LengthPolicy):
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
-    def more(self, look: Look) -> list[bool]:
-        assert look.hidden is not None and len(look.hidden) == len(look.rows)
-        return [look.depth < 3] * len(look.rows)
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        return self
 
-    def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
-        assert hidden is not None and hidden.shape[:2] == (len(drafts), max(map(len, drafts)))
+    def more(self, look: Look) -> list[bool]:
+        assert look.hidden is not None and len(look.hidden) == len(look.tokens)
+        return [look.depth < 3] * len(look.tokens)
+
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        assert hidden is not None and [len(each) for each in hidden] == [len(draft) for draft in drafts]
         self.seen.append(tuple(draft.drafted for draft in drafts))
 
 
 def test_hidden_states_come_through() -> None:
-    decoder = Decoder(tiny("llama"), None, noisy_copy(tiny("llama"), 0.02), SD(3))
-    assert decoder.draft is not None
+    target, draft = tiny("llama"), noisy_copy(tiny("llama"), 0.02)
     policy, turns = Looking(), random.Random(1)
-    drafter = Guarded(ChainDrafter(decoder.draft.fresh(), policy), Scheduled(lambda: turns.random() < 0.5, True))
-    seqs = [Generation(prompt, len(prompt) + 12, index=i) for i, prompt in enumerate(([5, 6, 7], [9], [2, 3]))]
-    count = sum(1 for _ in decode(decoder.target.fresh(), drafter, seqs))
-    assert len(policy.seen) == count and {0, 3} <= {n for drafted in policy.seen for n in drafted}
-    expected = Decoder(tiny("llama"), method=AR()).generate(
-        [seq.tokens[: seq.prompt_length] for seq in seqs], max_new_tokens=12
-    )
-    assert [seq.output for seq in seqs] == [each.tokens for each in expected]
+    drafter = Guarded(ChainDrafter(CausalLM(draft), policy), Scheduled(lambda: turns.random() < 0.5, True))
+    prompts = [[5, 6, 7], [9], [2, 3]]
+    rows = decode(CausalLM(target), drafter, [Request(prompt, 12) for prompt in prompts])
+    assert len(policy.seen) == len(by_number(rows)) and {0, 3} <= {n for drafted in policy.seen for n in drafted}
+    expected = Decoder(target, method=AR()).generate(prompts, max_new_tokens=12)
+    assert [tokens_of(steps) for steps in rows] == [each.tokens for each in expected]
 
 
 def test_looks_at_the_plain_step_cost_a_small_share() -> None:

@@ -102,7 +102,7 @@ def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, asked = tiny("llama"), []
-    monkeypatch.setattr("forerun.api.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
+    monkeypatch.setattr("forerun.decoder.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
     wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft()).tolist()
     layer().save_pretrained(tmp_path)
     for method, given in (("pacer", layer()), ("pacer", tmp_path), (None, str(tmp_path))):
@@ -181,7 +181,7 @@ def test_several_draws_are_independent_and_repeatable() -> None:
 
 
 @pytest.mark.parametrize("kind", ["draft", "lookup"])
-def test_sampled_tokens_follow_transformers_law(kind: str) -> None:
+def test_sampled_tokens_follow_transformers_distribution(kind: str) -> None:
     # Two tokens are asked for, so that the first may be a draft's.
     prompt, count = [11, 12, 13, 11, 12], 600
     inputs = padded([prompt])

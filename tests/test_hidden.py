@@ -1,11 +1,10 @@
-"""Heads that draft from hidden states: their arithmetic, what they say, and what is refused."""
+"""Heads that draft from hidden states: their arithmetic, what is drafted from which position, and what is refused."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
-from math import log
+from collections.abc import Iterator, Sequence
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,43 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import p_value, random_head, tiny, tiny_tokenizer
+from toys import decode, p_value, random_head, tiny, tokens_of
 
 from forerun import Decoder
 from forerun.costs import Costs
-from forerun.decode import Generation, decode
 from forerun.draft import Draft
 from forerun.drafters.beams import grow
-from forerun.drafters.lyanna import Budget, LyannaDrafter, Prices
+from forerun.drafters.budget import Budget, Group, StepCosts
+from forerun.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
+from forerun.drafters.lyanna import LyannaDrafter
+from forerun.generation import Generation, Request
 from forerun.loading import load_head
 from forerun.methods import method
 from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
 from forerun.model import CausalLM
-from forerun.nn.hidden import HiddenDrafter, hot_set
-from forerun.runtime.hidden import HiddenLM, head_rows
+from forerun.nn.heads import hot_set
+from forerun.runtime.heads import HiddenLM, head_rows
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.recorded import Recorded
-from forerun.train.hidden import Recipe, judged, train_hidden
-from forerun.train.hidden import features_of as trained_on
+from forerun.sampling import Sampler, Verdict
 from forerun.zoo.quantise import save_quantised
 
 EVEN = torch.arange(3)
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
+FREE = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0})  # drafting and verifying cost nothing more
 
 
 def features_of(target: CausalLM, tokens: list[int]) -> Tensor:
-    with torch.no_grad(), target.hearing():
+    with torch.no_grad(), target.hearing() as heard:
         target.model(input_ids=torch.tensor([tokens]))
-    assert target.hidden is not None
-    return target.hidden[0]
+    return heard[0][0]
+
+
+def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: Sequence[int] | None, chunk: int = 64) -> int:
+    return sum(head.prefill(id, features, tokens, chunk))
+
+
+# Heads.
 
 
 @pytest.mark.parametrize("fixed_shapes", [True, False])
@@ -60,18 +67,47 @@ def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool, fixed_shap
         embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
         unrolled = head.unrolled(features[None], embedded, torch.tensor([tokens]), 4)
     fast = HiddenLM(head, target)
-    fast.start(2)
+    for id in (7, 3):
+        fast.add(id)
     for end in range(1, 5):
-        state = fast.extend([features[end - 1 : end], features[:0]], [[tokens[end]], []] if known else None)
-        lengths = list(fast.cache.lengths)
-        assert lengths == [end, 0]
-        for k, ahead in enumerate([state, *fast.roll(state, 3, [0])], 1):
+        state = fast.extend([3], [features[end - 1 : end]], [[tokens[end]]] if known else None)
+        assert (fast.length(3), fast.length(7)) == (end, 0)
+        for k, ahead in enumerate([state, *fast.roll([3], state, 3)], 1):
             torch.testing.assert_close(ahead[0], unrolled[k - 1][0][0, end - 1], rtol=1e-4, atol=1e-5)
-            said = fast.information(torch.tensor(tokens[end - 1 + k]))
-            torch.testing.assert_close(unrolled[k - 1][1][0, end - 1], said, rtol=1e-4, atol=1e-5)
-        assert fast.cache.lengths == [end + 3, 0]
-        fast.crop(lengths)
+            information = fast.information(torch.tensor(tokens[end - 1 + k]))
+            torch.testing.assert_close(unrolled[k - 1][1][0, end - 1], information, rtol=1e-4, atol=1e-5)
+        assert (fast.length(3), fast.length(7)) == (end + 3, 0)
+        fast.crop([3], [end])
     assert bool(fast.recorded and fast.recorded.shapes) == fixed_shapes
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_prompts_run_in_chunks(kind: str) -> None:
+    """Rows of their own lengths, in any order, say what they say alone."""
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target, kind=kind), target)
+    texts = {4: [5, 6, 7, 8, 9, 1, 2], 2: [3, 4, 5], 9: list(range(2, 30))}
+    features = {id: features_of(target, text) for id, text in texts.items()}
+    alone = {}
+    for id, text in texts.items():
+        one = head.fresh()
+        one.add(0)
+        state = one.extend([0], [features[id][:-1]], [text[1:]])
+        alone[id] = [state, *one.roll([0], state, 2)] if kind == "lyanna" else [state]
+    for id, text in texts.items():
+        assert prefilled(head, id, features[id][:-3], text[1:-2], 2) == len(text) - 3
+    for ids in ([2, 4, 9], [9, 2], [4], [9, 4]):
+        lengths = [head.length(id) for id in ids]
+        states = head.extend(ids, [features[id][-3:-1] for id in ids], [texts[id][-2:] for id in ids])
+        more = head.roll(ids, states, 2) if kind == "lyanna" else []
+        for row, id in enumerate(ids):
+            for mine, own in zip([states, *more], alone[id], strict=True):
+                torch.testing.assert_close(mine[row], own[0], rtol=1e-4, atol=1e-5)
+        head.crop(ids, lengths)
+    for id in texts:
+        head.drop(id)
+        head.drop(id)
+    assert not head.cache.ids
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
@@ -87,9 +123,519 @@ def test_token_information_that_is_too_large_for_a_table(monkeypatch: pytest.Mon
     target = CausalLM(tiny("llama"))
     head, tokens = random_head(target), torch.tensor([[3, 5], [1, 3]])
     table = HiddenLM(head, target).information(tokens)
-    monkeypatch.setattr("forerun.runtime.hidden.LARGEST_TABLE", 0)
+    monkeypatch.setattr("forerun.runtime.heads.LARGEST_TABLE", 0)
     torch.testing.assert_close(HiddenLM(head, target).information(tokens), table)
 
+
+def test_an_eagles_beams_follow_their_paths() -> None:
+    """Each beam's state against a chain of its own path, rows of different lengths together."""
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target, kind="eagle"), target)
+    texts = [[5, 6, 7, 8, 9, 1], [3, 4, 5]]
+    features = [features_of(target, text)[:-1] for text in texts]
+    for id in (0, 1):
+        head.add(id)
+    first = head.extend([0, 1], features, [text[1:] for text in texts])
+    lengths = [head.length(id) for id in (0, 1)]
+    beams = torch.tensor([[7, 8], [9, 2]])
+    at = torch.tensor([[1, 0], [0, 0]])
+    rows, eye = torch.arange(2)[:, None], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)
+    one = head.branch([0, 1], first[:, None].expand(-1, 2, -1), beams, 0, eye)
+    more = torch.tensor([[1, 3], [4, 6]])
+    two = head.branch([0, 1], one[rows, at], more, 1, torch.cat([eye[rows, at], eye], -1))
+    head.crop([0, 1], lengths)
+    for row in range(2):
+        for beam in range(2):
+            parent = int(at[row, beam])
+            alone = head.fresh()
+            alone.add(5)
+            state = alone.extend([5], [features[row]], [texts[row][1:]])
+            for token in (int(beams[row, parent]), int(more[row, beam])):
+                state = alone.extend([5], [state], [[token]])
+            torch.testing.assert_close(two[row, beam], state[0], rtol=1e-4, atol=1e-5)
+
+
+# What is drafted from where: heads whose states say which position and which tokens they stand for.
+
+VOCAB, DEPTH = 16, 6
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class TellingHead:
+    """Features and states are numbers. A feature is its position; it must run behind the earlier ones of its sequence,
+    with the token behind it."""
+
+    device, dtype, width, known, states = torch.device("cpu"), torch.float64, 1, True, DEPTH
+    hot = torch.arange(VOCAB)
+
+    def __init__(self, seqs: Sequence[Generation]) -> None:
+        self.curves = [[0.0, 1.0, 0.9]]
+        self.seqs = {seq.id: seq for seq in seqs}
+        self.lengths: dict[int, int] = {}
+        self.runs = 0
+
+    def prefill(
+        self, id: int, features: Tensor, tokens: Sequence[int] | None, chunk: int, reserve: int
+    ) -> Iterator[int]:
+        self.lengths[id] = 0
+        assert tokens is not None and reserve >= self.seqs[id].limit
+        for start in range(0, len(features), chunk):
+            self.extend([id], [features[start : start + chunk]], [tokens[start : start + chunk]])
+            yield len(features[start : start + chunk])
+        self.runs = 0
+
+    def extend(self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> Tensor:
+        self.runs += 1
+        for id, own, behind in zip(ids, states, tokens, strict=True):
+            places = [int(state) for state in own[:, 0]]
+            assert places == list(range(self.lengths[id], self.lengths[id] + len(own)))
+            assert list(behind) == [self.seqs[id].tokens[place + 1] for place in places]
+            self.lengths[id] += len(own)
+        return torch.stack([self.predicted(own[-1]) for own in states])
+
+    def length(self, id: int) -> int:
+        return self.lengths[id]
+
+    def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+        self.lengths |= zip(ids, lengths, strict=True)
+
+    def drop(self, id: int) -> None:
+        self.lengths.pop(id, None)
+
+    def predicted(self, state: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class TellingLyanna(TellingHead):
+    """The state of position j, drafted in the n-th run: 100 n + j. Its logits are `table[n, j]`."""
+
+    kind = "lyanna"
+    table, bigrams = 2 * random(9, 40, VOCAB, seed=1).double(), random(VOCAB, VOCAB, seed=2).double()
+
+    def predicted(self, state: Tensor) -> Tensor:
+        return state % 100 + 1 + 100 * self.runs
+
+    def roll(self, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
+        for id in ids:
+            self.lengths[id] += steps
+        return [states + k for k in range(1, steps + 1)]
+
+    def logits(self, states: Tensor) -> Tensor:
+        return torch.stack([self.table[int(state) // 100, int(state) % 100] for state in states[:, 0]])
+
+    def information(self, tokens: Tensor) -> Tensor:
+        return self.bigrams[tokens]
+
+    def chain(self, token: int, logits: Sequence[Tensor]) -> list[int]:
+        """The tokens that such logits give behind a token."""
+        found = [token]
+        for own in logits:
+            found.append(int((own + self.bigrams[found[-1]]).argmax()))
+        return found[1:]
+
+
+def admit(drafter: HeadDrafter, seq: Generation, chunk: int = 2) -> list[int]:
+    positions = torch.arange(len(seq.tokens) - 1, dtype=torch.float64)[:, None]
+    return list(drafter.admit(seq, positions, chunk))
+
+
+def answer(drafter: HeadDrafter, seq: Generation, draft: Draft, path: list[int], token: int) -> None:
+    """The target accepts a path of nodes and goes on with a token."""
+    begun = len(seq.tokens) - 1
+    hidden = torch.full((len(draft), 1), -1.0, dtype=torch.float64)
+    hidden[path, 0] = torch.arange(begun, begun + len(path), dtype=torch.float64)
+    seq.tokens += [*(draft.tokens[node] for node in path[1:]), token]
+    drafter.observe([seq], [draft], [Verdict(path, token, len(path), True)], [hidden])
+
+
+def sequence(tokens: Sequence[int], id: int = 0, new: int = 30, **request: Any) -> Generation:
+    return Generation(Request(list(tokens), new, **request), id)
+
+
+def lyanna(seqs: Sequence[Generation], reuse: str, width: int = 1, **settings: Any) -> LyannaDrafter:
+    head: Any = TellingLyanna(seqs)
+    return LyannaDrafter(head, DEPTH, width, 12 if width > 1 else DEPTH, reuse, **settings)
+
+
+@pytest.mark.parametrize("reuse", ["off", "add", "branch", "free"])
+def test_each_place_has_its_own_logits(reuse: str) -> None:
+    """New ones and old ones, over three steps: P(x_{j+1} | x_j) = softmax(B_j + T(x_j))."""
+    seq = sequence([3, 1, 4, 1, 5])
+    drafter = lyanna([seq], reuse, weight=0.7, least=2)
+    head: Any = drafter.head
+    assert admit(drafter, seq) == [2, 1] and head.lengths[0] == 3
+    (draft,) = drafter.propose([seq]).drafts
+    last = len(seq.tokens) - 1  # its position, the first that is drafted from
+    assert draft.tokens[1:] == head.chain(5, head.table[1, last : last + DEPTH]) and draft.is_chain
+    assert set(draft.origins) == {"draft"}
+    old = head.table[1, last + 2 : last + DEPTH]  # of the places behind the next root
+    answer(drafter, seq, draft, [0, 1], 7)
+    for accepted in (0, 1):
+        (draft,) = drafter.propose([seq]).drafts
+        last = len(seq.tokens) - 1
+        run = 2 + accepted
+        new = head.table[run, last : last + DEPTH].clone()
+        if reuse == "free":
+            new = old
+        if reuse == "add":
+            new[: len(old)] += 0.7 * old
+        wanted = head.chain(seq.tokens[-1], new)
+        if reuse == "branch":
+            both = Draft.chain(seq.tokens[-1], wanted).merge(
+                Draft.chain(seq.tokens[-1], head.chain(seq.tokens[-1], old))
+            )
+            assert (draft.tokens, draft.parents) == (both.tokens, both.parents) and not draft.is_chain
+        else:
+            assert draft.tokens[1:] == wanted and draft.is_chain
+        marked = draft.origins.count("reused")
+        assert marked == {"off": 0, "add": len(old), "branch": len(draft) - 1 - DEPTH, "free": len(draft)}[reuse]
+        old = old[accepted + 1 :] if reuse == "free" else head.table[run, last + accepted + 1 : last + DEPTH]
+        answer(drafter, seq, draft, list(range(accepted + 1)), 9)
+    assert head.runs == (1 if reuse == "free" else 3)
+    if reuse == "free":  # one is left, too few
+        (draft,) = drafter.propose([seq]).drafts
+        assert draft.tokens[1:] == head.chain(9, head.table[2, len(seq.tokens) - 1 :][:DEPTH])
+        assert head.lengths[0] == len(seq.tokens) - 1
+
+
+def test_greedy_sequences_spare_the_head_only_together() -> None:
+    """A sampled one does so for itself."""
+    seqs = [sequence([3, 1, 4, 1], 0), sequence([3, 1, 4, 1], 1, sampler=Sampler(False)), sequence([9, 2], 2)]
+    drafter = lyanna(seqs, "free", least=2)
+    head: Any = drafter.head
+    for seq in seqs[:2]:
+        admit(drafter, seq)
+    for step, origins in enumerate((["draft", "draft"], ["reused", "reused"], ["draft", "reused", "draft"])):
+        if step == 2:
+            admit(drafter, seqs[2])
+        runs, drafts = head.runs, drafter.propose(seqs[: len(origins)]).drafts
+        assert [draft.origins[-1] for draft in drafts] == origins and head.runs == runs + (step != 1)
+        for seq, draft in zip(seqs, drafts, strict=False):
+            answer(drafter, seq, draft, [0], 7)
+
+
+def test_a_trees_logits_are_those_of_its_places() -> None:
+    seq = sequence([3, 1, 4])
+    drafter = lyanna([seq], "add", width=3, weight=0.7)
+    head: Any = drafter.head
+    admit(drafter, seq)
+    (draft,) = drafter.propose([seq]).drafts
+    answer(drafter, seq, draft, [0], 7)
+    (draft,) = drafter.propose([seq]).drafts
+    new, old = head.table[2, 3 : 3 + DEPTH].clone(), head.table[1, 3 : 2 + DEPTH]
+    new[: len(old)] += 0.7 * old
+    wanted = grow([7], lambda k, tokens, at: new[k] + head.bigrams[tokens], head.hot, [DEPTH], 3, 12)[0]
+    assert (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents) and not draft.is_chain
+
+
+def test_neighbours_change_nothing() -> None:
+    """Sequences that come and go, greedy, sampled and seeded, in any order: each drafts as alone. For greedy ones that
+    holds where none of them drafts from old logits alone."""
+    modes: list[dict[str, Any]] = [{}, {"sampler": Sampler(False)}, {"sampler": Sampler(False), "seed": 3}]
+
+    def run(chosen: list[int]) -> dict[int, list[list[int]]]:
+        seqs = {id: sequence([3, 1, 4, id], id, **modes[id % 3]) for id in chosen}
+        drafter = lyanna(list(seqs.values()), "free", least=2, costs_for=lambda mode: FREE, block=2)
+        # The run that a state is from depends on neighbours, the position and the tokens do not.
+        drafter.head.table = TellingLyanna.table[:1].expand(99, -1, -1)  # type: ignore[attr-defined]
+        found: dict[int, list[list[int]]] = {id: [] for id in chosen}
+        running: list[Generation] = []
+        for step in range(8):
+            come = [seqs[id] for id in chosen if id % 4 == step]
+            for seq in come:
+                admit(drafter, seq)
+            running = (come + running)[::-1]
+            here = [seq for seq in running if (seq.id + step) % 5]
+            for seq, draft in zip(here, drafter.propose(here).drafts if here else [], strict=True):
+                found[seq.id].append(draft.tokens)
+                answer(drafter, seq, draft, list(range(1 + min(len(draft) - 1, seq.id % 3))), 8)
+        for seq in seqs.values():
+            drafter.drop(seq)
+            drafter.drop(seq)
+        assert not drafter.features and not drafter.old and not drafter.head.lengths  # type: ignore[attr-defined]
+        return found
+
+    together = run(list(range(12)))
+    for id in range(12):
+        if id % 3:
+            assert run([id])[id] == together[id]
+    assert any(len(drafts) > 5 for drafts in together.values())
+
+
+class TellingEagle(TellingHead):
+    """A state is the path of tokens behind the text, as a number; it has logits of its own."""
+
+    kind = "eagle"
+
+    def predicted(self, state: Tensor) -> Tensor:
+        self.kept: list[Tensor] = []
+        return torch.ones_like(state)
+
+    def branch(self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
+        found = states * VOCAB + tokens[..., None]
+        self.kept.append(found[..., 0])
+        kept = torch.cat(self.kept, -1)  # [B, P + w]
+        assert seen.shape == (*tokens.shape, kept.shape[1])
+        for row in range(len(ids)):
+            for beam, path in enumerate(found[row, :, 0].tolist()):
+                # Each sees its ancestors and itself: of each length one path.
+                visible = kept[row, seen[row, beam]].tolist()
+                assert visible == [path // VOCAB**k for k in range(depth, -1, -1)]
+        for id in ids:
+            self.lengths[id] += tokens.shape[1]
+        return found
+
+    def logits(self, states: Tensor) -> Tensor:
+        return torch.stack([4 * random(VOCAB, seed=int(state)) for state in states[:, 0]]).double()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_an_eagles_logits_are_those_of_its_paths(width: int) -> None:
+    seqs = [sequence([3, 1, 4, 1, 5]), sequence([2, 7], 1), sequence([6], 2)]
+    head: Any = TellingEagle(seqs)
+    drafter = EagleDrafter(head, 4, width, 9)
+    for seq in seqs:
+        admit(drafter, seq)
+    seqs[1].limit = 6  # at most three more
+    drafts = drafter.propose(seqs).drafts
+    for draft, depth in zip(drafts, (4, 3, 0), strict=True):
+        assert max(draft.depths) == depth
+
+        def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:
+            nonlocal paths
+            paths = paths[at[0]] * VOCAB + tokens[0] if k else paths
+            return head.logits(paths[:, None])[None]
+
+        paths = torch.ones(1, dtype=torch.long)
+        (wanted,) = grow([draft.tokens[0]], logits, head.hot, [depth], width, 9)
+        assert (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents)
+    assert head.lengths == {0: 4, 1: 1, 2: 0}
+    if width > 1:  # what was accepted does not stand in the tree's order
+        path = next(drafts[0].path(node) for node in range(len(drafts[0])) if drafts[0].path(node)[-1] > 2)
+        assert path != list(range(len(path)))
+        answer(drafter, seqs[0], drafts[0], path, 9)
+        drafter.propose(seqs[:1])  # the head checks what it is given
+        assert head.lengths[0] == 5 + len(path) - 1
+
+
+def test_a_medusas_first_place_is_the_next_token() -> None:
+    class TellingMedusa(TellingHead):
+        kind, known = "medusa", False
+
+        def prefill(self, *args: Any) -> Iterator[int]:
+            yield from ()
+
+        def ahead(self, states: Tensor, places: int) -> Tensor:
+            return torch.stack([100 * (k + 1) + states for k in range(places)], 1)
+
+        def logits(self, states: Tensor) -> Tensor:
+            return torch.stack([random(VOCAB, seed=int(state)) for state in states[:, 0]]).double()
+
+    seqs = [sequence([3, 1, 4, 1, 5]), sequence([6], 1)]
+    head: Any = TellingMedusa(seqs)
+    drafter = MedusaDrafter(head, 4, 1, 4)
+    for seq in seqs:
+        assert admit(drafter, seq) == []
+    for _ in range(2):
+        draft, nothing = drafter.propose(seqs).drafts
+        last = len(seqs[0].tokens) - 2  # the position of the last feature
+        wanted = [int(random(VOCAB, seed=100 * k + last).argmax()) for k in range(1, 5)]
+        assert draft.tokens[1:] == wanted and nothing.drafted == 0
+        answer(drafter, seqs[0], draft, [0, 1, 2], 9)
+
+
+def test_features_of_an_accepted_path() -> None:
+    """Of a tree, those of the accepted nodes in their order."""
+    seq = sequence([3, 1])
+    head: Any = TellingEagle([seq])
+    drafter = EagleDrafter(head, 4, 2, 6)
+    admit(drafter, seq)
+    draft, hidden = Draft([1, 5, 6, 7, 8], [-1, 0, 0, 2, 1]), torch.arange(5, dtype=torch.float64)[:, None]
+    for path, wanted in (
+        ([0, 2, 3], [0, 0, 2, 3]),
+        ([0, 1, 4], [0, 0, 2, 3, 0, 1, 4]),
+        ([0, 1], [0, 0, 2, 3, 0, 1, 4, 0, 1]),
+    ):
+        drafter.observe([seq], [draft], [Verdict(path, 9, 2, False)], [hidden])
+        assert drafter.features[0][:, 0].tolist() == wanted
+
+
+# Budgets.
+
+
+def logistic(x: float) -> float:
+    return 1 / (1 + exp(-x))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_probabilities_are_calibrated(ahead: int) -> None:
+    """By the curve of each place, which for old logits lies further ahead."""
+    curves = [[0.5, 0.7, 0.9], [-1.0, 1.2, 0.8], [0.3, 2.0, 0.7], [-2.0, 0.5, 0.6]]
+    chances = [0.9, 0.6, 0.3]
+    own = [curves[min(ahead + k, 3)] for k in range(3)]
+    right = [logistic(a + b * log(p / (1 - p))) for (a, b, _), p in zip(own, chances, strict=True)]
+
+    def budget() -> Budget:
+        return Budget([Group([0], StepCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
+
+    chain = budget()
+    chain.deeper_chains(0, [[log(chance) for chance in chances]])
+    assert chain.sure[0] == pytest.approx(np.cumprod(right))
+    tree = budget()
+    for k, chance in enumerate(chances):
+        assert float(tree.gains(k, np.log([[[chance]]]))[0, 0, 0]) == pytest.approx(log(right[k]))
+
+
+def test_a_draft_is_as_long_as_its_calibration_has_it() -> None:
+    """Three places are as good as certain and the others hopeless; old logits are as far ahead as when they came."""
+    seq = sequence([3, 1, 4, 1, 5])
+    costs = Costs({1: 1.0, 2: 1.01, 50: 1.5}, {}, head={1: 0.01})
+    drafter = lyanna([seq], "free", least=2, costs_for=lambda mode: costs, block=DEPTH)
+    drafter.head.curves = [[30.0, 1.0, 0.99]] * 3 + [[-30.0, 1.0, 0.01]] * 9
+    admit(drafter, seq)
+    (draft,) = drafter.propose([seq]).drafts
+    assert max(draft.depths) == 3
+    answer(drafter, seq, draft, [0], 7)
+    (draft,) = drafter.propose([seq]).drafts
+    assert set(draft.origins) == {"reused"} and max(draft.depths) == 2
+    for shift, count in ((30.0, 12), (-30.0, 0)):
+        tree = lyanna([seq], "off", 2, costs_for=lambda mode: costs)
+        tree.head.curves = [[shift, 1.0, 0.5]]
+        admit(tree, seq)
+        assert tree.propose([seq]).drafts[0].drafted == count
+
+
+def test_costs_go_by_mode() -> None:
+    """A sequence drafts by the costs of its own mode: greedy ones together, others alone."""
+    asked: list[str] = []
+
+    def costs_for(mode: str) -> Costs:
+        asked.append(mode)
+        dear = Costs({1: 1.0, 2: 1.0, 3: 1e6, 100: 1e9}, {}, head={1: 0.0})
+        return {"greedy": FREE, "sampled": dear, "seeded": Costs({1: 1.0}, {}, head={1: 1e6})}[mode]
+
+    sampled: dict[str, Any] = {"sampler": Sampler(False)}
+    seqs = [sequence([3, 1, 4], 0), sequence([3, 1], 1, **sampled), sequence([3, 1], 2, seed=1, **sampled)]
+    seqs.append(sequence([9, 9], 3))
+    drafter = lyanna(seqs, "off", costs_for=costs_for, block=2)
+    for seq in seqs:
+        admit(drafter, seq)
+    drafts = drafter.propose(seqs).drafts
+    assert [draft.drafted for draft in drafts] == [DEPTH, 1, 2, DEPTH] and asked == ["greedy", "sampled", "seeded"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_budget_is_the_best_that_costs_allow(together: bool) -> None:
+    """Against all sizes, and against going on with the usual tokens, reckoned by hand."""
+    mean, nodes, block = 0.7, 6, 2
+    costs = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2})
+    limits = [6, 3, 6]
+    chances = [[0.9, 0.8, 0.9, 0.2, 0.9, 0.9], [0.95, 0.9, 0.9], [0.5, 0.3, 0.9, 0.9, 0.9, 0.9]]
+    count = 3 if together else 1
+    parts = [[0, 1, 2]] if together else [[0], [1], [2]]
+    groups = [Group(rows, StepCosts(costs, count, nodes), True) for rows in parts]
+    budget = Budget(groups, [[0.0, 1.0, mean]] * nodes, block, limits, [0, 0, 0])
+
+    def rate(survival: list[list[float]], size: int, states: int) -> float:
+        spent = states * costs.heading(count) + costs.verify(count * (size + 1))
+        return (len(survival) + sum(sum(own[:size]) for own in survival)) / spent
+
+    for k in (0, 2, 4):
+        before = list(budget.deep)
+        block_of = [[log(chance) for chance in (own + [0.1] * 6)[k : k + block]] for own in chances]
+        going = budget.deeper_chains(k, block_of)
+        seen = [np.cumprod(own[: min(k + block, limit)]).tolist() for own, limit in zip(chances, limits, strict=True)]
+        for rows in parts:
+            if max(before[row] for row in rows) < k + block:  # had ended
+                assert [budget.deep[row] for row in rows] == [before[row] for row in rows]
+                continue
+            own, usual = [seen[row] for row in rows], []
+            for row in rows:
+                more = range(1, min(block, limits[row] - k - block) + 1)
+                usual.append(sorted([*seen[row], *(seen[row][-1] * mean**step for step in more)], reverse=True))
+            best = max(rate(own, size, k + block) for size in range(nodes + 1))
+            there = max(
+                rate(usual, size, min(k + 2 * block, max(limits[row] for row in rows))) for size in range(nodes + 1)
+            )
+            goes = there > best and k + block < max(limits[row] for row in rows)
+            deep = [min(limits[row], k + (1 + goes) * block) for row in rows]
+            assert [budget.deep[row] for row in rows] == deep
+        if not going:
+            break
+    sizes = budget.sizes()
+    if together:
+        found = max(range(nodes + 1), key=lambda size: rate(budget.sure, size, max(budget.deep)))
+        assert sizes == [min(found, len(own)) for own in budget.sure]
+    else:
+        for row, own in enumerate(budget.sure):
+            assert sizes[row] == max(range(len(own) + 1), key=lambda size: rate([own], size, budget.deep[row]))
+    assert block < max(budget.deep) and (len(set(sizes)) == 1) == together
+
+
+@pytest.mark.parametrize(
+    ("width", "block", "most", "least"), [(2, 1, 12, 1), (2, 4, 12, 4), (1, 1, 6, 1), (1, 4, 6, 4)]
+)
+def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, least: int) -> None:
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target), target)
+
+    def drafted(costs: Costs) -> tuple[list[Draft], int]:
+        drafter = LyannaDrafter(
+            head.fresh(), 6, width, 12 if width > 1 else 6, "off", costs_for=lambda mode: costs, block=block
+        )
+        seqs = [sequence(range(2, 12), id) for id in range(2)]
+        for seq in seqs:
+            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
+        proposal = drafter.propose(seqs)
+        return proposal.drafts, proposal.forwards
+
+    free, _ = drafted(FREE)
+    assert [draft.drafted for draft in free] == [most, most]
+    dear, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}))
+    assert all(max(draft.depths) <= least for draft in dear) and forwards == least
+    tight, _ = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
+    assert all(draft.drafted <= 1 for draft in tight)
+
+
+# Trees.
+
+
+def test_a_tree_holds_the_best_paths() -> None:
+    """Against an enumeration of all paths, where the beams are wide enough to miss none."""
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target, hot=4), target)
+    table, hot = head.information(torch.arange(target.vocab_size)) * 3, head.hot.tolist()
+    places = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+
+    def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:
+        return places[:, k, None] + table[tokens]
+
+    drafts = grow([5, 7], logits, head.hot, [3, 2], 16, 9)
+    for root, row, draft, limit in zip((5, 7), places, drafts, (3, 2), strict=True):
+        values: dict[tuple[int, ...], float] = {(root,): 0.0}
+        for depth in range(limit):
+            for path in [path for path in values if len(path) == depth + 1]:
+                own = (row[depth] + table[path[-1]]).log_softmax(-1)
+                values |= {(*path, hot[i]): values[path] + float(own[i]) for i in range(4)}
+        best = sorted((path for path in values if len(path) > 1), key=lambda path: -values[path])[:9]
+        assert {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(1, len(draft))} == set(best)
+    chains = grow([5, 7], logits, head.hot, [3, 2], 1, 3)
+    assert all(chain.is_chain for chain in chains) and [chain.drafted for chain in chains] == [3, 2]
+    assert [draft.drafted for draft in grow([5, 7], logits, head.hot, [0, 0], 2, 3)] == [0, 0]
+
+
+def test_certain_paths_hold_their_ancestors() -> None:
+    """Where all probabilities are 1, no child is taken for its parent."""
+    certain = torch.full((1, 4, 3), -1e9)
+    certain[..., 1] = 0.0
+    (draft,) = grow([9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), EVEN, [4], 3, 4)
+    assert draft.tokens[:1] == [9] and max(draft.depths) == 4 and draft.is_chain
+
+
+# Decoding.
 
 WAYS = {
     "chain": Lyanna(reuse="off"),
@@ -117,130 +663,83 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     head = random_head(CausalLM(target), kind=str(chosen.head), known="plain" not in way)
     decoder = Decoder(target, None, None, chosen, guard=False, head=head)
     decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+    ar = Decoder(target, method=method("ar"))
     for prompts in (PROMPTS[:2], PROMPTS, PROMPTS * 4):
-        plain = Decoder(target, method=method("ar")).generate(prompts, max_new_tokens=24, ignore_eos=True)
+        plain = ar.generate(prompts, max_new_tokens=24, ignore_eos=True)
         done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
-    plain = Decoder(target, method=method("ar")).generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    plain = ar.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
     assert decoder.generate(PROMPTS[1], max_new_tokens=24, ignore_eos=True).tokens == plain[1].tokens
 
 
 def test_reused_logits_are_those_of_the_earlier_step() -> None:
+    """On a real head: what is left of a step's logits is what the head says of the text as it was then."""
     target = tiny("llama")
-    seen: list[tuple[int, Tensor, str]] = []
+    seen: list[tuple[int, int, Tensor]] = []
 
     class Watched(LyannaDrafter):
-        def observe(self, seqs: Any, drafts: list[Draft], verdicts: Any, hidden: Tensor | None) -> None:
-            (drawn,), (passed,) = self.drawn, self.passed
-            length = len(seqs[0].tokens) - verdicts[0].accepted - 1  # of the text that the draft stood behind
-            if passed < drawn:
-                seen.append((length, self.logits[0, passed:drawn].clone(), drafts[0].origins[0]))
-            super().observe(seqs, drafts, verdicts, hidden)
+        def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
+            old, (seq,) = self.old.get(seqs[0].id), seqs
+            if old is not None:
+                texts.append(list(seq.tokens))
+                seen.append((len(seq.tokens) - old.ahead, old.ahead, torch.stack(old.places)))
+            return super().draft(seqs, limits)
 
+    texts: list[list[int]] = []
     head = HiddenLM(random_head(CausalLM(target)), CausalLM(target))
     drafter = Watched(head, 5, 1, 5, "free", least=1)
-    seq = Generation([5, 6, 7, 5, 6], 60)
-    for _ in decode(CausalLM(target), drafter, [seq]):
-        pass
-    made, reused = None, 0
-    for length, own, origin in seen:
-        if origin == "draft":
-            made = (length, own)
-        else:
-            assert made is not None
-            torch.testing.assert_close(own, made[1][length - made[0] :])
-            reused += 1
-    assert reused > 3
-    # And those of the earlier step are what the head says from the text as it was then.
-    length, own, _ = next(each for each in seen if each[2] == "draft" and each[0] > 10)
-    fresh = head.fresh()
-    fresh.start(1)
-    features = features_of(CausalLM(target), seq.tokens[: length - 1])
-    state = fresh.extend([features], [seq.tokens[1:length]])
-    states = torch.cat([state, *fresh.roll(state, 4, [0])])
-    torch.testing.assert_close(own, head.logits(states), rtol=1e-3, atol=1e-4)
+    decode(CausalLM(target), drafter, [Request([5, 6, 7, 5, 6], 60)])
+    assert len(seen) > 3 and not drafter.old and not head.cache.ids
+    for text, (length, ahead, places) in list(zip(texts, seen, strict=True))[:6]:
+        alone = head.fresh()
+        prefilled(alone, 0, features_of(CausalLM(target), text[: length - 1])[:-1], text[1 : length - 1])
+        state = alone.extend([0], [features_of(CausalLM(target), text[: length - 1])[-1:]], [text[length - 1 : length]])
+        states = torch.cat([state, *alone.roll([0], state, 4)])
+        torch.testing.assert_close(places, head.logits(states)[ahead:], rtol=1e-3, atol=1e-4)
 
 
-def test_a_tree_holds_the_best_paths() -> None:
-    """Against an enumeration of all paths, where the beams are wide enough to miss none."""
+@pytest.mark.parametrize("way", WAYS)
+def test_sampled_tokens_keep_their_distribution(way: str) -> None:
+    """Point masses from any head: the first tokens' joint distribution is the target's, by chi-square."""
+    target = tiny("llama", vocab=6)
+    model = CausalLM(target)
+    prompt = [1, 2, 3, 4, 5, 0, 1, 2]
+    chosen = WAYS[way]
+    head = random_head(model, hot=4, kind=str(chosen.head), known="plain" not in way)
+    decoder = Decoder(target, None, None, chosen, guard=False, head=head)
+    decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
+    rows = decoder.generate([prompt] * 1500, max_new_tokens=4, temperature=1.0, seed=0, ignore_eos=True)
+    with torch.no_grad():
+        first = target(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        pairs = target(torch.tensor([[*prompt, token] for token in range(6)])).logits[:, -1].softmax(-1)
+    assert sum(row.stats.drafted for row in rows) > 1500
+    assert p_value([row.tokens[:2] for row in rows], first[:, None] * pairs) > 1e-4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_of_all_modes_in_one_batch(way: str) -> None:
+    """Greedy, sampled and seeded ones that come and end at their own times: each gets what it gets alone."""
     target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, hot=4), target)
-    table, hot = head.information(torch.arange(target.vocab_size)) * 3, head.hot.tolist()
-    logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    chosen = WAYS[way]
+    head = HiddenLM(random_head(target, kind=str(chosen.head), known="plain" not in way), target)
+    modes: list[dict[str, Any]] = [{}, {"sampler": Sampler(False), "seed": 5}, {"sampler": Sampler(False), "seed": 6}]
+    requests = [
+        Request(prompt, 7 + 5 * i, **mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]
+    ]
 
-    def law(k: int, tokens: Tensor, at: Tensor) -> Tensor:
-        return logits[:, k, None] + table[tokens]
+    def run(requests: Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
+        decoder = Decoder(target, None, None, chosen, guard=False, head=head)
+        decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+        drafter = decoder.engine.drafter
+        found = decode(target.fresh(), drafter, requests, max_rows=rows)
+        assert not drafter.features and not drafter.head.cache.ids  # type: ignore[attr-defined]
+        return [(tokens_of(steps), [step.drafted for step in steps]) for steps in found]
 
-    drafts = grow([5, 7], law, head.hot, [3, 2], 16, 9)
-    for root, row, draft, limit in zip((5, 7), logits, drafts, (3, 2), strict=True):
-        values: dict[tuple[int, ...], float] = {(root,): 0.0}
-        for depth in range(limit):
-            for path in [path for path in values if len(path) == depth + 1]:
-                said = (row[depth] + table[path[-1]]).log_softmax(-1)
-                values |= {(*path, hot[i]): values[path] + float(said[i]) for i in range(4)}
-        best = sorted((path for path in values if len(path) > 1), key=lambda path: -values[path])[:9]
-        assert {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(1, len(draft))} == set(best)
-    chains = grow([5, 7], law, head.hot, [3, 2], 1, 3)
-    assert all(chain.is_chain for chain in chains) and [chain.drafted for chain in chains] == [3, 2]
-    assert [draft.drafted for draft in grow([5, 7], law, head.hot, [0, 0], 2, 3)] == [0, 0]
-
-
-def test_certain_paths_hold_their_ancestors() -> None:
-    """Where all probabilities are 1, no child is taken for its parent."""
-    certain = torch.full((1, 4, 3), -1e9)
-    certain[..., 1] = 0.0
-    (draft,) = grow([9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), EVEN, [4], 3, 4)
-    assert draft.tokens[:1] == [9] and max(draft.depths) == 4 and draft.is_chain
-
-
-def test_an_eagles_beams_are_what_it_says_of_their_paths() -> None:
-    """Each beam's state against a chain of its own path, rows of different lengths together."""
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, kind="eagle"), target)
-    texts = [[5, 6, 7, 8, 9, 1], [3, 4, 5]]
-    features = [features_of(target, text)[:-1] for text in texts]
-    head.start(2)
-    first = head.extend(features, [text[1:] for text in texts])
-    lengths = list(head.cache.lengths)
-    beams = torch.tensor([[7, 8], [9, 2]])
-    at = torch.tensor([[1, 0], [0, 0]])
-    rows, eye = torch.arange(2)[:, None], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)
-    one = head.branch(first[:, None].expand(-1, 2, -1), beams, 0, eye)
-    more = torch.tensor([[1, 3], [4, 6]])
-    two = head.branch(one[rows, at], more, 1, torch.cat([eye[rows, at], eye], -1))
-    head.crop(lengths)
-    for row in range(2):
-        for beam in range(2):
-            parent = int(at[row, beam])
-            alone = head.fresh()
-            alone.start(1)
-            state = alone.extend([features[row]], [texts[row][1:]])
-            for token in (int(beams[row, parent]), int(more[row, beam])):
-                state = alone.extend([state], [[token]])
-            torch.testing.assert_close(two[row, beam], state[0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("width", "block", "most", "least"), [(2, 1, 12, 1), (2, 4, 12, 4), (1, 1, 6, 1), (1, 4, 6, 4)]
-)
-def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, least: int) -> None:
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target), target)
-
-    def drafted(costs: Costs, depth: int = 6) -> list[Draft]:
-        drafter = LyannaDrafter(head.fresh(), depth, width, 12 if width > 1 else depth, "off", costs=costs, block=block)
-        seqs = [Generation(list(range(2, 12)), 60) for _ in range(2)]
-        hidden = torch.stack([features_of(target, seq.tokens[:-1]) for seq in seqs])
-        drafter.start(seqs, hidden)
-        return drafter.propose(seqs)
-
-    free = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0}))
-    assert [draft.drafted for draft in free.drafts] == [most, most]
-    dear = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}))
-    assert all(max(draft.depths) <= least for draft in dear.drafts) and dear.forwards == least
-    tight = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
-    assert all(draft.drafted <= 1 for draft in tight.drafts)
+    together = run(requests, 3)
+    for request, (tokens, drafted) in zip(requests, together, strict=True):
+        ((alone, sizes),) = run([request], 1)
+        assert tokens == alone and (request.sampler.greedy or drafted == sizes)
 
 
 def test_what_loading_refuses(tmp_path: Path) -> None:
@@ -251,8 +750,8 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     assert torch.equal(again.hot, first.hot)
     states = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
     for each in (again, first):
-        each.start(1)
-    assert torch.equal(again.extend([states], [[3] * 7]), first.extend([states], [[3] * 7]))
+        each.add(0)
+    assert torch.equal(again.extend([0], [states], [[3] * 7]), first.extend([0], [states], [[3] * 7]))
     with pytest.raises(ValueError, match="belongs to another target"):
         load_head(tmp_path / "head", CausalLM(tiny("qwen3")), "lyanna")
     with pytest.raises(ValueError, match="of the kind 'lyanna'; the method needs 'eagle'"):
@@ -293,220 +792,3 @@ def test_settings_are_checked() -> None:
     target = CausalLM(tiny("llama"))
     with pytest.raises(ValueError, match="of the kind 'medusa'; the method needs 'lyanna'"):
         Decoder(target, method=Lyanna(), head=HiddenLM(random_head(target, kind="medusa"), target))
-
-
-def trainable(folder: Path) -> tuple[str, list[str]]:
-    """A target and text to train a head on."""
-    tokenizer = tiny_tokenizer()
-    tiny("llama", vocab=len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    (folder / "text.txt").write_text("def add(a, b): return a + b\nthe cat sat on the mat\n" * 90)
-    return str(folder / "target"), [str(folder / "text.txt")]
-
-
-@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
-def test_training_learns_and_resumes(kind: str, tmp_path: Path) -> None:
-    what = trainable(tmp_path)
-    recipe = Recipe(sequences=32, prompt=8, output=24, steps=40, batch=4, unroll=3, lr=1e-2, held=0.2)
-    said: list[str] = []
-
-    def run(out: str, steps: int) -> dict[str, Any]:
-        return train_hidden(
-            *what,
-            tmp_path / out,
-            replace(recipe, steps=steps),
-            kind,
-            work=tmp_path / "work",
-            say=said.append,
-        )
-
-    found = run("whole", 40)
-    log = [json.loads(line) for line in (tmp_path / "work/training/whole/log.jsonl").read_text().splitlines()]
-    assert log[-1]["loss"] < log[0]["loss"]
-    assert 0 < found["coverage"] <= 1 and found["survival"][0] >= found["survival"][-1]
-    judge = CausalLM(tiny("llama", vocab=len(tiny_tokenizer())))
-    head = load_head(tmp_path / "whole", judge, kind)
-    assert head.config.hot_size == round(0.25 * judge.vocab_size)
-    checkpoint = tmp_path / "work/training/whole/checkpoint.safetensors"
-    before = {name: value.clone() for name, value in head.state_dict().items()}
-    (tmp_path / "work/training/again").mkdir()
-    for name in ("config.json", "settings"):
-        source = tmp_path / "work/training/whole" / name
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / "work/training/again" / name)
-    shutil.copy(checkpoint, tmp_path / "work/training/again")
-    run("again", 40)
-    assert any("resuming again at step 40" in line for line in said)
-    for name, value in load_head(tmp_path / "again", judge, kind).state_dict().items():
-        assert torch.equal(value, before[name]), name
-
-
-@pytest.mark.parametrize("model", ["llama", "capped"])
-def test_features_are_remembered_where_they_lead_to_the_logits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = CausalLM(tiny("llama"))
-    windows = torch.randint(judge.vocab_size, (6, 9), generator=torch.Generator().manual_seed(0))
-    asked: list[int] = []
-    forward = judge.model.forward
-
-    def counted(input_ids: Tensor, **more: Any) -> Any:
-        asked.append(len(input_ids))
-        found = forward(input_ids=input_ids, **more)
-        if model == "capped":
-            found.logits = found.logits.tanh()
-        return found
-
-    monkeypatch.setattr(judge.model, "forward", counted)
-    recall = judged(judge, windows)
-    asked.clear()
-    for rows in ([3, 1, 3], [1, 4], [3, 4, 1]):
-        features, logits = recall(torch.tensor(rows))
-        wanted = trained_on(judge, windows[rows])
-        torch.testing.assert_close(features, wanted[0], rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(logits, wanted[1], rtol=3e-2, atol=3e-2)
-        asked.pop()  # that of what is wanted
-    assert asked == ([2, 1] if model == "llama" else [3, 2, 3])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_drawn_drafts_keep_the_law(way: str) -> None:
-    """Point masses from any head: the first tokens' joint law is the target's, by chi-square."""
-    target = tiny("llama", vocab=6)
-    model = CausalLM(target)
-    prompt = [1, 2, 3, 4, 5, 0, 1, 2]
-    chosen = WAYS[way]
-    head = random_head(model, hot=4, kind=str(chosen.head), known="plain" not in way)
-    decoder = Decoder(target, None, None, chosen, guard=False, head=head)
-    decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
-    rows = decoder.generate([prompt] * 1500, max_new_tokens=4, temperature=1.0, seed=0, ignore_eos=True)
-    with torch.no_grad():
-        first = target(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-        pairs = target(torch.tensor([[*prompt, token] for token in range(6)])).logits[:, -1].softmax(-1)
-    assert sum(row.stats.drafted for row in rows) > 1500
-    assert p_value([row.tokens[:2] for row in rows], first[:, None] * pairs) > 1e-4
-
-
-@pytest.mark.parametrize("way", ["free", "add", "branch", "paced", "paced chain", "tree, free"])
-def test_drawn_rows_do_not_depend_on_their_neighbours(way: str) -> None:
-    """One row under its seed, alone and beside others of other lengths that end sooner."""
-    target = tiny("llama")
-    head = random_head(CausalLM(target))
-    decoder = Decoder(target, None, None, WAYS[way], guard=False, head=head)
-    for seed in range(6):
-        options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_new_tokens": 16, "ignore_eos": True}
-        alone = decoder.generate(PROMPTS[0], **options)
-        beside = decoder.generate([PROMPTS[0], *PROMPTS[1:]], **options)[0]
-        assert beside.tokens == alone.tokens
-        assert [step.drafted for step in beside.steps] == [step.drafted for step in alone.steps]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"unroll": 24}, "unroll must be 1 to 23, less than the output, not 24"),
-        ({"held": 0.9}, "held must be above 0 and at most 0.5, not 0.9"),
-        ({"loss": "mean"}, "loss must be one of law, regression, not 'mean'"),
-        ({"prompt": 400}, "more than the target's context of"),
-    ],
-)
-def test_training_refuses_at_once(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    what = trainable(tmp_path)
-    recipe = replace(Recipe(sequences=8, prompt=8, output=24, steps=2), **changes)
-    with pytest.raises(ValueError, match=message):
-        train_hidden(*what, tmp_path / "out", recipe)
-    assert not (tmp_path / "out").exists()
-
-
-def test_another_loss_is_another_run(tmp_path: Path) -> None:
-    what = trainable(tmp_path)
-    recipe = Recipe(sequences=8, prompt=8, output=24, steps=2, unroll=2, held=0.5)
-    for each in (recipe, recipe):
-        train_hidden(*what, tmp_path / "out", each, say=lambda line: None)
-    with pytest.raises(ValueError, match="other settings"):
-        train_hidden(*what, tmp_path / "out", replace(recipe, unroll=3))
-
-
-@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
-def test_training_goes_on_from_a_head(kind: str, tmp_path: Path) -> None:
-    what = trainable(tmp_path)
-    recipe = Recipe(sequences=128, prompt=8, output=24, steps=4, unroll=2, held=0.5)
-    further = replace(recipe, steps=3, sequences=192)
-
-    def run(out: str, recipe: Recipe, start: str | None = None, **form: Any) -> dict[str, Tensor]:
-        shape: dict[str, Any] = {"kind": kind, "rank": 8, "hot": 0.5, "work": tmp_path / "work"} | form
-        folder = tmp_path / start if start is not None else None
-        train_hidden(*what, tmp_path / out, recipe, start=folder, say=lambda line: None, **shape)
-        return read(out).state_dict()
-
-    def read(out: str) -> HiddenDrafter:
-        return load_head(tmp_path / out, CausalLM(tiny("llama", vocab=len(tiny_tokenizer()))), kind)
-
-    run("counted", recipe)
-    turned = read("counted")
-    turned.hot.copy_(turned.hot.flip(0))  # no longer what the output's own counts give
-    turned.save_pretrained(tmp_path / "first")
-    first, still = turned.state_dict(), run("still", replace(further, lr=0.0), "first")
-    assert all(torch.equal(value, still[name]) for name, value in first.items())
-    after = run("further", further, "first")
-    assert torch.equal(first["hot"], after["hot"])
-    assert not all(torch.equal(value, after[name]) for name, value in first.items())
-    assert read("further").config.recipe["start"]["steps"] == recipe.steps
-    again = run("further", further, "first")
-    assert all(torch.equal(value, again[name]) for name, value in after.items())
-    for other in ("counted", None):
-        with pytest.raises(ValueError, match="other settings"):
-            run("further", further, other)
-    with pytest.raises(ValueError, match="first' has rank 8, not 40"):
-        run("other", further, "first", rank=40)
-    with pytest.raises(ValueError, match=f"first' has kind {kind}, not "):
-        run("other", further, "first", kind="eagle" if kind != "eagle" else "lyanna")
-    with pytest.raises(ValueError, match="there is no"):
-        run("other", further, "nothing")
-    with pytest.raises(ValueError, match="start and out are one folder"):
-        run("first", further, "first")
-    assert not (tmp_path / "other").exists()
-    assert len(list((tmp_path / "work/own-output").glob("*.safetensors"))) == 3  # more of it, not all of it again
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_a_budget_is_the_best_that_costs_allow(together: bool) -> None:
-    """Against all sizes, and against going on with the usual tokens, reckoned by hand."""
-    mean, nodes, block = 0.7, 6, 2
-    costs = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2})
-    limits = [6, 3, 6]
-    chances = [[0.9, 0.8, 0.9, 0.2, 0.9, 0.9], [0.95, 0.9, 0.9], [0.5, 0.3, 0.9, 0.9, 0.9, 0.9]]
-    count = 3 if together else 1
-    prices = Prices(costs, count, nodes)
-    budget = Budget(prices, [[0.0, 1.0, mean]] * nodes, block, [0, 1, 2], limits, [0, 0, 0], together)
-
-    def rate(survival: list[list[float]], size: int, states: int) -> float:
-        spent = states * costs.heading(count) + costs.verify(count * (size + 1))
-        return (len(survival) + sum(sum(own[:size]) for own in survival)) / spent
-
-    for k in (0, 2, 4):
-        before = list(budget.deep)
-        going = budget.further(k, [[log(chance) for chance in (own + [0.1] * 6)[k : k + block]] for own in chances])
-        seen = [np.cumprod(own[: min(k + block, limit)]).tolist() for own, limit in zip(chances, limits, strict=True)]
-        for rows in [[0, 1, 2]] if together else [[0], [1], [2]]:
-            if max(before[row] for row in rows) < k + block:  # had ended
-                assert [budget.deep[row] for row in rows] == [before[row] for row in rows]
-                continue
-            own, usual = [seen[row] for row in rows], []
-            for row in rows:
-                more = range(1, min(block, limits[row] - k - block) + 1)
-                usual.append(sorted([*seen[row], *(seen[row][-1] * mean**step for step in more)], reverse=True))
-            best = max(rate(own, size, k + block) for size in range(nodes + 1))
-            there = max(
-                rate(usual, size, min(k + 2 * block, max(limits[row] for row in rows))) for size in range(nodes + 1)
-            )
-            goes = there > best and k + block < max(limits[row] for row in rows)
-            deep = [min(limits[row], k + (1 + goes) * block) for row in rows]
-            assert [budget.deep[row] for row in rows] == deep
-        if not going:
-            break
-    sizes = budget.sizes()
-    if together:
-        found = max(range(nodes + 1), key=lambda size: rate(budget.sure, size, max(budget.deep)))
-        assert sizes == [min(found, len(own)) for own in budget.sure]
-    else:
-        for row, own in enumerate(budget.sure):
-            assert sizes[row] == max(range(len(own) + 1), key=lambda size: rate([own], size, budget.deep[row]))
-    assert block < max(budget.deep) and (len(set(sizes)) == 1) == together

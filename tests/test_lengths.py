@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from math import log, prod, sqrt
 
 import pytest
 import torch
 from torch import Tensor
-from toys import TableLM, joint_law, noisy_copy, p_value, random_table, tiny, tiny_tokenizer
-from transformers import GenerationConfig, LogitsProcessorList
+from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tiny_tokenizer, tokens_of
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
@@ -17,11 +17,12 @@ from forerun.bench.choose import parse_methods
 from forerun.bench.datasets import Prompt
 from forerun.bench.plan import Plan
 from forerun.bench.session import bench
-from forerun.decode import Generation, Step, decode
 from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
-from forerun.lengths import FixedLength, LengthPolicy, Look
-from forerun.lengths.entropy import AdaptiveEntropyStop, entropies
+from forerun.engine import Engine, Step
+from forerun.generation import Generation, Request
+from forerun.lengths import FixedLength, LengthPolicy, LengthRule, Look
+from forerun.lengths.entropy import AdaptiveEntropyStop
 from forerun.lengths.oracle import Truth
 from forerun.lengths.schedule import HeuristicSchedule
 from forerun.methods import (
@@ -40,6 +41,7 @@ from forerun.methods import (
 )
 from forerun.metrics import summarise
 from forerun.model import CausalLM
+from forerun.probabilities import entropies
 from forerun.sampling import Sampler, Verdict
 
 V, FITS = 8, 1e-4
@@ -59,65 +61,85 @@ ORACLES: dict[str, Method] = {"oracle": Oracle(), "seeing-oracle": SeeingOracle(
 ALL = RULES | ORACLES
 
 
-def sequences(sampler: Sampler, limits: Sequence[int] = LIMITS, **options) -> list[Generation]:
+def requests(sampler: Sampler, limits: Sequence[int] = LIMITS, **options) -> list[Request]:
     """One of each prompt, each with as much room as its limit says."""
     return [
-        Generation(
-            list(prompt),
-            len(prompt) + limit,
-            sampler,
-            generator=None if sampler.greedy else torch.Generator().manual_seed(i),
-            index=i,
-            **options,
+        Request(
+            prompt, limit, sampler, generator=None if sampler.greedy else torch.Generator().manual_seed(i), **options
         )
         for i, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
     ]
 
 
+def sequences(count: int) -> list[Generation]:
+    return [Generation(Request(prompt, 30), id) for id, prompt in enumerate(PROMPTS[:count])]
+
+
+def plain(asked: Iterable[Request]) -> list[list[int]]:
+    return [tokens_of(steps) for steps in decode(TableLM(TARGET), AR().build(Parts(TableLM(TARGET))), asked)]
+
+
+def known(outputs: dict[tuple[int, ...], list[int]] | None = None) -> Truth:
+    """A truth that can be found out."""
+    return Truth(outputs or {}, find=lambda seq: plain([seq.request])[0])
+
+
 def built(chosen: Method, truth: Truth | None = None) -> ChainDrafter:
-    drafter = chosen.build(Parts(TableLM(TARGET), TableLM(DRAFT), truth=truth))
+    drafter = chosen.build(Parts(TableLM(TARGET), TableLM(DRAFT), truth=truth or known()))
     assert isinstance(drafter, ChainDrafter)
     return drafter
 
 
-def run(drafter: ChainDrafter, seqs: Sequence[Generation]) -> list[Step]:
-    return [step for batch in decode(TableLM(TARGET), drafter, seqs) for step in batch]
+def run(drafter: ChainDrafter, asked: Sequence[Request]) -> list[list[Step]]:
+    rows = decode(TableLM(TARGET), drafter, asked)
+    # Nothing is left of sequences that have ended.
+    states = [state for state in vars(drafter.policy).values() if isinstance(state, dict)]
+    assert not drafter.model.rows and not drafter.model.prompt and not any(states)
+    return rows
 
 
-def plain(seqs: Sequence[Generation]) -> list[list[int]]:
-    for _ in decode(TableLM(TARGET), AR().build(Parts(TableLM(TARGET))), seqs):
-        pass
-    return [seq.output for seq in seqs]
+def waste(rows: Sequence[Sequence[Step]]) -> set[int]:
+    """How many tokens were drafted for nothing."""
+    return {step.drafted - step.accepted for row in rows for step in row}
 
 
 class Watched(LengthPolicy):
     """Passes everything on and keeps, for each sequence, what each of its drafts came to and could have come to."""
 
-    def __init__(self, policy: LengthPolicy) -> None:
-        self.policy = policy
+    def __init__(self, policy: LengthPolicy, hasty: bool = True) -> None:
+        self.policy, self.hasty = policy, hasty
+        self.seen: list[tuple[int, list[int], int, int]] = []
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
-        self.policy.start(seqs)
-        self.seqs = list(seqs)
-        self.drafts: dict[int, list[tuple[list[int], int, int]]] = {seq.index: [] for seq in seqs}
+    @property
+    def drafts(self) -> dict[int, list[tuple[list[int], int, int]]]:
+        return {id: [draft for own, *draft in self.seen if own == id] for id, *_ in self.seen}
 
-    def more(self, look: Look) -> list[bool]:
-        return self.policy.more(look)
+    def admit(self, seq: Generation) -> None:
+        self.policy.admit(seq)
 
-    def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        self.policy.observe(drafts, verdicts, hidden)
-        for seq, draft, verdict in zip(self.seqs, drafts, verdicts, strict=True):
+    def drop(self, seq: Generation) -> None:
+        self.policy.drop(seq)
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        rule = self.policy.begin(seqs, rows)
+        if not self.hasty:
+            slow = LengthRule()
+            slow.more = rule.more  # type: ignore[method-assign]
+            return slow
+        return rule
+
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        self.policy.observe(seqs, drafts, verdicts, hidden)
+        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             # The sequence has grown by the accepted tokens and one more, or was cut at its end.
-            self.drafts[seq.index].append((draft.tokens, verdict.accepted, seq.limit))
-
-    def keep(self, rows: list[int]) -> None:
-        self.policy.keep(rows)
-        self.seqs = [self.seqs[row] for row in rows]
+            self.seen.append((seq.id, draft.tokens, verdict.accepted, seq.limit))
 
 
-def laws(seq_tokens: Sequence[int], drafted: Sequence[int], sampler: Sampler) -> list[torch.Tensor]:
-    """The draft's law of each drafted token, from its table."""
-    text = [0, *seq_tokens]
+def distributions(text: Sequence[int], drafted: Sequence[int], sampler: Sampler) -> list[torch.Tensor]:
+    """The draft's distribution of each drafted token, from its table."""
+    text = [0, *text]
     found = []
     for token in drafted:
         found.append(sampler.scores(DRAFT[text[-2], text[-1]][None], lambda _: [])[0].double().softmax(-1))
@@ -125,8 +147,8 @@ def laws(seq_tokens: Sequence[int], drafted: Sequence[int], sampler: Sampler) ->
     return found
 
 
-def entropy(law: torch.Tensor) -> float:
-    return -sum(p * log(p) for p in law.tolist() if p > 0)
+def entropy(distribution: torch.Tensor) -> float:
+    return -sum(p * log(p) for p in distribution.tolist() if p > 0)
 
 
 class Rule:
@@ -136,7 +158,7 @@ class Rule:
         self.name, self.threshold, self.rate, self.length = name, 0.5, 0.9, 3
 
     def more(self, tokens: Sequence[int], found: Sequence[torch.Tensor]) -> bool:
-        probabilities = [float(law[token]) for law, token in zip(found, tokens, strict=True)]
+        probabilities = [float(each[token]) for each, token in zip(found, tokens, strict=True)]
         if self.name == "heuristic":
             return len(tokens) < self.length
         going = {
@@ -158,68 +180,115 @@ class Rule:
             self.threshold -= 0.1
 
 
-@pytest.mark.parametrize(
-    "sampler", [Sampler(), Sampler(False), Sampler(False, TOP_P)], ids=["greedy", "drawn", "top-p"]
-)
+SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(False), "top-p": Sampler(False, TOP_P)}
+
+
+def check(name: str, prompt: Sequence[int], output: Sequence[int], drafts, sampler: Sampler) -> set[int]:
+    """Every draft of a sequence ends where the rule says; the lengths of the drafts."""
+    rule, text, at, lengths = Rule(name), [*prompt, *output], len(prompt), set()
+    for (root, *drafted), accepted, limit in drafts:
+        assert root == text[at - 1]
+        found = distributions(text[:at], drafted, sampler)
+        for count in range(1, len(drafted)):
+            assert rule.more(drafted[:count], found[:count])
+        assert len(drafted) == limit - at - 1 or not rule.more(drafted, found)
+        lengths.add(len(drafted))
+        rule.saw(len(drafted), accepted)
+        at += accepted + 1
+    return lengths
+
+
+@pytest.mark.parametrize("mode", [*SAMPLERS, "mixed"])
 @pytest.mark.parametrize("name", RULES)
-def test_drafts_end_where_the_rule_says(name: str, sampler: Sampler) -> None:
+def test_drafts_end_where_the_rule_says(name: str, mode: str) -> None:
     drafter = built(RULES[name])
     watched = drafter.policy = Watched(drafter.policy)
-    seqs = sequences(sampler)
-    run(drafter, seqs)
+    samplers = [SAMPLERS[mode]] * 6 if mode != "mixed" else [*SAMPLERS.values()] * 2
+    asked = [requests(sampler)[i] for i, sampler in enumerate(samplers)]
+    outputs = [tokens_of(steps) for steps in decode(TableLM(TARGET), drafter, asked)]
     lengths = set()
-    for seq in seqs:
-        rule, at = Rule(name), seq.prompt_length
-        for (root, *drafted), accepted, limit in watched.drafts[seq.index]:
-            assert root == seq.tokens[at - 1]
-            room = limit - at - 1
-            found = laws(seq.tokens[:at], drafted, sampler)
-            for count in range(1, len(drafted)):
-                assert rule.more(drafted[:count], found[:count])
-            assert len(drafted) == room or not rule.more(drafted, found)
-            lengths.add(len(drafted))
-            rule.saw(len(drafted), accepted)
-            at += accepted + 1
+    for id, (request, output) in enumerate(zip(asked, outputs, strict=True)):
+        lengths |= check(name, request.tokens, output, watched.drafts[id], request.sampler)
     assert len(lengths) >= 3  # it does depend
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_sequences_of_all_modes_join_and_leave_between_steps(name: str) -> None:
+    """Two rows at a time, six prompts in three modes: drafts and output of each are what they are alone."""
+
+    def asked() -> list[Request]:
+        samplers = [Sampler(), Sampler(False), Sampler(False, TOP_P)] * 2
+        return [
+            Request(prompt, limit, sampler, seed=None if sampler.greedy else 5, stream=i)
+            for i, (prompt, limit, sampler) in enumerate(zip(PROMPTS, LIMITS, samplers, strict=True))
+        ]
+
+    drafter = built(RULES[name])
+    together = decode(TableLM(TARGET), drafter, asked(), max_rows=2)
+    assert len({row[0].number for row in together}) >= 4 and max(step.rows for row in together for step in row) == 2
+    for row, request in zip(together, asked(), strict=True):
+        (alone,) = run(built(RULES[name]), [request])
+        assert [(step.drafted, step.tokens) for step in row] == [(step.drafted, step.tokens) for step in alone]
 
 
 @pytest.mark.parametrize("processors", [None, TOP_P], ids=["none", "top-p"])
 @pytest.mark.parametrize("name", RULES)
-def test_rules_keep_the_law_in_a_batch_of_different_rows(name: str, processors: LogitsProcessorList | None) -> None:
+def test_rules_keep_the_distribution_in_a_batch_of_different_rows(
+    name: str, processors: LogitsProcessorList | None
+) -> None:
     copies, length, generator = 700, 2, torch.Generator().manual_seed(3)
     sampler = Sampler(False, processors)
-    seqs = [
-        Generation(list(prompt), len(prompt) + 3 + i % 5, sampler, generator=generator, index=i)
-        for i, prompt in enumerate(PROMPTS[:3] * copies)
-    ]
-    run(built(RULES[name]), seqs)
+    asked = [Request(prompt, 3 + i % 5, sampler, generator=generator) for i, prompt in enumerate(PROMPTS[:3] * copies)]
+    outputs = [tokens_of(steps)[:length] for steps in run(built(RULES[name]), asked)]
     for start, prompt in enumerate(PROMPTS[:3]):
-        outputs = [seq.output[:length] for seq in seqs[start::3]]
-        assert p_value(outputs, joint_law(TARGET, prompt, length, processors)) > FITS
+        joint = joint_distribution(TARGET, prompt, length, processors)
+        assert p_value(outputs[start::3], joint) > FITS
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_output_is_the_targets_in_a_batch_and_alone(name: str) -> None:
-    expected = plain(sequences(Sampler(), eos=frozenset({4})))
-    seqs = sequences(Sampler(), eos=frozenset({4}))
-    steps = run(built(ALL[name]), seqs)
-    assert [seq.output for seq in seqs] == expected
-    assert {seq.finish_reason for seq in seqs} == {"stop", "length"}
-    for seq in seqs:
+    asked = requests(Sampler(), eos=frozenset({4}))
+    rows = run(built(ALL[name]), asked)
+    assert [tokens_of(steps) for steps in rows] == plain(asked)
+    assert {steps[-1].finish_reason for steps in rows} == {"stop", "length"}
+    for request, steps in zip(asked, rows, strict=True):
         # What a row drafts does not depend on its neighbours either.
-        alone = Generation(seq.tokens[: seq.prompt_length], seq.limit, eos=seq.eos, index=seq.index)
-        own = [(step.drafted, step.tokens) for step in steps if step.index == seq.index]
-        assert [(step.drafted, step.tokens) for step in run(built(ALL[name]), [alone])] == own
+        (alone,) = run(built(ALL[name]), [request])
+        assert [(step.drafted, step.tokens) for step in steps] == [(step.drafted, step.tokens) for step in alone]
+
+
+class Raises(LogitsProcessor):
+    """A user's processor that fails for texts of some length."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] == self.at:
+            raise ArithmeticError("of the user")
+        return scores
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_processor_that_raises_while_drafting_ends_its_own_sequence(greedy: bool) -> None:
+    fails = Sampler(greedy, LogitsProcessorList([Raises(8)]))
+    others = requests(Sampler(False))[:2]
+    asked = [others[0], Request([1, 2, 3], 20, fails, seed=1), others[1]]
+    rows = run(built(SD(4)), asked)
+    assert isinstance(rows[1][-1].error, ArithmeticError) and rows[1][-1].finish_reason == "error"
+    assert len(tokens_of(rows[1])) < 8
+    for request, steps in zip(requests(Sampler(False))[:2], (rows[0], rows[2]), strict=True):
+        assert tokens_of(steps) == tokens_of(run(built(SD(4)), [request])[0])
 
 
 def verdict(accepted: int, drafted: int) -> Verdict:
     return Verdict(list(range(accepted + 1)), 0, min(accepted + 1, drafted), accepted < drafted)
 
 
-def told(policy: LengthPolicy, *rows: tuple[int, int]) -> None:
-    """Verdicts (accepted, drafted) of each row."""
+def judged(policy: LengthPolicy, seqs: Sequence[Generation], *rows: tuple[int, int]) -> None:
+    """Verdicts (accepted, drafted) of each sequence."""
     drafts = [Draft.chain(0, [0] * drafted) for _, drafted in rows]
-    policy.observe(drafts, [verdict(*row) for row in rows], None)
+    policy.observe(seqs, drafts, [verdict(*row) for row in rows], None)
 
 
 CERTAIN = {"sd": SD(4), "heuristic": Heuristic(3)}
@@ -231,60 +300,83 @@ def test_tokens_that_are_drafted_in_any_case_are_not_waited_for(name: str, eos: 
     """Drafts are those of a policy that leaves nothing certain, in a batch of rows that end at different times."""
     found, forwards = [], []
     for hasty in (True, False):
-        drafter, seqs = built(CERTAIN[name]), sequences(Sampler(), eos=eos)
-        watched = Watched(drafter.policy)
-        drafter.policy = watched
+        drafter = built(CERTAIN[name])
+        drafter.policy = watched = Watched(drafter.policy, hasty)
         calls, roll = [], drafter.model.roll
 
         def counted(*args, calls=calls, roll=roll):  # type: ignore[no-untyped-def]
-            calls.append(args[1])
+            calls.append(args[2])
             return roll(*args)
 
-        if hasty:
-            watched.certain = watched.policy.certain  # type: ignore[method-assign]
         drafter.model.roll = counted  # type: ignore[method-assign]
-        run(drafter, seqs)
-        found.append(([seq.output for seq in seqs], watched.drafts))
+        rows = decode(TableLM(TARGET), drafter, requests(Sampler(), eos=eos))
+        found.append(([tokens_of(steps) for steps in rows], watched.drafts))
         assert max(calls) > 1 if hasty else set(calls) == {1}
         forwards.append(sum(calls))
     assert found[0] == found[1]
     assert eos or forwards[0] == forwards[1]  # what is behind an end token is run in vain
 
 
+def test_greedy_rows_are_hasty_again_when_sampled_ones_have_stopped() -> None:
+    drafter, calls = built(Heuristic(3)), []
+    roll = drafter.model.roll
+    drafter.model.roll = lambda *args: calls.append((len(args[0]), args[2])) or roll(*args)  # type: ignore[method-assign]
+    asked = [Request([0], 40), Request([0], 40, Sampler(False), seed=1)]
+    decode(TableLM(TARGET), drafter, asked)
+    assert {count for rows, count in calls if rows == 2} == {1}
+    assert max(count for rows, count in calls if rows == 1) > 1
+
+
 def test_the_heuristic_schedule() -> None:
-    policy = HeuristicSchedule(2)
-    policy.start(sequences(Sampler())[:2])
+    policy, seqs = HeuristicSchedule(2), sequences(3)
+    for seq in seqs[:2]:
+        policy.admit(seq)
 
-    def lengths(rows: int) -> list[int]:
-        asked = ((depth, Look(list(range(rows)), [[0] * depth] * rows, torch.zeros(rows, V))) for depth in range(1, 20))
-        stops = [(depth, policy.more(look)) for depth, look in asked]
-        return [next(depth for depth, going in stops if not going[row]) for row in range(rows)]
+    def lengths(*asked: Generation) -> list[int]:
+        rule, going = policy.begin(asked, len(asked)), dict.fromkeys((seq.id for seq in asked), 0)
+        for depth in range(1, 20):
+            on = rule.more(Look(asked, [[0] * depth] * len(asked), torch.zeros(len(asked), V)))
+            for seq, more in zip(asked, on, strict=True):
+                going[seq.id] = going[seq.id] or (0 if more else depth)
+        return list(going.values())
 
-    seen = [lengths(2)]
+    seen = [lengths(*seqs[:2])]
     # Fully accepted, partly, not at all, nothing drafted, accepted though cut short by the sequence's end.
     for first, second in [((2, 2), (1, 2)), ((4, 4), (0, 1)), ((5, 6), (0, 1)), ((0, 0), (1, 1)), ((2, 2), (0, 0))]:
-        told(policy, first, second)
-        seen.append(lengths(2))
+        judged(policy, seqs[:2], first, second)
+        seen.append(lengths(*seqs[:2]))
     assert seen == [[2, 2], [4, 1], [6, 1], [5, 1], [5, 3], [7, 3]]
-    policy.keep([1])
-    assert lengths(1) == [3]
-    told(policy, (3, 3))
-    assert lengths(1) == [5]
+    policy.drop(seqs[0])
+    policy.admit(seqs[2])
+    assert lengths(seqs[2], seqs[1]) == [2, 3]
+    judged(policy, [seqs[1]], (3, 3))
+    assert lengths(seqs[1], seqs[2]) == [5, 2]
+
+
+def test_what_is_certain_is_that_of_the_shortest_that_still_drafts() -> None:
+    policy, seqs = HeuristicSchedule(2), sequences(2)
+    for seq in seqs:
+        policy.admit(seq)
+    judged(policy, [seqs[0]], (2, 2))
+    assert [policy.begin(seqs, 2).certain(depth) for depth in range(4)] == [2, 1, 2, 1]
 
 
 def test_adaedls_threshold_follows_the_acceptance_rate() -> None:
-    policy = AdaptiveEntropyStop(0.5, 0.2, goal=0.8, step=0.1, most=4)
-    policy.start(sequences(Sampler())[:3])
-    told(policy, (0, 3), (3, 3), (4, 4))
-    assert policy.rates == pytest.approx([0.4, 0.9, 0.9])
-    assert policy.thresholds == pytest.approx([0.51, 0.49, 0.5])
-    told(policy, (3, 3), (0, 0), (2, 4))  # 0.7 is still below the goal
-    assert policy.rates == pytest.approx([0.7, 0.9, 0.7])
-    assert policy.thresholds == pytest.approx([0.52, 0.49, 0.51])
-    policy.keep([2, 0])
-    assert policy.rates == pytest.approx([0.7, 0.7]) and policy.thresholds == pytest.approx([0.51, 0.52])
-    policy.start(sequences(Sampler())[:1])
-    assert (policy.rates, policy.thresholds) == ([0.8], [0.5])
+    policy, seqs = AdaptiveEntropyStop(0.5, 0.2, goal=0.8, step=0.1, most=4), sequences(4)
+    for seq in seqs[:3]:
+        policy.admit(seq)
+    judged(policy, seqs[:3], (0, 3), (3, 3), (4, 4))
+    assert list(policy.rates.values()) == pytest.approx([0.4, 0.9, 0.9])
+    assert list(policy.thresholds.values()) == pytest.approx([0.51, 0.49, 0.5])
+    judged(policy, seqs[:3], (3, 3), (0, 0), (2, 4))  # 0.7 is still below the goal
+    assert list(policy.rates.values()) == pytest.approx([0.7, 0.9, 0.7])
+    assert list(policy.thresholds.values()) == pytest.approx([0.52, 0.49, 0.51])
+    policy.drop(seqs[1])
+    policy.admit(seqs[3])
+    judged(policy, [seqs[3], seqs[0]], (4, 4), (4, 4))
+    assert list(policy.rates) == list(policy.thresholds) == [0, 2, 3]
+    assert list(policy.rates.values()) == pytest.approx([0.85, 0.7, 0.9])
+    assert list(policy.thresholds.values()) == pytest.approx([0.52, 0.51, 0.5])
 
 
 def test_entropies() -> None:
@@ -297,94 +389,96 @@ def test_entropies() -> None:
 @pytest.mark.parametrize("eos", [frozenset(), frozenset({4})], ids=["no end", "end token"])
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracles_accept_all_that_any_length_could(name: str, eos: frozenset[int]) -> None:
-    steps = run(built(ALL[name]), sequences(Sampler(), eos=eos))
+    rows = run(built(ALL[name]), requests(Sampler(), eos=eos))
     # Drafts that go on to the very end of each sequence.
-    longest = run(ChainDrafter(TableLM(DRAFT), FixedLength(99)), sequences(Sampler(), eos=eos))
-    assert [(step.index, step.tokens, step.accepted) for step in steps] == [
-        (step.index, step.tokens, step.accepted) for step in longest
+    longest = run(ChainDrafter(TableLM(DRAFT), FixedLength(99)), requests(Sampler(), eos=eos))
+    assert [[(step.tokens, step.accepted) for step in steps] for steps in rows] == [
+        [(step.tokens, step.accepted) for step in steps] for steps in longest
     ]
-    assert summarise(longest, 1.0).tau > 1.5  # so there is something to know
-    wasted = {step.drafted - step.accepted for step in steps}
+    assert summarise([step for steps in longest for step in steps], 1.0).tau > 1.5  # so there is something to know
     if name == "oracle":
-        assert summarise(steps, 1.0).utilisation == 1.0 and wasted == {0}
+        assert summarise([step for steps in rows for step in steps], 1.0).utilisation == 1.0 and waste(rows) == {0}
     else:
-        assert wasted == {0, 1}
+        assert waste(rows) == {0, 1}
 
 
 def test_an_oracle_runs_no_draft_where_nothing_will_be_accepted() -> None:
-    drafter = Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET)))
-    steps = run(drafter, sequences(Sampler()))
-    assert {(step.drafted, step.draft_forwards) for step in steps} == {(0, 0)}
+    drafter = Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET), truth=known()))
+    rows = decode(TableLM(TARGET), drafter, requests(Sampler()))
+    assert {(step.drafted, step.draft_forwards) for steps in rows for step in steps} == {(0, 0)}
 
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_the_truth_is_remembered_and_enlarged_where_it_is_too_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     fresh = TableLM.fresh
-    monkeypatch.setattr(TableLM, "fresh", lambda self: asked.append("fresh") or fresh(self))
-    truth = Truth()
+    monkeypatch.setattr(TableLM, "fresh", lambda self: asked.append("draft") or fresh(self))
+    truth = known()
+    find = truth.find
+    truth.find = lambda seq: asked.append("target") or find(seq)
 
-    def outputs(limits: Sequence[int], **options) -> tuple[list[list[int]], int, float]:
-        """What is said, how many models were asked for it beforehand, and the share of rejected drafts."""
+    def outputs(limits: Sequence[int], **options) -> tuple[list[list[int]], tuple[int, int], int]:
+        """The output, how often target and draft were asked for it beforehand, and the most rejected tokens."""
         asked.clear()
-        seqs = sequences(Sampler(), limits, **options)
-        steps = run(built(ALL[name], truth), seqs)
-        return [seq.output for seq in seqs], len(asked), max(step.drafted - step.accepted for step in steps)
+        rows = run(built(ALL[name], truth), requests(Sampler(), limits, **options))
+        return [tokens_of(steps) for steps in rows], (asked.count("target"), asked.count("draft")), max(waste(rows))
 
-    waste = 0 if name == "oracle" else 1
-    drafts = len(PROMPTS) if name == "oracle" else 0
+    lost, drafts = (0, 1) if name == "oracle" else (1, 0)
     ends = frozenset({4})
-    ended = plain(sequences(Sampler(), [20] * 6, eos=ends))
-    short = [4 in output for output in ended]
-    assert any(short) and not all(short)
-    # Rows are found together by the target, one by one by the draft.
-    assert outputs([20] * 6, eos=ends) == (ended, 1 + drafts, waste)
+    ended = plain(requests(Sampler(), [20] * 6, eos=ends))
+    short = sum(4 in output for output in ended)
+    assert 0 < short < 6
+    assert outputs([20] * 6, eos=ends) == (ended, (6, 6 * drafts), lost)
     assert truth.outputs == {tuple(prompt): output for prompt, output in zip(PROMPTS, ended, strict=True)}
-    assert outputs([20] * 6, eos=ends) == (ended, 0, waste)
-    assert outputs([9] * 6, eos=ends)[1] == 0  # less than what is known
+    assert outputs([20] * 6, eos=ends) == (ended, (0, 0), lost)
+    assert outputs([9] * 6, eos=ends)[1] == (0, 0)  # less than what is known
     # Without an end token the rows that it ended are too short; then all are long enough, with one or without.
-    endless = plain(sequences(Sampler(), [20] * 6))
-    assert outputs([20] * 6) == (endless, 1 + (sum(short) if drafts else 0), waste)
-    assert outputs([20] * 6, eos=ends) == (ended, 0, waste)
-    longer = plain(sequences(Sampler(), [25] * 6))
-    assert outputs([25] * 6) == (longer, 1 + drafts, waste)
+    endless = plain(requests(Sampler(), [20] * 6))
+    assert outputs([20] * 6) == (endless, (short, short * drafts), lost)
+    assert outputs([20] * 6, eos=ends) == (ended, (0, 0), lost)
+    longer = plain(requests(Sampler(), [25] * 6))
+    assert outputs([25] * 6) == (longer, (6, 6 * drafts), lost)
 
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_the_truth_is_what_the_processors_make_of_it(name: str) -> None:
-    truth = Truth()
-    run(built(ALL[name], truth), sequences(Sampler()))
-    known = dict(truth.outputs)
+    truth = known()
+    run(built(ALL[name], truth), requests(Sampler()))
+    before = dict(truth.outputs)
     penalised = Sampler(True, LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(2.5)]))
-    expected = plain(sequences(penalised))
-    assert expected != list(known.values())
-    seqs = sequences(penalised)
-    steps = run(built(ALL[name], truth), seqs)
-    assert [seq.output for seq in seqs] == expected and truth.outputs == known
-    assert max(step.drafted - step.accepted for step in steps) == (0 if name == "oracle" else 1)
-    assert summarise(steps, 1.0).tau > 1.2
+    expected = plain(requests(penalised))
+    assert expected != list(before.values())
+    rows = run(built(ALL[name], truth), requests(penalised))
+    assert [tokens_of(steps) for steps in rows] == expected and truth.outputs == before
+    assert max(waste(rows)) == (0 if name == "oracle" else 1)
+    assert summarise([step for steps in rows for step in steps], 1.0).tau > 1.2
 
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_a_wrong_truth_costs_time_and_changes_nothing(name: str) -> None:
-    expected = plain(sequences(Sampler()))
-    truth = Truth({tuple(prompt): [0, 1] * 20 for prompt in PROMPTS})
-    seqs = sequences(Sampler())
-    run(built(ALL[name], truth), seqs)
-    assert [seq.output for seq in seqs] == expected
+    truth = known({tuple(prompt): [0, 1] * 20 for prompt in PROMPTS})
+    rows = run(built(ALL[name], truth), requests(Sampler()))
+    assert [tokens_of(steps) for steps in rows] == plain(requests(Sampler()))
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_a_drafter_may_start_late(name: str) -> None:
-    # Sequences that have begun their output, as behind a guard.
-    expected = plain(sequences(Sampler(), [20] * 6))
-    seqs = sequences(Sampler(), [20] * 6)
-    for seq, output, begun in zip(seqs, expected, (0, 1, 5, 3, 18, 0), strict=True):
-        seq.tokens += output[:begun]
-    truth = Truth()
-    steps = run(built(ALL[name], truth), seqs)
-    assert [seq.output for seq in seqs] == expected
-    assert max(step.drafted - step.accepted for step in steps) == (0 if name == "oracle" else 1)
+def test_a_sequence_may_have_begun_its_output_when_it_is_admitted(name: str) -> None:
+    """As behind a guard."""
+    expected, truth = plain(requests(Sampler(), [20] * 6)), known()
+    drafter, engine = built(ALL[name], truth), Engine(TableLM(TARGET), AR().build(Parts(TableLM(TARGET))), max_rows=6)
+    ids = [engine.add(request) for request in requests(Sampler(), [20] * 6)]
+    outputs: dict[int, list[int]] = {id: [] for id in ids}
+    wasted = set()
+    for turn in range(30):
+        if turn == 5:
+            for seq in engine.running:
+                list(drafter.admit(seq, None, 8))
+            engine.drafter = drafter
+        for step in engine.step():
+            outputs[step.id] += step.tokens
+            wasted.add(step.drafted - step.accepted)
+    assert list(outputs.values()) == expected
+    assert max(wasted) == (0 if name == "oracle" else 1)
     assert truth.outputs == {tuple(prompt): output for prompt, output in zip(PROMPTS, expected, strict=True)}
 
 
@@ -398,18 +492,23 @@ def test_a_draft_that_cannot_read_everything(name: str) -> None:
         {key: weight[tuple(map(slice, sizes[key]))] for key, weight in target.state_dict().items() if key in sizes}
     )
     prompts = [[10], [31], [60, 3], list(range(1, 45)), list(range(2, 38))]
-    truth, outputs = Truth(), []
-    for chosen in (AR(), ALL[name], ALL[name]):  # the last time from memory
-        seqs = [Generation(list(prompt), len(prompt) + 45, index=i) for i, prompt in enumerate(prompts)]
+    asked = [Request(prompt, 45) for prompt in prompts]
+
+    def decoded(chosen: Method, truth: Truth) -> list[list[Step]]:
         drafter = chosen.build(Parts(CausalLM(target), CausalLM(small), truth=truth))
-        steps = [step for batch in decode(CausalLM(target), drafter, seqs) for step in batch]
-        outputs.append([seq.output for seq in seqs])
-        assert max(step.drafted - step.accepted for step in steps) <= (name != "oracle")
+        return decode(CausalLM(target), drafter, asked)
+
+    outputs = [[tokens_of(steps) for steps in decoded(AR(), Truth())]]
+    truth = Truth(find=lambda seq: outputs[0][prompts.index(seq.tokens[: seq.prompt_length])])
+    for _ in range(2):  # the second time from memory
+        rows = decoded(ALL[name], truth)
+        outputs.append([tokens_of(steps) for steps in rows])
+        assert max(waste(rows)) <= (name != "oracle")
     assert outputs[0] == outputs[1] == outputs[2]
     # It drafts up to its context, up to a token that it lacks, and nothing behind a prompt that it cannot read.
     assert max(outputs[0][0]) < 50 and next(at for at, token in enumerate(outputs[0][1]) if token >= 50) == 20
-    said = [sum(step.accepted for step in steps if step.index == i) for i in range(len(prompts))]
-    assert said[:4] == [40, 20, 0, 0]
+    accepted = [sum(step.accepted for step in steps) for steps in rows]
+    assert accepted[:4] == [40, 20, 0, 0]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -430,11 +529,19 @@ def test_real_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_oracles_refuse_to_guess_what_will_be_drawn(name: str) -> None:
+def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
     target = tiny("llama")
     decoder = Decoder(target, None, target, ALL[name])
-    with pytest.raises(ValueError, match=r"greedy decoding alone .* changes the law"):
+    with pytest.raises(ValueError, match=r"greedy decoding alone"):
         decoder.generate([1, 2, 3], temperature=1.0)
+    assert ALL[name].greedy_only and not SD().greedy_only
+    drafter = built(ALL[name])
+    seq = Generation(requests(Sampler(False))[0])
+    with pytest.raises(ValueError, match=r"greedy decoding alone .* changes the distribution"):
+        list(drafter.admit(seq, None, 8))
+    drafter.drop(seq)
+    with pytest.raises(ValueError, match="nothing finds it"):
+        list(built(ALL[name], Truth()).admit(Generation(requests(Sampler())[0]), None, 8))
 
 
 @pytest.mark.parametrize(
@@ -460,13 +567,11 @@ def test_settings_out_of_range(name: str, options: dict, message: str) -> None:
 
 def test_a_benchmark_tells_oracles_the_truth_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    from forerun.lengths import oracle
-
-    plainly: Callable = oracle.plain
-    monkeypatch.setattr(oracle, "plain", lambda *given: asked.append("plain") or plainly(*given))
+    plainly = Decoder._plain
+    monkeypatch.setattr(Decoder, "_plain", lambda self, seq: asked.append("plain") or plainly(self, seq))
     monkeypatch.setattr("forerun.bench.session.measure", lambda *given, **options: asked.append("measure"))
     monkeypatch.setattr("forerun.bench.session.results", lambda *given: {})
     prompts = [Prompt(str(i), None, [7 + i, 8, 9]) for i in range(3)]
     plan = Plan(parse_methods([*ALL], [], None, {}), ("own.jsonl",), draft="embedded", max_new_tokens=12, batch=2)
     bench(plan, {"own.jsonl": prompts})
-    assert asked == ["plain", "plain", "measure"]  # two batches, once for both oracles
+    assert asked == ["plain", "plain", "plain", "measure"]  # three prompts, once for both oracles

@@ -25,8 +25,8 @@ from transformers import (
 import forerun
 from forerun import Decoder, loading
 from forerun.cli import main
-from forerun.decode import Generation
 from forerun.drafters.chain import ChainDrafter
+from forerun.generation import Generation, Request
 from forerun.lengths import FixedLength
 from forerun.loading import check_tokenizers
 from forerun.methods import AR, SD
@@ -143,17 +143,17 @@ def test_padded_vocabularies_of_other_sizes_draft(ours: int, theirs: int, temper
         assert [row.tokens for row in done] == [row.tokens for row in plain]
 
 
-def test_laws_of_a_draft_have_the_targets_length_and_no_mass_where_it_has_no_token() -> None:
+def test_distributions_of_a_draft_have_the_targets_length_and_no_mass_where_it_has_no_token() -> None:
     base = tiny("llama", vocab=300)
     for size, theirs in ((320, 300), (300, 320)):
         drafter = ChainDrafter(CausalLM(resized(base, theirs)), FixedLength(3), size)
-        seq = Generation([5, 6, 7], 20, sampler=Sampler(greedy=False), generator=torch.Generator().manual_seed(0))
-        drafter.start([seq])
-        law = drafter.propose([seq]).drafts[0].q
-        assert law is not None and law.shape == (3, size)
-        torch.testing.assert_close(law.sum(-1), torch.ones(3))
-        assert not law[:, 300:].any()
-        assert law[:, :300].all()
+        seq = Generation(Request([5, 6, 7], 20, Sampler(greedy=False), seed=0))
+        assert sum(drafter.admit(seq, None, 8)) == 2
+        q = drafter.propose([seq]).drafts[0].q
+        assert q is not None and q.shape == (3, size)
+        torch.testing.assert_close(q.sum(-1), torch.ones(3))
+        assert not q[:, 300:].any()
+        assert q[:, :300].all()
 
 
 class Forces(LogitsProcessor):
@@ -174,7 +174,7 @@ class Forces(LogitsProcessor):
 def test_behind_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sampled: bool) -> None:
     base = tiny("llama", vocab=300)
     target, draft = resized(base, 320), resized(base, 300)
-    # Row 0 begins with such a token, row 1 says one, row 2 is too long for that.
+    # Row 0 begins with such a token, row 1 gets one, row 2 is too long for that.
     prompts = [[4, 310, 6], [7, 8, 9, 10], list(range(20, 31))]
     processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(300, 320))), Forces(9, 315)])
     config = GenerationConfig(max_new_tokens=20, do_sample=sampled, eos_token_id=None)
@@ -184,10 +184,10 @@ def test_behind_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sampl
     assert [row.finish_reason for row in done] == ["length"] * 3
     assert done[1].tokens[5] == 315
     assert done[0].stats.drafted == 0
-    said = 0
+    count = 0
     for step in done[1].steps:
-        assert not (step.drafted and said > 5)
-        said += len(step.tokens)
+        assert not (step.drafted and count > 5)
+        count += len(step.tokens)
     assert any(step.drafted for step in done[1].steps)
     assert all(step.drafted for step in done[2].steps[:-1])
     if not sampled:
@@ -294,11 +294,11 @@ def test_on_the_command_line_they_are_one_line_and_exit_2(
     monkeypatch.setattr("sys.argv", ["forerun", "generate", "x", "--target", "./draft", *options])
     with pytest.raises(SystemExit) as caught:
         main()
-    said = capsys.readouterr()
+    shown = capsys.readouterr()
     assert caught.value.code == 2
-    assert said.out == ""
-    assert said.err.startswith(f"forerun: {message}")
-    assert said.err.count("\n") == 1
+    assert shown.out == ""
+    assert shown.err.startswith(f"forerun: {message}")
+    assert shown.err.count("\n") == 1
 
 
 def test_a_device_map_goes_to_transformers(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.decode import Generation
 from forerun.drafters.lookup import LookupDrafter
+from forerun.generation import Generation, Request
 
 
 def proposed(tokens: list[int], gamma: int = 6, ngram: int = 3, room: int = 20) -> list[int]:
-    seq = Generation(list(tokens), len(tokens) + room)
+    seq = Generation(Request(tokens, room))
     drafter = LookupDrafter(gamma, ngram)
-    drafter.start([seq])
+    drafter.admit(seq, None, 8)
     return drafter.propose([seq]).drafts[0].tokens[1:]
 
 
@@ -38,10 +38,18 @@ def test_the_room_limits_the_draft() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 4))
 def test_indexing_token_by_token_equals_indexing_at_once(tokens: list[int], begin: int, ngram: int) -> None:
-    seq = Generation(tokens[:begin], 100)
+    """Beside another sequence, which comes and goes."""
+    seq, other = Generation(Request(tokens[:begin], 100), 0), Generation(Request([3, 2, 1, 0], 9), 1)
     drafter = LookupDrafter(6, ngram)
-    drafter.start([seq])
-    for token in tokens[begin:]:
-        drafter.propose([seq])
+    drafter.admit(seq, None, 8)
+    for count, token in enumerate(tokens[begin:]):
+        if count % 3 == 0:
+            drafter.admit(other, None, 8)
+        drafter.propose([[seq], [other, seq], [seq, other]][count % 3])
+        if count % 3 == 2:
+            drafter.drop(other)
         seq.tokens.append(token)
     assert drafter.propose([seq]).drafts[0].tokens[1:] == proposed(seq.tokens, ngram=ngram)
+    for each in (seq, other):
+        drafter.drop(each)
+    assert not drafter._of

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import pytest
 import torch
+from joining import join_all
 from toys import ARCHITECTURES, VOCAB, WINDOW, random_tree, tiny
 from transformers import (
     BloomConfig,
@@ -32,15 +36,15 @@ from transformers import (
 from forerun import Decoder
 from forerun.draft import Draft
 from forerun.methods import Lookup
-from forerun.model import CausalLM
+from forerun.model import CausalLM, fingerprint, same_model
 from forerun.runtime import prepare
 
 
 @torch.inference_mode()
-def check_logits(lm: CausalLM, rows: list[list[int]], drafts: list[Draft]) -> None:
+def check_logits(lm: CausalLM, rows: dict[int, list[int]], drafts: list[Draft]) -> None:
     """Compares the logits of every node with those of a forward over the row and the path alone."""
-    logits = lm.forward(drafts)
-    for row, draft, got in zip(rows, drafts, logits, strict=True):
+    logits = lm.forward(list(rows), drafts)
+    for row, draft, got in zip(rows.values(), drafts, logits, strict=True):
         assert got.shape == (len(draft), lm.vocab_size)
         for leaf in (node for node in range(len(draft)) if not draft.children[node]):
             path = draft.path(leaf)
@@ -54,28 +58,35 @@ def longest_crooked_path(draft: Draft) -> list[int]:
     return max((draft.path(node) for node in range(len(draft))), key=lambda path: (len(path), path[-1]))
 
 
+def random_rows(lengths: Sequence[int], generator: torch.Generator) -> dict[int, list[int]]:
+    """Texts by id. Ids are not the places of rows."""
+    return {7 * i + 3: torch.randint(VOCAB, (n,), generator=generator).tolist() for i, n in enumerate(lengths)}
+
+
 @pytest.mark.parametrize("attention", [None, "eager"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_trees_equal_plain_forwards(architecture: str, attention: str | None) -> None:
     generator = torch.Generator().manual_seed(0)
     lm = CausalLM(tiny(architecture, attention=attention))
-    rows = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (21, 0, 34, 9)]
-    lm.start(rows)
+    rows = random_rows((21, 0, 34, 9), generator)
+    join_all(lm, rows, chunk=16)
     crooked = 0
     for sizes in ((10, 4, 7, 1), (1, 9, 12, 6), (8, 8, 1, 12)):
         drafts = [random_tree(size, VOCAB, generator) for size in sizes[: len(rows)]]
         check_logits(lm, rows, drafts)
         paths = [longest_crooked_path(draft) for draft in drafts]
         crooked += sum(path != list(range(len(path))) for path in paths)
-        lm.commit(paths)
-        rows = [row + [draft.tokens[i] for i in path] for row, draft, path in zip(rows, drafts, paths, strict=True)]
-        if len(rows) == 4:
-            lm.keep([3, 1, 2])
-            rows = [rows[3], rows[1], rows[2]]
+        lm.commit(list(rows), paths)
+        for id, draft, path in zip(rows, drafts, paths, strict=True):
+            rows[id] = rows[id] + [draft.tokens[node] for node in path]
+        if len(rows) == 4:  # the last row takes the first one's place
+            first = min(rows)
+            lm.drop(first)
+            del rows[first]
+        rows = dict(sorted(rows.items(), reverse=True))  # another order
     assert crooked > 4  # else nothing was gathered
-    lengths = [len(row) - cut for row, cut in zip(rows, (2, 0, 30), strict=True)]
-    lm.crop(lengths)
-    rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    rows = {id: row[: len(row) - cut] for (id, row), cut in zip(rows.items(), (2, 0, 30), strict=True)}
+    lm.crop(list(rows), [len(row) for row in rows.values()])
     check_logits(lm, rows, [random_tree(6, VOCAB, generator) for _ in rows])
 
 
@@ -88,8 +99,8 @@ def test_a_tree_deeper_than_the_window(architecture: str) -> None:
     tree = Draft(tokens, [-1, *(2 * (node // 2) for node in range(2 * depth))])
     assert max(tree.depths) == depth
     lm = CausalLM(tiny(architecture))
-    rows = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (5, 20)]
-    lm.start(rows)
+    rows = random_rows((5, 20), generator)
+    join_all(lm, rows)
     check_logits(lm, rows, [tree, tree])
 
 
@@ -98,54 +109,74 @@ def test_chains_of_even_and_ragged_rows_equal_plain_forwards(architecture: str) 
     generator = torch.Generator().manual_seed(1)
     lm = CausalLM(tiny(architecture))
     for lengths in ((20, 20), (20, 3), (0, 0), (19, 0)):
-        rows = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
-        lm.start(rows)
+        lm.reset()
+        rows = random_rows(lengths, generator)
+        first, second = rows
+        join_all(lm, rows)
         for sizes in ((1, 5), (4, 4), (6, 1)):
             chains = [torch.randint(VOCAB, (size,), generator=generator).tolist() for size in sizes]
             check_logits(lm, rows, [Draft.chain(chain[0], chain[1:]) for chain in chains])
-            # `extend` gives the same and keeps it; an empty chain leaves its row alone.
-            logits = lm.extend([chains[0], []])
-            assert logits[0].shape[0] == len(chains[0]) and logits[1].shape[0] == 0
-            rows[0] = rows[0] + chains[0]
-            assert lm.cache.lengths == [len(row) for row in rows]
+            # `extend` gives the same and commits it, of some rows alone or of all, with an empty chain too.
+            logits = lm.extend([first], [chains[0]]) if sizes[0] == 4 else lm.extend([second, first], [[], chains[0]])
+            assert logits[-1].shape[0] == len(chains[0]) and len(logits[0]) in (0, 4)
+            rows[first] = rows[first] + chains[0]
+            assert [lm.length(id) for id in rows] == [len(row) for row in rows.values()]
         check_logits(lm, rows, [random_tree(5, VOCAB, generator) for _ in rows])
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mistral", "gemma4"])
+def test_rows_that_are_not_asked_for_stay_as_they_are(architecture: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    lm = CausalLM(tiny(architecture))
+    rows = random_rows((3, 30, 7, 30), generator)
+    join_all(lm, rows)
+    ids = list(rows)
+    for asked in ([0], [3], [2, 0], [1, 3], [3, 1, 0], [1, 2, 3]):
+        some = {ids[i]: rows[ids[i]] for i in asked}
+        for kind in (lambda: Draft.chain(5, [6, 7]), lambda: random_tree(5, VOCAB, generator)):
+            check_logits(lm, some, [kind() for _ in some])
+        lm.extend(list(some), [[4, 9]] * len(some))
+        for id in some:
+            rows[id] = [*rows[id], 4, 9]
+    check_logits(lm, rows, [random_tree(4, VOCAB, generator) for _ in rows])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("chains", [[[3, 4], [5], []], [[7], [8], [9]], [[6, 2, 1]]])
-def test_rolling_on_is_running_the_likeliest_token_again_and_again(architecture: str, chains: list[list[int]]) -> None:
+@pytest.mark.parametrize("chains", [[[3, 4], [5]], [[7], [8], [9]], [[6, 2, 1]]])
+def test_rolling_on_is_running_the_argmax_token_again_and_again(architecture: str, chains: list[list[int]]) -> None:
     few = VOCAB // 2  # tokens from here on are not to be chosen
     one, other = CausalLM(tiny(architecture)), CausalLM(tiny(architecture))
+    ids = [4, 2, 9][: len(chains)]
     for lm in (one, other):
         lm.keeps_hidden = True
-        lm.start([[1, 2, 3], [4] * 20, [5]][: len(chains)])
-    tokens, logits, hidden = one.roll(chains, 4, few)
+        join_all(lm, dict(zip([2, 9, 4], [[1, 2, 3], [4] * 20, [5]], strict=True)))
+    tokens, logits, hidden = one.roll(ids, chains, 4, few)
     assert tokens.shape == (len(chains), 4) and int(tokens.max()) < few
     given = chains
     for turn in range(4):
-        found = other.extend(given)
+        found = other.extend(ids, given)
         assert other.hidden is not None
-        for row, chain in enumerate(given):
-            if chain:
-                torch.testing.assert_close(logits[turn][row], found[row][-1], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(hidden[turn][row], other.hidden[row, len(chain) - 1], atol=1e-4, rtol=1e-4)
-                assert int(tokens[row, turn]) == int(found[row][-1][:few].argmax())
-        given = [tokens[row, turn : turn + 1].tolist() if chain else [] for row, chain in enumerate(given)]
-    assert one.cache.lengths == other.cache.lengths
-    for a, b in zip(one.extend([[1]] * len(chains)), other.extend([[1]] * len(chains)), strict=True):
+        for row, own in enumerate(found):
+            torch.testing.assert_close(logits[turn][row], own[-1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(hidden[turn][row], other.hidden[row][-1], atol=1e-4, rtol=1e-4)
+            assert int(tokens[row, turn]) == int(own[-1][:few].argmax())
+        given = tokens[:, turn : turn + 1].tolist()
+    assert one.cache.ids == other.cache.ids and one.cache.lengths == other.cache.lengths
+    for a, b in zip(one.extend([9, 2], [[1], [1]]), other.extend([9, 2], [[1], [1]]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 def test_a_row_at_the_end_of_the_context_does_not_stop_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(2)
     lm = CausalLM(tiny("gpt2", context=16))
-    rows = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (16, 3)]
-    lm.start(rows)
+    rows = random_rows((16, 3), generator)
+    join_all(lm, rows)
+    full, short = rows
     chain = [5, 6, 7]
-    got = lm.extend([[], chain])[1]
-    with torch.inference_mode():
-        expected = lm.model(torch.tensor([rows[1] + chain]), use_cache=False).logits[0, 3:]
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    for got in (lm.forward([full, short][1:], [Draft.chain(5, [6, 7])])[0], lm.extend([full, short], [[], chain])[1]):
+        with torch.inference_mode():
+            expected = lm.model(torch.tensor([rows[short] + chain]), use_cache=False).logits[0, 3:]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def mamba() -> PreTrainedModel:
@@ -246,33 +277,112 @@ def test_longrope_ends_where_its_factors_would_change() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_hidden_states_are_what_the_head_was_given(architecture: str) -> None:
-    plain = CausalLM(tiny(architecture))
-    plain.keeps_hidden = True
-    plain.start([[5, 6, 7], [8]])
-    assert plain.hidden is not None and plain.hidden.shape[:2] == (2, 3)  # of prompts, padded
-    before = plain.hidden[0, -1]
-    again = plain.fresh()
-    again.start([[5, 6]])
-    again.extend([[7]])
-    torch.testing.assert_close(again.hidden[0, 0], before, rtol=1e-4, atol=1e-4)
-    logits = plain.extend([[9, 4], [3]])
-    assert plain.hidden is not None and plain.hidden.shape[:2] == (2, 2)
-    with torch.inference_mode():
-        said = plain.head(plain.hidden)
-    # Some models scale or cap what the head says, which keeps the order.
-    for row, of_head in zip(logits, said, strict=True):
-        assert torch.equal(row.argsort(-1)[:, -5:], of_head[: len(row)].argsort(-1)[:, -5:])
+    prompt = [5, 6, 7, 8, 3, 2, 1]
+    lm = CausalLM(tiny(architecture))
+    lm.keeps_hidden = True
+    lm.prefill([], 4)
+    assert len(lm.prompt_hidden) == 0
+    join_all(lm, {1: prompt[:3]})
+    assert list(lm.prefill(prompt, 4)) == [4]  # three are there
+    assert lm.prompt_hidden is not None and lm.prompt_hidden.shape == (7, lm.head.in_features)
+    lm.join(2)
+    with torch.inference_mode(), lm.hearing() as heard:
+        whole = lm.model(torch.tensor([[*prompt, 9, 4]]), use_cache=False).logits[0]
+    torch.testing.assert_close(lm.prompt_hidden, heard[0][0, :7], rtol=1e-4, atol=1e-4)
+    logits = lm.extend([2, 1], [[9, 4], [3]])
+    assert lm.hidden is not None and [len(own) for own in lm.hidden] == [2, 1]
+    torch.testing.assert_close(lm.hidden[0], heard[0][0, 7:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[0], whole[7:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("prompts", [[[5, 6, 7]], [[5, 6, 7], [8]]])
-def test_the_lean_forward_keeps_the_same_hidden_states(prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("lengths", [[3], [3, 1]])
+def test_the_lean_forward_keeps_the_same_hidden_states(lengths: list[int]) -> None:
     model = tiny("llama")
     both = [CausalLM(model), prepare(model)]
+    rows = {id: [5, 6, 7][:length] for id, length in enumerate(lengths)}
     for each in both:
         each.keeps_hidden = True
-        each.start(prompts)
+        join_all(each, rows)
     assert both[1]._forward is not None
-    torch.testing.assert_close(both[1].hidden[0], both[0].hidden[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(both[1].prompt_hidden, both[0].prompt_hidden, rtol=1e-4, atol=1e-4)
     for each in both:
-        each.extend([[9, 4, 2]] * len(prompts))
-    torch.testing.assert_close(both[1].hidden, both[0].hidden, rtol=1e-4, atol=1e-4)
+        each.extend(list(rows), [[9, 4, 2]] * len(rows))
+    for a, b in zip(both[0].hidden, both[1].hidden, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_a_long_prompt_makes_no_logits_of_all_its_tokens(architecture: str, hidden: bool) -> None:
+    model = tiny(architecture, vocab=20_000, context=4096)  # logits of the prompt would take 320 MB
+    for lm in (CausalLM(model), prepare(model)):
+        lm.keeps_hidden = hidden
+        seen: list[int] = []
+        hook = lm.head.register_forward_hook(lambda module, given, found, seen=seen: seen.append(found.shape[1]))
+        prompt = [number % 20_000 for number in range(4000)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            assert list(lm.prefill(prompt, 512)) == [512] * 7 + [416]
+        hook.remove()
+        largest = max(event.cpu_memory_usage for event in profile.events())
+        assert max(seen, default=1) == 1 and largest < 40_000_000, (seen, largest)
+        assert lm.prefilled == 4000
+        assert (lm.prompt_hidden is not None and lm.prompt_hidden.shape == (4000, 32)) == hidden
+
+
+def test_what_another_thread_runs_is_not_heard() -> None:
+    lm = CausalLM(tiny("qwen3"))
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad(), lm.hearing(one=True) as heard:
+        found: list[torch.Size] = []
+        thread = threading.Thread(target=lambda: found.append(lm.model(ids).logits.shape))
+        thread.start()
+        thread.join()
+        assert found == [(1, 3, VOCAB)] and not heard
+        assert lm.model(ids).logits.shape == (1, 1, VOCAB) and len(heard) == 1
+    assert lm.model(ids).logits.shape == (1, 3, VOCAB)
+
+
+class Quantised(torch.nn.Module):
+    """A linear layer whose weight is no floating-point parameter."""
+
+    def __init__(self, linear: torch.nn.Linear, buffer: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        packed = (linear.weight.detach() * 100).to(torch.int8)
+        if buffer:
+            self.register_buffer("qweight", packed)
+        else:
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = self.qweight if hasattr(self, "qweight") else self.weight
+        return torch.nn.functional.linear(x, packed.to(x.dtype) / 100)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_quantised_model_is_the_model_and_no_other(architecture: str, buffer: bool) -> None:
+    model, other = tiny(architecture), tiny(architecture, seed=1)
+    before = fingerprint(model)
+    assert all(isinstance(number, float) for number in before["weights"])
+    assert same_model(before, fingerprint(tiny(architecture).to(torch.bfloat16)))
+    for each in (model, other):
+        for layer in each.model.layers:
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                setattr(layer.mlp, name, Quantised(getattr(layer.mlp, name), buffer))
+    after = fingerprint(model)
+    assert None in after["weights"] and any(after["weights"])
+    assert same_model(before, after) and same_model(after, before)
+    assert not same_model(before, fingerprint(other)) and not same_model(after, fingerprint(other))
+    CausalLM(model)
+
+
+def test_memory_is_reserved_by_rows_and_positions() -> None:
+    lm = CausalLM(tiny("llama"))
+    size = lm.position_bytes  # known before anything is run
+    assert size == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, their size, bytes
+    assert lm.cache.allocated_bytes == 0 and lm.prefilled == 0
+    assert lm.fits(0, 300, 512 * size) and not lm.fits(0, 300, 512 * size - 1) and lm.fits(0, 10**9, None)
+    join_all(lm, {0: [1, 2, 3]}, reserve=300)
+    assert lm.fits(1, 100, 1024 * size) and not lm.fits(1, 100, 1023 * size)
+    assert lm.cache.allocated_bytes == 512 * size and lm.cache.used_bytes == 3 * size

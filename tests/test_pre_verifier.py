@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,31 +17,37 @@ from toys import (
     COSTS,
     LAYERS,
     TableLM,
-    joint_law,
+    decode,
+    joint_distribution,
     noisy_copy,
     p_value,
     random_layer,
     random_table,
     tiny,
     tiny_tokenizer,
+    tokens_of,
 )
 
 from forerun import Decoder
 from forerun.costs import Costs
-from forerun.decode import Generation, decode
+from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
-from forerun.lengths import Look
-from forerun.lengths.pacer import BLOCKS, SCORES, PacerStop, best_threshold
+from forerun.engine import Step
+from forerun.generation import Generation, Request
+from forerun.lengths import LengthPolicy, Look
+from forerun.lengths.confidence import ProductRule
+from forerun.lengths.pacer import BLOCKS, SCORES, BlockRule, PacerStop, best_threshold
 from forerun.loading import load_pre_verifier
-from forerun.methods import Pacer, SpecDec, method
+from forerun.methods import Pacer, Parts, SpecDec, method
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import INPUTS
+from forerun.nn.pre_verifier import INPUTS, LEAST, USUAL, PreVerifier
 from forerun.nn.quick import Array, QuickPreVerifier
-from forerun.sampling import Sampler
+from forerun.sampling import Sampler, Verdict
 from forerun.train.pre_verifier import Recipe, auc, loss_of, train_pre_verifier
 from forerun.train.rollout import history, roll_out
+from forerun.zoo import FOLDER
 
 
 @pytest.fixture(autouse=True)
@@ -62,58 +69,50 @@ def inputs(rows: int, depth: int, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["survival", "acceptance"])
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
-    layer = random_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
-    given, target, runs = inputs(3, 10), torch.randn(3, 32), torch.rand(3, 3) * 9
-    with torch.no_grad():
-        logits, survival, _ = layer.step(layer.begin(target, runs), **given)
-        state, parts = layer.begin(target, runs), []
-        for at in (0, 1, 5, 8):
-            until = {0: 1, 1: 5, 5: 8, 8: 10}[at]
-            said, alive, state = layer.step(state, **{name: value[:, at:until] for name, value in given.items()})
-            parts.append((said, alive))
-    torch.testing.assert_close(torch.cat([said for said, _ in parts], 1), logits)
-    torch.testing.assert_close(torch.cat([alive for _, alive in parts], 1), survival)
-    if kind == "acceptance":
-        torch.testing.assert_close(survival, logits.sigmoid().cumprod(-1))
-
-
-def test_rows_go_their_own_ways() -> None:
-    layer = random_layer(inputs=INPUTS)
-    given, target, runs = inputs(3, 6), torch.randn(3, 32), torch.rand(3, 3)
-    with torch.no_grad():
-        whole, _, _ = layer.step(layer.begin(target, runs), **given)
-        first = {name: value[:, :4] for name, value in given.items()}
-        _, _, state = layer.step(layer.begin(target, runs), **first)
-        rest = {name: value[[2, 0], 4:] for name, value in given.items()}
-        said, _, _ = layer.step(state.select(torch.tensor([2, 0])), **rest)
-    torch.testing.assert_close(said, whole[[2, 0], 4:])
-
-
-@pytest.mark.parametrize("kind", ["survival", "acceptance"])
-@pytest.mark.parametrize("layers", [0, 2])
-def test_the_quick_layer_says_the_same(layers: int, kind: str) -> None:
-    layer = random_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7)
+def varied(layer: PreVerifier) -> PreVerifier:
+    """The layer with weights where it starts with zeros."""
     with torch.no_grad():
         layer.place.normal_()
         for name, weight in layer.named_parameters():
             if name.endswith("bias"):
                 weight.normal_()
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["survival", "acceptance"])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
+    """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
+    layer = varied(random_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7))
     quick = QuickPreVerifier(layer)
-    given, target, runs = inputs(3, 10), torch.randn(3, 32), torch.rand(3, 3) * 9
-    plain, fast = layer.begin(target, runs), quick.begin(target, runs.tolist())
-    for first, last in ((0, 1), (1, 5), (5, 10)):
-        part = {name: value[:, first:last] for name, value in given.items()}
+    given, target, runs = inputs(4, 10), torch.randn(4, 32), torch.rand(4, 3) * 9
+    with torch.no_grad():
+        logits, survival = layer(target, runs, **given)
+    if kind == "acceptance":
+        torch.testing.assert_close(survival, logits.sigmoid().cumprod(-1))
+    expected = survival if kind == "acceptance" else logits
+    state, rows = quick.begin(target, runs.tolist()), [0, 1, 2, 3]
+    for first, last, left in ((0, 1, [2, 0, 1, 3]), (1, 5, [3, 1, 0]), (5, 8, [2, 0]), (8, 10, [])):
+        part = {name: value[rows, first:last] for name, value in given.items()}
+        output, state = quick.step(state, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
+        torch.testing.assert_close(torch.from_numpy(output), expected[rows, first:last], rtol=1e-4, atol=1e-5)
+        state, rows = state.select(left), [rows[row] for row in left]
+
+
+def test_the_embedded_layers_load_and_say_the_same_in_both_forms() -> None:
+    for name in ("pre-verifier", "specdec++"):
+        layer = PreVerifier.from_pretrained(FOLDER / name).eval()
+        config = layer.config
+        given, target, runs = inputs(3, 8), torch.randn(3, config.target_size), torch.rand(3, 3) * 9
+        given["hidden"], given["embedded"] = torch.randn(3, 8, config.draft_size), torch.randn(3, 8, config.token_size)
         with torch.no_grad():
-            logits, survival, plain = layer.step(plain, **part)
-        said, fast = quick.step(fast, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
-        expected = survival if kind == "acceptance" else logits
-        torch.testing.assert_close(torch.from_numpy(said), expected, rtol=1e-4, atol=1e-5)
-        rows = [2, 0, 1]
-        plain, fast = plain.select(torch.tensor(rows)), fast.select(rows)
-        given = {name: value[rows] for name, value in given.items()}
+            logits, survival = layer(target, runs, **given)
+        quick = QuickPreVerifier(layer)
+        lists = {part: given[part].tolist() for part in ("log_q", "echoes")}
+        output, _ = quick.step(quick.begin(target, runs.tolist()), **given | lists)
+        expected = survival if config.kind == "acceptance" else logits
+        torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)
+        assert quick.traces["greedy"].any() and quick.traces["sampled"].any()
 
 
 def test_echoes_against_a_search() -> None:
@@ -133,6 +132,21 @@ def test_echoes_against_a_search() -> None:
             expected.append(tuple(row))
         assert echo.answers(text[known - max(SIZES) : known] if known > 6 else text[:known], drafted) == expected
         assert {value for row in expected for value in row} > {0} or known < 30
+
+
+def states(model: Any, tokens: Sequence[int]) -> Tensor:
+    """The LM head's inputs [n, d] over a text."""
+    return logits_and_states(model, tokens)[1]
+
+
+def logits_and_states(model: Any, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Logits [n, V] and the LM head's inputs [n, d] over a text, by transformers' own forward."""
+    found: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits
+    handle.remove()
+    return logits[0], found[0][0]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
@@ -155,20 +169,15 @@ def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
             assert drafts.tokens[index].tolist() == said.tokens
             right = [a == b for a, b in zip(said.tokens, windows[row, anchor + 1 : anchor + 6].tolist(), strict=True)]
             assert drafts.accept[index].tolist() == [float(each) for each in right]
-            drafting.keeps_hidden = verifying.keeps_hidden = True
-            drafting.start([context[:-1]])
-            drafting.extend([[context[-1], *said.tokens[:-1]]])
-            assert drafting.hidden is not None
-            torch.testing.assert_close(drafts.hidden[index], drafting.hidden[0], rtol=1e-3, atol=1e-3)
-            verifying.start([context[:-2]])
-            verifying.extend([context[-2:]])
-            assert verifying.hidden is not None
-            torch.testing.assert_close(drafts.target[index], verifying.hidden[0, 0], rtol=1e-3, atol=1e-3)
+            of_draft = states(draft, [*context, *said.tokens[:-1]])[anchor:]
+            torch.testing.assert_close(drafts.hidden[index], of_draft, rtol=1e-3, atol=1e-3)
+            of_target = states(target, context)[-2]
+            torch.testing.assert_close(drafts.target[index], of_target, rtol=1e-3, atol=1e-3)
             index += 1
     assert 0 < float(drafts.accept.mean()) < 1
 
 
-def test_acceptance_of_drawn_drafts() -> None:
+def test_acceptance_of_sampled_drafts() -> None:
     target = tiny("llama")
     draft = noisy_copy(target, 0.05)
     windows = torch.randint(2, 60, (2, 30), generator=torch.Generator().manual_seed(3))
@@ -203,18 +212,37 @@ def test_loss_by_hand() -> None:
     torch.testing.assert_close(loss_of(random_layer(kind="acceptance"), logits, accept, 3.0), acceptance)
 
 
+def always(costs: Costs):
+    return lambda mode, rows: costs
+
+
 def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings) -> PacerStop:
     layer = random_layer(seed=seed, draft_size=4, token_size=4, **settings)
     embeddings = torch.nn.Embedding(4, 4)
     if rule == "auto":
-        return PacerStop(layer, embeddings, block, most, rho=1.05, costs=COSTS)
+        return PacerStop(layer, embeddings, block, most, rho=1.05, costs=always(COSTS))
     return PacerStop(layer, embeddings, block, most, 0.45, 1.05, rule)
 
 
+def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **options) -> tuple[Any, list[Generation]]:
+    """A rule for so many new sequences."""
+    seqs = [Generation(Request([1], 9, sampler or Sampler(), **options), id) for id in range(count)]
+    for seq in seqs:
+        policy.admit(seq)
+    return policy.begin(seqs, count), seqs
+
+
 def test_how_much_of_a_block_is_certain() -> None:
-    policy = stop("last", 4, most=10)
-    policy.start([Generation([1], 30)])
-    assert [policy.certain([0], depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
+    rule, _ = begun(stop("last", 4, most=10))
+    assert [rule.certain(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
+    policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), 4, 10, costs=lambda mode, rows: None)
+    policy._settings["seeded", 1] = 3, 0.5, False
+    seqs = [Generation(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
+    seqs.append(Generation(Request([1], 9, Sampler(False), seed=1), 2))
+    for seq in seqs:
+        policy.admit(seq)
+    rule = policy.begin(seqs, 3)  # blocks of 4 and of 3
+    assert [rule.certain(depth) for depth in range(10)] == [3, 2, 1, 1, 2, 1, 2, 1, 1, 1]
 
 
 RULES = ["last", "mean", "min", "auto"]
@@ -223,73 +251,148 @@ TARGET, DRAFT = random_table(V, 1), random_table(V, 1) + 0.5 * random_table(V, 2
 PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
 
 
+def table_draft(policy: LengthPolicy) -> ChainDrafter:
+    return ChainDrafter(TableLM(DRAFT), policy)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("block", [1, 2, 4])
-def test_sampling_follows_the_targets_law(rule: str, block: int) -> None:
+def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> None:
     """2000 rows at once, which stop on their own."""
-    seqs = [
-        Generation(list(PROMPT), len(PROMPT) + NEW, Sampler(False), generator=torch.Generator().manual_seed(row))
-        for row in range(2000)
-    ]
-    drafter = ChainDrafter(TableLM(DRAFT), stop(rule, block, inputs=("confidence", "history", "echoes"), layers=1))
-    steps = [step for batch in decode(TableLM(TARGET), drafter, seqs) for step in batch]
-    assert len({step.drafted for step in steps}) > 1
-    assert p_value([seq.output[:JOINT] for seq in seqs], joint_law(TARGET, PROMPT, JOINT, None)) > 1e-4
+    policy = stop(rule, block, inputs=("confidence", "history", "echoes"), layers=1)
+    requests = [Request(PROMPT, NEW, Sampler(False), seed=0, stream=row) for row in range(2000)]
+    rows = decode(TableLM(TARGET), table_draft(policy), requests)
+    assert len({step.drafted for steps in rows for step in steps}) > 1
+    joint = joint_distribution(TARGET, PROMPT, JOINT, None)
+    assert p_value([tokens_of(steps)[:JOINT] for steps in rows], joint) > 1e-4
+    assert not policy.past
+
+
+def drafted(steps: Sequence[Step]) -> list[int]:
+    return [step.drafted for step in steps]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_rows_are_what_they_are_alone(rule: str) -> None:
-    prompts = [[0], [1, 2, 3], [3, 3], PROMPT]
-    limits = [7, 30, 18, 25]
-
-    def seqs() -> list[Generation]:
-        return [Generation(list(p), len(p) + n, index=i) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
-
-    plain = seqs()
-    list(decode(TableLM(TARGET), PlainDrafter(), plain))
-    together = seqs()
-    lengths: dict[int, list[int]] = {}
-    for batch in decode(TableLM(TARGET), ChainDrafter(TableLM(DRAFT), stop(rule, 2)), together):
-        for step in batch:
-            lengths.setdefault(step.index, []).append(step.drafted)
-    assert [seq.output for seq in together] == [seq.output for seq in plain]
+    requests = [
+        Request(prompt, limit) for prompt, limit in zip([[0], [1, 2, 3], [3, 3], PROMPT], [7, 30, 18, 25], strict=True)
+    ]
+    plain = decode(TableLM(TARGET), PlainDrafter(), requests)
+    together = decode(TableLM(TARGET), table_draft(stop(rule, 2)), requests)
+    assert [tokens_of(steps) for steps in together] == [tokens_of(steps) for steps in plain]
     if rule == "auto":  # prices depend on the number of rows
         return
-    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        alone = [Generation(list(prompt), len(prompt) + limit)]
-        steps = [
-            step for b in decode(TableLM(TARGET), ChainDrafter(TableLM(DRAFT), stop(rule, 2)), alone) for step in b
-        ]
-        assert [step.drafted for step in steps] == lengths[index]
+    for request, steps in zip(requests, together, strict=True):
+        (alone,) = decode(TableLM(TARGET), table_draft(stop(rule, 2)), [request])
+        assert drafted(alone) == drafted(steps)
 
 
-def test_it_stops_where_the_layer_says() -> None:
-    """Every stop recomputed from the whole draft at once, on real models, with every input."""
+class Watching(PacerStop):
+    """Keeps every draft with the layer's output on its tokens and where it was asked."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.step, self.layer.step = self.layer.step, self.watched
+        self.asked: list[Array] = []
+        self.drafts: list[tuple[int, list[int], list[float], int, bool]] = []
+
+    def watched(self, *args: Any) -> tuple[Array, Any]:
+        output, state = self.step(*args)
+        self.asked.append(output[0])
+        return output, state
+
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        super().observe(seqs, drafts, verdicts, hidden)
+        output = np.concatenate(self.asked).tolist() if self.asked else []
+        verdict = verdicts[0]
+        self.drafts.append((len(seqs[0].tokens), drafts[0].tokens[1:], output, verdict.accepted, verdict.rejected))
+        self.asked = []
+
+
+def echoes_of(text: list[int], tokens: list[int]) -> list[list[int]]:
+    """`Echo`, by a search of the text for every token."""
+    found = []
+    for at in range(len(text), len(text) + len(tokens)):
+        both, row = text + tokens, []
+        for size in SIZES:
+            ends = [i for i in range(size, len(text)) if both[i - size : i] == both[at - size : at]]
+            row.append((1 if text[ends[-1]] == both[at] else -1) if ends and at >= size else 0)
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("names", [INPUTS, *([name] for name in INPUTS)], ids=lambda names: "+".join(names))
+def test_the_layer_is_given_what_it_is_to_see(names: Sequence[str]) -> None:
+    """Its every output recomputed from the text, by transformers' own forwards and torch's form of the layer: echoes,
+    the target's state at the root, the draft's states, runs of accepted tokens. And every stop from the outputs, with
+    a threshold that changes along the draft."""
+    torch.manual_seed(1)
     target = tiny("llama")
-    draft = CausalLM(noisy_copy(target, 0.03))
-    layer = random_layer(seed=4, inputs=INPUTS)
-    asked: list[tuple[int, list[float]]] = []
-
-    class Watching(PacerStop):
-        def _ask(self, look: Look) -> Array:
-            said = super()._ask(look)
-            asked.append((look.depth, (1 / (1 + np.exp(-said[0]))).tolist()))
-            return said
-
-    policy = Watching(layer, draft.model.get_input_embeddings(), 3, 12, 0.48)
-    seq = Generation([5, 6, 7], 103)
-    stopped = []
-    for (step,) in decode(CausalLM(target), ChainDrafter(draft, policy), [seq]):
-        if seq.room < 20:  # the end is near and cuts drafts
+    draft = noisy_copy(target, 0.03)
+    layer = varied(random_layer(seed=4, inputs=names, layers=0))
+    with torch.no_grad():
+        layer.leave.bias.fill_(0.2)
+    embeddings = draft.get_input_embeddings()
+    block, threshold, rho = 3, 0.62, 0.8
+    policy = Watching(layer, embeddings, block, 9, threshold, rho)
+    (steps,) = decode(CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)])
+    text = [5, 6, 7, 5, 6, *tokens_of(steps)]
+    runs, end, ends, seen = [0.0, USUAL, USUAL], 5, set(), 0
+    for number, (length, tokens, output, accepted, rejected) in enumerate(policy.drafts):
+        if end + 9 >= len(text):  # the sequence's end cuts drafts
             break
-        *before, last = asked
-        assert [depth for depth, _ in asked] == list(range(3, 3 * len(asked) + 1, 3))
-        assert all(survival[-1] >= 0.48 for _, survival in before)
-        assert step.drafted == last[0]
-        assert last[1][-1] < 0.48 or step.drafted == 12
-        stopped.append(step.drafted)
-        asked.clear()
-    assert len(set(stopped)) > 1
+        logits, of_draft = logits_and_states(draft, text[:end] + tokens)
+        ids = torch.tensor(tokens)
+        log_q = logits[end - 1 : -1].softmax(-1).gather(-1, ids[:, None]).clamp(min=LEAST).log().T
+        of_target = states(target, text[:end])[-2] if number else torch.zeros(32)
+        with torch.no_grad():
+            expected, survival = layer(
+                of_target[None],
+                torch.tensor([runs]),
+                log_q,
+                torch.tensor([echoes_of(text[:end], tokens)]),
+                of_draft[None, end - 1 : -1],
+                embeddings(ids)[None],
+            )
+        asked = len(output)
+        assert asked == len(tokens) - len(tokens) % block - (block if len(tokens) == 9 else 0)
+        torch.testing.assert_close(torch.tensor([output]), expected[:, :asked], rtol=2e-3, atol=2e-3)
+        for last in range(block, asked + 1, block):
+            alive = float(survival[0, last - 1])
+            least = threshold * rho ** (last // block - 1)
+            if abs(alive - least) > 1e-3:
+                assert (alive < least) == (last == len(tokens))
+        ends.add(len(tokens))
+        runs[0] += accepted
+        runs = [0.0, *runs[:2]] if rejected else [runs[0] + 1, *runs[1:]]
+        end, seen = length, seen + asked
+    assert seen > 20 and ("history" not in names or len({row[3] for row in policy.drafts}) > 1)
+    assert len(ends) > 1 or len(names) == 1
+
+
+def test_every_input_can_change_where_a_draft_ends() -> None:
+    """So that one which is left out is missed: a rule that goes by one input alone, learnt by hand."""
+    layer = random_layer(inputs=("echoes",), width=8, depth=9)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.zero_()
+        # One unit counts broken echoes of one token; a draft ends at the first of them.
+        layer.enter["echoes"].weight[0, len(SIZES) + SIZES.index(1)] = 1.0
+        layer.middle.weight[0, 0] = 1.0  # type: ignore[union-attr]
+        layer.leave.weight[0, 0], layer.leave.bias[0] = -8.0, 4.0
+    size = 8
+    count, other = torch.zeros(size, size, size), torch.zeros(size, size, size)
+    for last in range(size):
+        count[:, last, (last + 1) % size] = 9.0
+        other[:, last, (last + 1) % size if last != 5 else 2] = 9.0  # says 2 where the text has always said 6
+    policy = PacerStop(layer, torch.nn.Embedding(8, 4), 1, 9, 0.5)
+    drafter = ChainDrafter(TableLM(other), policy)  # type: ignore[arg-type]
+    (steps,) = decode(TableLM(count), drafter, [Request([0, 1, 2, 3, 4, 5, 6, 7, 0], 40)])
+    assert tokens_of(steps) == [(1 + at) % size for at in range(40)]
+    # Each draft ends with the token that breaks the echo, and none before.
+    assert all(step.drafted == step.accepted + 1 for step in steps[:-2]) and {step.accepted for step in steps} >= {5, 7}
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -326,58 +429,92 @@ def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
 
 def test_the_automatic_block_is_the_best() -> None:
     policy = stop("auto", None)
-    policy.start([Generation([1], 9)])
     last = SCORES["last"]
-    said, _ = policy.layer.traces["greedy"][..., :9]
-    rates = {block: best_threshold(said, block, 1.05, last, COSTS) for block in BLOCKS}
-    assert policy.block == max(rates, key=lambda block: rates[block][1]) and policy.cheap is None
-    assert policy.threshold == rates[policy.block][0]
+    for mode, traces, costs in (("greedy", "greedy", COSTS), ("sampled", "sampled", COSTS.sampled)):
+        alive, products = policy.layer.traces[traces][..., :9]
+        rates = {block: best_threshold(alive, block, 1.05, last, costs) for block in BLOCKS}
+        glancing = replace(costs, policy=costs.glance)
+        rates[0] = best_threshold(alive, 1, 1.0, last, glancing, 1, products)
+        block, threshold, _ = policy.settings(mode, 1)
+        assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
-    policy.start([Generation([1], 9)])
-    assert (policy.block, policy.threshold) == (4, 0.5)
+    assert policy.settings("greedy", 1) == (4, 0.5, False)
+
+
+def test_few_numbers_of_rows_are_priced() -> None:
+    policy = stop("auto", None)
+    for count in range(1, 65):
+        policy.settings("greedy", count)
+    counts = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8)]
+    assert [count for _, count in policy._settings] == counts
+
+
+def test_seeded_rows_do_not_depend_on_what_was_measured_here() -> None:
+    parts = Parts(TableLM(TARGET), costs=COSTS, clocked=True)
+    assert (parts.costs_for("greedy"), parts.costs_for("sampled"), parts.costs_for("seeded")) == (COSTS, COSTS, None)
+    parts = replace(parts, clocked=False)
+    assert parts.costs_for("seeded") == COSTS
+    policy = PacerStop(
+        random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, costs=lambda mode, rows: parts.costs_for(mode)
+    )
+    assert policy.settings("seeded", 1) == policy.settings("sampled", 1) != (4, 0.5, False)
+
+
+def scores_of(survival: Sequence[float]) -> Tensor:
+    values = np.array(survival)
+    return torch.from_numpy(np.log(np.stack([1 - values, values, 0 * values + 1e-30], 1)))
 
 
 @pytest.mark.parametrize("cheap", [False, True])
-def test_rows_with_costs_stop_together(cheap: bool) -> None:
-    """By the mean of all rows, of which those that have ended count as 0; drawn rows and fixed thresholds do not."""
+def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
+    """By the mean of all rows, of which those that have ended count as 0; sampled rows and fixed thresholds do not."""
     layer = random_layer(draft_size=4)
     costs = replace(COSTS, policy=50.0, glance=0.01)
 
-    def started(mode: Sampler, **settings: Any) -> PacerStop:
-        policy = PacerStop(layer, torch.nn.Embedding(4, 4), None if cheap and "costs" in settings else 1, 9, **settings)
-        policy.start([Generation([1], 9, mode) for _ in range(4)])
-        policy.threshold = 0.5
-        assert (policy.cheap is not None) == (cheap and "costs" in settings)
-        if policy.cheap is not None:
-            policy.cheap.threshold = 0.5
-        else:
-            policy._ask = lambda look: np.log(survival[:, None] / (1 - survival[:, None]))  # type: ignore[method-assign]
-        return policy
+    def more(survival: Sequence[float], samplers: Sequence[Sampler], rows: int = 4, **settings: Any) -> list[bool]:
+        block = None if cheap and "costs" in settings else 1
+        policy = PacerStop(layer, torch.nn.Embedding(4, 4), block, 9, **settings)
+        seqs = [Generation(Request([1], 9, sampler), id) for id, sampler in enumerate(samplers)]
+        for seq in seqs:
+            policy.admit(seq)
+        rule = policy.begin(seqs, rows)
+        values = dict(zip([seq.id for seq in seqs], survival, strict=True))
+        for each in rule.rules.values() if hasattr(rule, "rules") else [rule]:
+            each.threshold = 0.5
+            assert isinstance(each, ProductRule if cheap and "costs" in settings else BlockRule)
+            if isinstance(each, BlockRule):
+                alive = lambda look: np.array([[values[seq.id]] for seq in look.seqs])  # noqa: E731
+                each._ask = lambda look, alive=alive: np.log(alive(look) / (1 - alive(look)))  # type: ignore[method-assign]
+        return rule.more(Look(seqs, [[1]] * len(seqs), scores_of(survival)))
 
+    greedy, sampled = Sampler(), Sampler(greedy=False)
+    given = {"costs": always(costs)}
     for survival, going in (([0.9, 0.8, 0.4, 0.1], True), ([0.9, 0.8, 0.1, 0.1], False), ([0.9, 0.8], False)):
-        survival, count = np.array(survival), len(survival)
-        scores = torch.from_numpy(np.log(np.stack([1 - survival, survival, 0 * survival + 1e-30], 1)))
-        look = Look(list(range(count)), [[1]] * count, scores)
-        assert started(Sampler(), costs=costs).more(look) == [going] * count
-        alone = [bool(each >= 0.5) for each in survival]
-        assert started(Sampler(), threshold=0.5).more(look) == alone
-        assert started(Sampler(greedy=False), costs=costs).more(look) == alone
+        count = len(survival)
+        assert more(survival, [greedy] * count, **given) == [going] * count
+        alone = [each >= 0.5 for each in survival]
+        assert more(survival, [greedy] * count, threshold=0.5) == alone
+        assert more(survival, [sampled] * count, **given) == alone
+    # In one draft: the greedy rows by their own mean, of which there are two, or three with one that has no draft.
+    mixed = [greedy, sampled, greedy, sampled]
+    assert more([0.7, 0.9, 0.35, 0.2], mixed, **given) == [True, True, True, False]
+    assert more([0.7, 0.9, 0.25, 0.2], mixed, **given) == [False, True, False, False]
+    assert more([0.7, 0.9, 0.35, 0.2], mixed, 5, **given) == [False, True, False, False]
 
 
-def test_a_layer_that_does_not_pay_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_does_not_pay_is_not_asked() -> None:
     """Where its calls are dear, or the draft's own probabilities tell as much, these decide."""
     layer = random_layer(draft_size=4)
     for price, cheap in ((0.0, False), (50.0, True)):
         costs = replace(COSTS, policy=price, glance=0.01)
-        policy = PacerStop(layer, torch.nn.Embedding(4, 4), None, 9, costs=costs)
-        policy.start([Generation([1], 9)])
-        assert (policy.cheap is not None) is cheap
-        if cheap:
-            assert policy.cheap.threshold == policy.threshold
-            monkeypatch.setattr(policy, "_ask", None)
-            wide = Look([0], [[2]], torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
-            narrow = Look([0], [[2, 1]], torch.tensor([[0.0, -9.0, 9.0, 0.0]]))
-            assert [policy.more(look) for look in (wide, narrow)] == [[True], [False]]
+        policy = PacerStop(layer, torch.nn.Embedding(4, 4), None, 9, costs=always(costs))
+        rule, seqs = begun(policy)
+        assert isinstance(rule, ProductRule) is cheap
+        if isinstance(rule, ProductRule):
+            assert rule.threshold == policy.settings("greedy", 1)[1]
+            wide = Look(seqs, [[2]], torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
+            narrow = Look(seqs, [[2, 1]], torch.tensor([[0.0, -9.0, 9.0, 0.0]]))
+            assert [rule.more(look) for look in (wide, narrow)] == [[True], [False]]
 
 
 def test_dear_drafts_are_shorter() -> None:
@@ -467,24 +604,51 @@ def test_settings_are_checked() -> None:
             method("pacer", **options)
 
 
-def test_drawn_rows_do_not_depend_on_their_neighbours_or_ends() -> None:
-    def sampled(rows: list[int]) -> list[list[int]]:
-        seqs = [
-            Generation(
-                list(PROMPT),
-                len(PROMPT) + 5 + 3 * row,
-                Sampler(False),
-                generator=torch.Generator().manual_seed(7 + row),
-            )
-            for row in rows
-        ]
-        drafter = ChainDrafter(TableLM(DRAFT), stop("auto", None))
-        for _ in decode(TableLM(TARGET), drafter, seqs):
-            pass
-        return [seq.output for seq in seqs]
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> None:
+    """Among greedy ones, which stop together, and with rows that come and go."""
 
-    together = sampled(list(range(6)))
-    assert together == [sampled([row])[0] for row in range(6)]
+    def requests(rows: Sequence[int]) -> list[Request]:
+        return [Request(PROMPT, 5 + 3 * row, Sampler(False), seed=7, stream=row) for row in rows]
+
+    def outputs(asked: Sequence[Request], **options: Any) -> list[list[tuple[int, ...]]]:
+        rows = decode(TableLM(TARGET), table_draft(stop(rule, None)), asked, **options)
+        return [[(step.drafted, *step.tokens) for step in steps] for steps in rows]
+
+    alone = [outputs([request])[0] for request in requests(range(6))]
+    assert outputs(requests(range(6))) == alone
+    assert outputs(requests(range(6)), max_rows=2) == alone
+    others = [Request([1, 2], 9), Request([3], 30), Request([0], 14)]
+    mixed = [each for pair in zip(requests(range(3)), others, strict=True) for each in pair]
+    for options in ({}, {"max_rows": 3}):
+        found = outputs(mixed, **options)
+        assert found[::2] == alone[:3]
+        plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), others)]
+        assert [[token for _, *tokens in steps for token in tokens] for steps in found[1::2]] == plain
+
+
+def test_state_goes_with_its_sequence() -> None:
+    """Verdicts reach the right ones, whatever the order and whoever has left."""
+    policy = stop("last", 2, inputs=("confidence", "history", "target"))
+    seqs = [Generation(Request([1, 2], 30), id) for id in (4, 7, 2)]
+    for seq in seqs:
+        policy.admit(seq)
+
+    def judged(*rows: tuple[Generation, int, bool]) -> None:
+        drafts = [Draft.chain(2, [0] * 3) for _ in rows]
+        verdicts = [
+            Verdict(list(range(accepted + 1)), 0, accepted + rejected, rejected) for _, accepted, rejected in rows
+        ]
+        hidden = [torch.arange(4.0)[:, None] + 10 * seq.id for seq, _, _ in rows]
+        policy.observe([seq for seq, _, _ in rows], drafts, verdicts, hidden)
+
+    judged((seqs[0], 2, True), (seqs[1], 3, False), (seqs[2], 0, True))
+    judged((seqs[2], 1, True), (seqs[1], 1, True))
+    policy.drop(seqs[0])
+    judged((seqs[1], 0, False), (seqs[2], 3, False))
+    assert {id: past.runs for id, past in policy.past.items()} == {7: [1, 5, USUAL], 2: [4, 1, 0]}
+    assert {id: past.target.tolist() for id, past in policy.past.items()} == {7: [70.0], 2: [23.0]}
+    policy.drop(seqs[0])
 
 
 def test_training_resumes_and_its_layer_loads(tmp_path: Path) -> None:

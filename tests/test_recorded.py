@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from joining import join_all
 from toys import CONTEXT, VOCAB, noisy_copy, random_head, random_tree, tiny
 from transformers import PreTrainedModel
 
+from forerun import cache as cache_module
 from forerun.api import Decoder
 from forerun.draft import Draft
 from forerun.loading import load_head
 from forerun.methods import method
 from forerun.model import CausalLM
 from forerun.runtime import lean, recorded
-from forerun.runtime.hidden import HiddenLM
+from forerun.runtime.heads import HiddenLM
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.recorded import Recorded
 
@@ -27,6 +29,7 @@ PROMPTS = [[5, 9, 3, 7], [8, 2], [4], [6, 6, 1, 2, 3, 4, 5, 6, 6]]
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "STEP", 8)  # so that buffers grow and shapes change
+    monkeypatch.setattr(cache_module, "BLOCK", 8)
 
 
 def replayed(model: PreTrainedModel) -> CausalLM:
@@ -52,49 +55,76 @@ def test_fixed_shapes_equal_the_stock_forward(
     assert model.config.num_attention_heads > model.config.num_key_value_heads
     plain, quick = CausalLM(model), replayed(model)
     generator = torch.Generator().manual_seed(len(lengths))
-    prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    prompts = {3 * i: torch.randint(VOCAB, (n,), generator=generator).tolist() for i, n in enumerate(lengths)}
     for lm in (plain, quick):
         lm.keeps_hidden = True
-        lm.start(prompts)
+        join_all(lm, prompts, reserve=20)
+    ids = list(prompts)
     for turn in range(3):
-        count = len(plain.cache.lengths)
+        count = len(ids)
         steps = [[Draft.chain(5, [6, 7, 8])] * count, [Draft.root(9)] * count]
         steps += [[random_tree(9, VOCAB, generator) for _ in range(count)]]
         steps += [[Draft.chain(3, [4, 5]) if row else Draft.root(1) for row in range(count)]]
+        steps += [[random_tree(5, VOCAB, generator)] * max(1, count - 1)]  # the others stay as they are
         for drafts in steps:
-            for a, b in zip(plain.forward(drafts), quick.forward(drafts), strict=True):
+            some = ids[count - len(drafts) :] if turn else ids[: len(drafts)]
+            for a, b in zip(plain.forward(some, drafts), quick.forward(some, drafts), strict=True):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
             assert plain.hidden is not None and quick.hidden is not None
-            for row, draft in enumerate(drafts):
-                ours, theirs = quick.hidden[row, : len(draft)], plain.hidden[row, : len(draft)]
+            for ours, theirs in zip(quick.hidden, plain.hidden, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
             paths = [draft.path(row % len(draft)) for row, draft in enumerate(drafts)]
             for lm in (plain, quick):
-                lm.commit(paths)
-        shorter = [length - 1 - row % 2 for row, length in enumerate(plain.cache.lengths)]
+                lm.commit(some, paths)
+        shorter = [plain.length(id) - 1 - row % 2 for row, id in enumerate(ids)]
         for lm in (plain, quick):
-            lm.crop(shorter)
+            lm.crop(ids, shorter)
             if turn and count > 1:
-                lm.keep([row for row in range(count) if row != 1])
+                lm.drop(ids[1])
+        ids = [ids[0], *ids[2:]] if turn else ids[::-1]
     assert isinstance(quick.recorded, Recorded) and quick.recorded.shapes
+    assert {key[0] for key in quick.recorded.shapes} <= {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shapes_are_few_and_last_while_buffers_stay(device: str) -> None:
+    lm = replayed(llama(device))
+    join_all(lm, {id: [1, 2, 3] for id in range(7)}, reserve=30)
+    for count in (1, 3, 4, 2, 7, 5, 6):
+        for size in (7, 8):
+            ids = list(range(count))
+            lm.extend(ids, [[4] * size] * count)
+            lm.crop(ids, [3] * count)
+    first = dict(lm.recorded.shapes)
+    assert {(key[0], key[1]) for key in first} == {(rows, 8) for rows in (1, 2, 4, 8)}
+    for count in (1, 2, 5):
+        lm.extend(list(range(count)), [[4] * 8] * count)
+        lm.crop(list(range(count)), [3] * count)
+    assert lm.recorded.shapes == first
+    lm.add(9, 50)  # buffers move
+    lm.extend([0], [[4] * 8])
+    assert len(lm.recorded.shapes) == 1
+    other = lm.fresh()
+    assert other.recorded is not lm.recorded and not other.recorded.shapes
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rolling_on_over_fixed_shapes_is_the_same(device: str) -> None:
     model = llama(device)
     plain, quick = CausalLM(model), replayed(model)
-    for chains in ([[3, 4], [5], []], [[7]]):
+    for ids, chains in (([2, 0], [[3, 4], [5]]), ([0, 1, 2], [[3], [4], [5]]), ([1], [[7]])):
         found = []
         for lm in (plain, quick):
+            lm.reset()
             lm.keeps_hidden = True
-            lm.start([[1, 2, 3], [4] * 6, [5]][: len(chains)])
-            found.append(lm.roll(chains, 9, VOCAB))
+            join_all(lm, dict(enumerate([[1, 2, 3], [4] * 6, [5]])))
+            lm.extend([1], [[9]])
+            found.append(lm.roll(ids, chains, 9, VOCAB))
         (ours, logits, hidden), (theirs, wanted, states) = found
-        rows = [row for row, chain in enumerate(chains) if chain]
-        assert ours[rows].tolist() == theirs[rows].tolist() and plain.cache.lengths == quick.cache.lengths
+        assert ours.tolist() == theirs.tolist() and plain.cache.lengths == quick.cache.lengths
         for parts in ((logits, wanted), (hidden, states)):
             for a, b in zip(*parts, strict=True):
-                torch.testing.assert_close(a[rows], b[rows], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -103,18 +133,20 @@ def test_a_gpu_is_not_waited_for() -> None:
     quick = replayed(model)
     lyanna = HiddenLM(load_head(random_head(CausalLM(model)), quick), quick)
     state = torch.zeros(1, lyanna.width, device="cuda")
-    lyanna.start(1)
-    lyanna.extend([state.repeat(3, 1)], [[1, 2, 3]])
-    quick.start([[1, 2, 3]])
+    lyanna.add(0, 20)
+    lyanna.extend([0], [state.repeat(3, 1)], [[1, 2, 3]])
+    join_all(quick, {0: [1, 2, 3]}, reserve=20)
+    quick.extend([0], [[4]])
+    quick.crop([0], [3])
     for strict in (False, True):  # shapes are recorded first
         torch.cuda.set_sync_debug_mode("error" if strict else "default")
         try:
-            quick.roll([[3, 4]], 3, VOCAB)
-            lyanna.roll(state, 3, [0])
+            quick.roll([0], [[3, 4]], 3, VOCAB)
+            lyanna.roll([0], state, 3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        quick.crop([3])
-        lyanna.crop([3])
+        quick.crop([0], [3])
+        lyanna.crop([0], [3])
 
 
 def test_sixteen_bits_are_near_the_stock_forward() -> None:
@@ -122,12 +154,12 @@ def test_sixteen_bits_are_near_the_stock_forward() -> None:
     plain, quick = CausalLM(model), replayed(model)
     for lm in (plain, quick):
         lm.keeps_hidden = True
-        lm.start([[5, 9, 3, 7, 7, 2]])
+        join_all(lm, {0: [5, 9, 3, 7, 7, 2]})
     for chain in ([4], [1, 2, 3]):
-        ours, theirs = (lm.extend([chain])[0].float() for lm in (quick, plain))
+        ours, theirs = (lm.extend([0], [chain])[0].float() for lm in (quick, plain))
         assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
         assert quick.hidden is not None and plain.hidden is not None
-        assert (quick.hidden - plain.hidden).abs().max() < 0.03 * plain.hidden.abs().max()
+        assert (quick.hidden[0] - plain.hidden[0]).abs().max() < 0.03 * plain.hidden[0].abs().max()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -142,7 +174,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", WAYS)
-def test_decoding_over_fixed_shapes_says_the_same(name: str, device: str) -> None:
+def test_decoding_over_fixed_shapes_gives_the_same_tokens(name: str, device: str) -> None:
     target, draft, chosen = llama(device), noisy_copy(llama(device), 0.02), method(name, **WAYS[name])
     head = random_head(CausalLM(target), kind=chosen.head) if chosen.head else None
     drafting = replayed(draft) if chosen.needs_draft else None

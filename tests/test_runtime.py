@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from joining import join_all
 from toys import CONTEXT, VOCAB, random_tree, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
@@ -23,26 +24,27 @@ def test_lean_forward_equals_the_stock_one(lengths: list[int]) -> None:
     model = tiny("llama")
     plain, quick = CausalLM(model), CausalLM(model, lean_forward(model))
     generator = torch.Generator().manual_seed(len(lengths))
-    prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    prompts = {id: torch.randint(VOCAB, (n,), generator=generator).tolist() for id, n in enumerate(lengths)}
+    ids = list(prompts)
     for lm in (plain, quick):
-        lm.start(prompts)
+        join_all(lm, prompts)
     steps = [[Draft.chain(5, [6, 7, 8])] * len(prompts), [Draft.root(9)] * len(prompts)]
     steps += [[random_tree(9, VOCAB, generator) for _ in prompts], [Draft.chain(3, [4, 5]) for _ in prompts]]
     for drafts in steps:
-        for a, b in zip(plain.forward(drafts), quick.forward(drafts), strict=True):
+        for a, b in zip(plain.forward(ids, drafts), quick.forward(ids, drafts), strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
         # Rows go on from different nodes, so that their lengths and entries differ.
         paths = [draft.path(row % len(draft)) for row, draft in enumerate(drafts)]
         for lm in (plain, quick):
-            lm.commit(paths)
+            lm.commit(ids, paths)
 
 
 def test_the_last_position_of_the_context() -> None:
     model = tiny("llama")
     plain, quick = CausalLM(model), CausalLM(model, lean_forward(model))
     for lm in (plain, quick):
-        lm.start([[5] * (CONTEXT - 1)])
-    torch.testing.assert_close(plain.extend([[7]])[0], quick.extend([[7]])[0], atol=1e-4, rtol=1e-4)
+        join_all(lm, {0: [5] * (CONTEXT - 1)})
+    torch.testing.assert_close(plain.extend([0], [[7]])[0], quick.extend([0], [[7]])[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}])
@@ -79,7 +81,7 @@ def test_products_equal_linear_for_any_number_of_rows(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2", "mistral"])
-def test_a_packed_model_says_what_the_model_says(architecture: str) -> None:
+def test_a_packed_model_gives_the_logits_of_the_model(architecture: str) -> None:
     model = tiny(architecture)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     packed = pack(model)
@@ -122,6 +124,8 @@ def test_costs_have_a_figure_for_each_count_that_fits() -> None:
     costs = forward_costs(model, (1, 2, 8), context=CONTEXT - 2, repeats=2)
     assert list(costs) == [1, 2]
     assert all(value > 0 for value in costs.values())
+    assert model.cache.ids == [] and model.prefilled == 0  # it ran elsewhere
+    assert all(forward_costs(model, (1, 3), context=5, repeats=2, rows=3).values())
     with pytest.raises(ValueError, match="has no room behind"):
         forward_costs(model, context=CONTEXT)
 
@@ -160,5 +164,5 @@ def test_what_was_changed_in_a_model_is_heeded(architecture: str, change: Callab
         wanted = model(torch.tensor([ids])).logits[0]
     assert not torch.allclose(before, wanted, atol=1e-3)
     quick = prepare(model)
-    quick.start([[]])
-    torch.testing.assert_close(quick.extend([ids])[0], wanted, atol=1e-4, rtol=1e-4)
+    quick.add(0)
+    torch.testing.assert_close(quick.extend([0], [ids])[0], wanted, atol=1e-4, rtol=1e-4)

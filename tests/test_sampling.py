@@ -1,4 +1,4 @@
-"""The acceptance rule: the output's law is the target's, and every way of breaking the rule is seen."""
+"""The acceptance rule: the output's distribution is the target's, and every way of breaking the rule is seen."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from transformers.generation import logits_process as hf
 
 from forerun import sampling
 from forerun.draft import Draft
-from forerun.sampling import Sampler, accept, choose, draw
+from forerun.sampling import Sampler, accept, next_tokens, sample
 
 V, LENGTH, TRIALS = 4, 3, 6000
 FITS, BROKEN = 1e-4, 1e-6
 
-Laws = list[np.ndarray]  # [V], [V, V], [V, V, V]: the law of the next token behind 0, 1, 2 tokens
+Distributions = list[np.ndarray]  # [V], [V, V], [V, V, V]: the distribution of the next token behind 0, 1, 2 tokens
 
 
-def laws(seed: int) -> Laws:
+def distributions(seed: int) -> Distributions:
     rng = np.random.default_rng(seed)
     return [rng.dirichlet(np.full(V, 0.6), size=(V,) * depth) for depth in range(LENGTH)]
 
 
-P, Q = laws(1), laws(2)
+P, Q = distributions(1), distributions(2)
 
 
-def law(of: Laws, path: tuple[int, ...]) -> np.ndarray:
+def distribution(of: Distributions, path: tuple[int, ...]) -> np.ndarray:
     return of[len(path)][path] if len(path) < LENGTH else np.full(V, 1 / V)
 
 
@@ -42,7 +42,7 @@ def pick(rng: np.random.Generator, weights: np.ndarray) -> int:
 
 
 class Grown:
-    """A draft under construction; nodes that are drawn must come before point masses."""
+    """A draft under construction; nodes that are sampled must come before point masses."""
 
     def __init__(self) -> None:
         self.tokens, self.parents, self.q, self.paths = [0], [-1], [], [()]
@@ -55,13 +55,13 @@ class Grown:
             self.q.append(q)
         return len(self.tokens) - 1
 
-    def draw_children(self, rng: np.random.Generator, parent: int, count: int, tell: str = "truth") -> list[int]:
-        """Children drawn from Q without replacement.
+    def sample_children(self, rng: np.random.Generator, parent: int, count: int, tell: str = "truth") -> list[int]:
+        """Children sampled from Q without replacement.
 
-        Told of each: the "truth", its law given that its earlier siblings were rejected; "first", the law of the
-        first one; or "nothing", which makes it a point mass.
+        `tell` is the q of each: the "truth", given that its earlier siblings were rejected; that of the "first" one; or
+        "nothing", which makes it a point mass.
         """
-        first = law(Q, self.paths[parent])
+        first = distribution(Q, self.paths[parent])
         left, nodes = first.copy(), []
         for _ in range(count):
             left = left / left.sum()
@@ -78,51 +78,51 @@ class Grown:
 def chain(rng: np.random.Generator, tell: str = "truth") -> Draft:
     grown = Grown()
     for depth in range(2):
-        grown.draw_children(rng, depth, 1, tell)
+        grown.sample_children(rng, depth, 1, tell)
     return grown.draft()
 
 
 def tree(rng: np.random.Generator, tell: str = "truth") -> Draft:
     grown = Grown()
-    for child in grown.draw_children(rng, 0, 3, tell):
-        grown.draw_children(rng, child, 2, tell)
+    for child in grown.sample_children(rng, 0, 3, tell):
+        grown.sample_children(rng, child, 2, tell)
     return grown.draft()
 
 
 def mixed(rng: np.random.Generator) -> Draft:
     grown = Grown()
-    for child in grown.draw_children(rng, 0, 2):
-        grown.draw_children(rng, child, 1)
+    for child in grown.sample_children(rng, 0, 2):
+        grown.sample_children(rng, child, 1)
     return grown.draft().merge(tree(rng, "nothing"))
 
 
 DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
-    "drawn chain": chain,
+    "sampled chain": chain,
     "point chain": partial(chain, tell="nothing"),
-    "drawn tree": tree,
+    "sampled tree": tree,
     "point tree": partial(tree, tell="nothing"),
     "mixed tree": mixed,
 }
 
 
 def fit(make: Callable[[np.random.Generator], Draft], seed: int = 0, trials: int = TRIALS) -> float:
-    """p-value of the first three tokens' joint law; where a draft gives fewer, the target's own law goes on."""
+    """p-value of the joint distribution of the first three tokens; where a draft gives fewer, the target goes on."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     outcomes = []
     for _ in range(trials):
         draft = make(rng)
         paths = [tuple(draft.tokens[i] for i in draft.path(node)[1:]) for node in range(len(draft))]
-        scores = torch.tensor(np.log([law(P, path) for path in paths])).float()
+        scores = torch.tensor(np.log([distribution(P, path) for path in paths])).float()
         verdict = accept(draft, scores, False, generator)
         tokens = (*paths[verdict.path[-1]], verdict.token)
         while len(tokens) < LENGTH:
-            tokens = (*tokens, pick(rng, law(P, tokens)))
+            tokens = (*tokens, pick(rng, distribution(P, tokens)))
         outcomes.append(tokens[:LENGTH])
     return p_value(outcomes, torch.tensor(P[0][:, None, None] * P[1][:, :, None] * P[2]))
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_the_output_follows_the_targets_law(kind: str) -> None:
+def test_the_output_follows_the_targets_distribution(kind: str) -> None:
     assert fit(DRAFTS[kind]) > FITS
 
 
@@ -136,23 +136,28 @@ def mutant(name: str, old: str, new: str) -> Callable:
 
 
 MUTATIONS = {
-    "q is ignored": ("_accept_sampled", " * (1.0 if q is None else float(q[token]))", "", "drawn chain"),
-    "q of another node": ("_accept_sampled", "draft.q[child - 1]", "draft.q[child - 2]", "drawn chain"),
-    "one draw for all nodes": ("_accept_sampled", "uniforms[child]", "uniforms[0]", "drawn chain"),
-    "law of the wrong node": ("_accept_sampled", "residual = p[accepted]", "residual = p[path[-2]]", "drawn chain"),
-    "correction from p": ("_accept_sampled", "draw(residual, ", "draw(p[path[-1]], ", "drawn chain"),
-    "no residual": ("_accept_sampled", "residual = _minus(residual, q, token)", "pass", "drawn tree"),
-    "residual of p, not of r": ("_accept_sampled", "_minus(residual, ", "_minus(p[path[-1]], ", "drawn tree"),
-    "residual not normalised": ("_minus", "rest / total", "rest", "point tree"),
-    "negative residual": ("_minus", ".clamp_(min=0.0)", ".abs_()", "drawn tree"),
-    "points never leave": ("_minus", "rest[token] = 0.0", "pass", "point tree"),
-    "points too welcome": ("_accept_sampled", "(1.0 if q is None else", "(0.5 if q is None else", "point chain"),
-    "points by a law": (
+    "q is ignored": ("_accept_sampled", "u[child] * q[child]", "u[child]", "sampled chain"),
+    "q of another node": ("_accept_sampled", "draft.q[own - 1,", "draft.q[own - 2,", "sampled chain"),
+    "one number for all nodes": ("_accept_sampled", "u[child] *", "u[0] *", "sampled chain"),
+    "p of the wrong node": ("_accept_sampled", "p[above, tokens]", "p[nodes, tokens]", "sampled chain"),
+    "correction from p": (
         "_accept_sampled",
-        "draft.q[child - 1] if draft.q is not None and child <= draft.sampled else None",
-        "draft.q[min(child, draft.sampled) - 1] if draft.q is not None else None",
-        "mixed tree",
+        "sample(_residual(draft, p[node], rejected)",
+        "sample(p[node]",
+        "sampled chain",
     ),
+    "siblings without residual": (
+        "_accept_sampled",
+        "float(_residual(draft, p[node], rejected)[draft.tokens[child]])",
+        "p_at[child]",
+        "sampled tree",
+    ),
+    "residual of the last sibling only": ("_residual", "in rejected:", "in rejected[-1:]:", "sampled tree"),
+    "negative residual": ("_residual", ".clamp_(min=0.0)", ".abs_()", "sampled tree"),
+    "points never leave": ("_residual", "rest[draft.tokens[child]] = 0.0", "pass", "point tree"),
+    "points keep their mass": ("_accept_sampled", "mass -= p_at[child]", "pass", "point tree"),
+    "points too welcome": ("_accept_sampled", "torch.ones(len(draft)", "0.5 * torch.ones(len(draft)", "point chain"),
+    "sampled as points": ("_residual", "child <= draft.sampled", "child <= 0", "sampled tree"),
 }
 
 
@@ -163,7 +168,7 @@ def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -
     assert fit(DRAFTS[kind]) < BROKEN
 
 
-def test_a_draft_that_lies_about_its_laws_is_seen() -> None:
+def test_a_draft_that_lies_about_its_distributions_is_seen() -> None:
     assert fit(partial(tree, tell="first"), trials=3 * TRIALS) < BROKEN
 
 
@@ -252,12 +257,12 @@ def test_scores_leave_the_logits_alone() -> None:
         assert logits.equal(before)
 
 
-def test_choose() -> None:
+def test_next_tokens() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [-torch.inf, 0.0, -torch.inf]])
-    tokens, scores, laws = choose([Sampler(True)] * 2, logits, lambda _: [0], [None, None])
-    assert tokens == [1, 1] and scores.equal(logits) and laws is None
-    tokens, _, laws = choose([Sampler(True), Sampler(False)], logits, lambda _: [0], [None, None])
-    assert tokens == [1, 1] and laws is not None and laws[1].tolist() == [0.0, 1.0, 0.0]
+    tokens, scores, distributions = next_tokens([Sampler(True)] * 2, logits, lambda _: [0], [None, None])
+    assert tokens == [1, 1] and scores.equal(logits) and distributions is None
+    tokens, _, distributions = next_tokens([Sampler(True), Sampler(False)], logits, lambda _: [0], [None, None])
+    assert tokens == [1, 1] and distributions is not None and distributions[1].tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("names", [[], ["warm"], ["warm", "ngram"], ["repetition"]])
@@ -269,30 +274,35 @@ def test_rows_chosen_together_are_chosen_as_alone(names: list[str]) -> None:
     shared = Sampler(False, processors)
     for samplers in ([shared] * 5, [Sampler(row % 2 == 0, processors) for row in range(5)]):
         generators = [torch.Generator().manual_seed(row) for row in range(5)]
-        tokens, scores, laws = choose(samplers, logits, lambda row: prefixes[row], generators)
+        tokens, scores, distributions = next_tokens(samplers, logits, lambda row: prefixes[row], generators)
         for row, sampler in enumerate(samplers):
-            alone = choose(
+            alone = next_tokens(
                 [sampler],
                 logits[row : row + 1],
                 lambda _, row=row: prefixes[row],  # type: ignore[misc]
                 [torch.Generator().manual_seed(row)],
             )
             assert alone[0] == [tokens[row]] and alone[1].equal(scores[row : row + 1])
-            assert laws is not None and (alone[2] is None or alone[2].equal(laws[row : row + 1]))
+            assert distributions is not None and (alone[2] is None or alone[2].equal(distributions[row : row + 1]))
 
 
-def test_a_law_of_nothing_is_refused() -> None:
-    for law in (torch.full((4,), torch.nan), torch.zeros(4)):
-        with pytest.raises(ValueError, match="no token can be drawn"):
-            draw(law, None)
+def test_a_distribution_of_nothing_is_refused() -> None:
+    for distribution in (torch.full((4,), torch.nan), torch.zeros(4)):
+        with pytest.raises(ValueError, match="no token can be sampled"):
+            sample(distribution, None)
 
 
-def test_draws_follow_the_law_and_never_give_what_has_no_probability() -> None:
-    law = torch.tensor([0.0, 0.5, 0.0, 1.5, 2.0, 0.0])  # not normalised
+def test_samples_follow_the_distribution_and_never_give_what_has_no_probability() -> None:
+    distribution = torch.tensor([0.0, 0.5, 0.0, 1.5, 2.0, 0.0])  # not normalised
     generator = torch.Generator().manual_seed(5)
-    counts = torch.bincount(torch.tensor([draw(law, generator) for _ in range(4000)]), minlength=6)
-    assert not counts[law == 0].any()
-    assert chisquare(counts[law > 0].numpy(), (law[law > 0] / law.sum() * 4000).numpy()).pvalue > 1e-3
+    counts = torch.bincount(torch.tensor([sample(distribution, generator) for _ in range(4000)]), minlength=6)
+    assert not counts[distribution == 0].any()
+    assert (
+        chisquare(
+            counts[distribution > 0].numpy(), (distribution[distribution > 0] / distribution.sum() * 4000).numpy()
+        ).pvalue
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])

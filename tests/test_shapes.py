@@ -13,10 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from forerun.bench.plan import Plan
 from forerun.bench.session import bench
 from forerun.bench.shapes import difference, expand, expand_head
-from forerun.bench.sizes import SHAPES, Shape
+from forerun.bench.sizes import SHAPES, ModelShape
 from forerun.methods import method
 from forerun.model import CausalLM
-from forerun.runtime.hidden import HiddenLM
+from forerun.runtime.heads import HiddenLM
 from forerun.zoo import EMBEDDED
 
 SMALL: dict[str, Any] = {
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 64,
 }
-BIG = Shape(60, 5, 15, 3, 72, 64, 16)
+BIG = ModelShape(60, 5, 15, 3, 72, 64, 16)
 
 
 def small(architecture: str, **settings: Any) -> Any:
@@ -46,7 +46,7 @@ def small(architecture: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("shape", [BIG, replace(BIG, head_dim=8), replace(BIG, num_attention_heads=12)])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("kv_heads", [2, 1])
-def test_a_big_model_says_what_the_small_one_says(architecture: str, kv_heads: int, shape: Shape) -> None:
+def test_a_big_model_says_what_the_small_one_says(architecture: str, kv_heads: int, shape: ModelShape) -> None:
     model = small(architecture, num_key_value_heads=kv_heads)
     big = expand(model, shape)
     assert {name: getattr(big.config, name) for name in vars(shape)} == vars(shape)
@@ -62,30 +62,30 @@ def test_a_big_model_says_what_the_small_one_says(architecture: str, kv_heads: i
 
 @pytest.mark.parametrize(("shape", "hot"), [(BIG, 50), (replace(BIG, head_dim=8), 12)])
 @pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
-def test_a_head_says_in_another_shape_what_it_said(kind: str, shape: Shape, hot: int) -> None:
+def test_a_head_says_in_another_shape_what_it_said(kind: str, shape: ModelShape, hot: int) -> None:
     model = small("llama")
     big = expand(model, shape)
-    told = random_head(CausalLM(model), hot, kind=kind)
-    for parameter in told.parameters():
+    head = random_head(CausalLM(model), hot, kind=kind)
+    for parameter in head.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
-    wide = expand_head(told, model, shape)
+    wide = expand_head(head, model, shape)
     assert (
-        wide.config.hidden_size == 60 and len(wide.hot) == max(hot, 16) and wide.hot[:hot].tolist() == told.hot.tolist()
+        wide.config.hidden_size == 60 and len(wide.hot) == max(hot, 16) and wide.hot[:hot].tolist() == head.hot.tolist()
     )
     heads = []
-    for target, head in ((CausalLM(model), told), (CausalLM(big), wide)):
+    for target, each in ((CausalLM(model), head), (CausalLM(big), wide)):
         target.keeps_hidden = True
-        target.start([[]])
-        target.extend([[5, 7, 9, 11, 2]])
+        target.add(0, 8)
+        target.extend([0], [[5, 7, 9, 11, 2]])
         assert target.hidden is not None
-        lm = HiddenLM(head, target)
+        lm = HiddenLM(each, target)
         if kind == "medusa":
-            heads.append(lm.logits(lm.ahead(target.hidden[0, -1:], 3).flatten(0, 1)))
+            heads.append(lm.logits(lm.ahead(target.hidden[0][-1:], 3).flatten(0, 1)))
             continue
-        lm.start(1)
-        states = [lm.extend([target.hidden[0]], [[7, 9, 11, 2, 4]])]
+        lm.add(0, 8)
+        states = [lm.extend([0], [target.hidden[0]], [[7, 9, 11, 2, 4]])]
         for token in (3, 8):
-            states.append(lm.extend([states[-1]], None if kind == "lyanna" else [[token]]))
+            states.append(lm.extend([0], [states[-1]], None if kind == "lyanna" else [[token]]))
         logits = lm.logits(torch.cat(states))
         heads.append(logits + lm.information(torch.tensor([3, 8, 49])) if kind == "lyanna" else logits)
     torch.testing.assert_close(heads[1][:, :hot], heads[0], rtol=1e-3, atol=1e-3)
@@ -96,8 +96,8 @@ def test_a_head_says_in_another_shape_what_it_said(kind: str, shape: Shape, hot:
 @pytest.mark.slow
 def test_a_bench_in_other_shapes_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded pair with its pre-verifier, between models a little larger."""
-    monkeypatch.setitem(SHAPES, "wide", Shape(384, 17, 6, 6, 900, 4200, 64))
-    monkeypatch.setitem(SHAPES, "wide draft", Shape(256, 3, 4, 4, 600, 4100, 64))
+    monkeypatch.setitem(SHAPES, "wide", ModelShape(384, 17, 6, 6, 900, 4200, 64))
+    monkeypatch.setitem(SHAPES, "wide draft", ModelShape(256, 3, 4, 4, 600, 4100, 64))
     methods = {"ar": method("ar"), "sd": method("sd"), "pacer": method("pacer", threshold=0.5)}
     methods["lyanna"] = method("lyanna")
     asked: dict[str, Any] = {"target": EMBEDDED, "draft": EMBEDDED, "limit": 1, "rounds": 1, "max_new_tokens": 24}

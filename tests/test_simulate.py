@@ -16,24 +16,29 @@ from toys import noisy_copy, tiny, tiny_tokenizer
 from forerun.bench.prices import Prices, fitted, kind
 from forerun.bench.records import Record, Records
 from forerun.bench.roofline import COUNTS, GPUS, read_costs, table
-from forerun.bench.simulate import Recorded, check, repriced
+from forerun.bench.simulate import RecordedRun, check, repriced
 from forerun.cli import main
 from forerun.costs import Costs
-from forerun.decode import Step
+from forerun.engine import Step
 from forerun.methods import Lookup, PacerLyanna, method
 from forerun.metrics import Stats, Times, Work, work
 
 COSTS = Costs({1: 4.0, 8: 6.0, 64: 20.0}, {1: 0.5, 8: 1.0}, head={1: 0.25, 8: 0.5})
 
 
-def step(drafted: int, forwards: int) -> Step:
-    return Step(0, (1,), ("bonus",), drafted, 1, 0, forwards, 0.0, 0.0, 0.0, 0.0, 0.0)
+def steps(number: int, *each: tuple[int, int]) -> list[Step]:
+    """Of one sequence, from the engine's step `number` on: (drafted, draft forwards) of each."""
+    return [Step(0, number + at, 1, drafted=drafted, draft_forwards=n) for at, (drafted, n) in enumerate(each)]
 
 
 def test_the_work_of_a_batch_is_that_of_its_widest_rows() -> None:
-    long, short = [step(3, 3), step(0, 3), step(5, 5), step(5, 5)], [step(1, 3), step(2, 3)]
+    long, short = steps(4, (3, 3), (0, 3), (5, 5), (5, 5)), steps(4, (1, 3), (2, 3))
     assert work([long, short]) == ((2, 1, 6, 5), (1, 2, 3, 3), (1, 2, 4, 3))
-    assert work([[step(0, 0)] * 9]) == ((9, 1, 1, 0),)
+    # A row that joins later shares the steps of its numbers.
+    assert work([long, steps(7, (1, 5), (2, 2))]) == (
+        (1, 1, 1, 3), (1, 1, 3, 2), (1, 1, 4, 3), (1, 1, 6, 5), (1, 2, 6, 5)
+    )  # fmt: skip
+    assert work([steps(0, *[(0, 0)] * 9)]) == ((9, 1, 1, 0),)
 
 
 def record(method: str, batch: int, steps: Work, seconds: float, prefill: float = 0.01) -> Record:
@@ -75,14 +80,14 @@ def test_a_check_sees_what_the_prices_do_not_say() -> None:
         "sd": [((9, 1, 6, 5), (1, 1, 1, 0)), ((8, 1, 6, 5), (2, 1, 3, 2)), ((5, 1, 4, 3),)],
     }
 
-    def recorded(slower: float) -> Recorded:
+    def recorded(slower: float) -> RecordedRun:
         records = []
         for name, works in shapes.items():
             for batch, steps in enumerate(works):
                 ms = prices.steps_ms(name, record(name, batch, steps, 0.0))
                 times = slower if name == "sd" and batch == 1 else 1.0
                 records.append(record(name, batch, steps, times * ms / 1000, prefill=0.0))
-        return Recorded(methods, records, COSTS, None, 1, False)
+        return RecordedRun(methods, records, COSTS, None, 1, False)
 
     for slower in (1.0, 1.25):
         (found,) = check(recorded(slower))["datasets"].values()

@@ -1,16 +1,24 @@
-"""TextStream: whole characters only, and nothing of a stop string."""
+"""Text in whole characters, and stop strings to the token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 from toys import tiny_tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopStringCriteria
 
-from forerun.text import TextStream
+from forerun.loading import load_tokenizer
+from forerun.text import StopStrings, TextStream
 
 ODD = "\ufffd"
 # The tokenizer has learnt "ab", "aa" and the like; the others take two to four tokens each.
@@ -138,3 +146,157 @@ def test_the_end_token_is_no_text() -> None:
     tokenizer = tiny_tokenizer()
     stream = TextStream(tokenizer, [])
     assert push(stream, [*tokenizer.encode("ab"), tokenizer.eos_token_id], True) == "ab"
+
+
+# Stop strings
+
+
+@cache
+def pieces() -> PreTrainedTokenizerFast:
+    """Like sentencepiece: spaces stand at the beginning of tokens, rare characters are bytes, a first space is cut."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abcdefst."]
+    words += ["\u2581a", "\u2581st", "ab", "ba", "aba", "\u2581\u2581", "st\u2581a", "c.", "\u00e9", "\u2581b\u2581"]
+    backend = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([*steps])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@cache
+def embedded() -> PreTrainedTokenizerBase:
+    return load_tokenizer("embedded")
+
+
+@cache
+def theirs(tokenizer: Callable[[], PreTrainedTokenizerBase], stop: tuple[str, ...]) -> StopStringCriteria:
+    return StopStringCriteria(tokenizer(), list(stop))
+
+
+def check(tokenizer: Callable[[], PreTrainedTokenizerBase], stop: tuple[str, ...], tokens: list[int]) -> bool:
+    """Our answer behind every token, compared with transformers'; returns whether any was True."""
+    ours, criterion = StopStrings(tokenizer(), stop), theirs(tokenizer, stop)
+    answers = [ours(tokens[:n]) for n in range(1, len(tokens) + 1)]
+    assert answers == [bool(criterion(torch.tensor([tokens[:n]]), None)) for n in range(1, len(tokens) + 1)]  # type: ignore[arg-type]
+    return any(answers)
+
+
+STOPS = [
+    ("ab",), ("a", "ab", "ba a"), ("b a",), ("abab", "bab"), (" ",), ("\n\n", "\n"), ("</s>", "<|endoftext|>"),
+    ("a</s>",), ("t.", "\u00e9", "\u6f22"), ("a\u00e9b",), ("\U0001f600a",), ("def ", "return a", "self."), ("(a, b)",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, pieces, embedded])
+@pytest.mark.parametrize("stop", STOPS)
+def test_tokens_end_where_transformers_ends_them(tokenizer: Any, stop: tuple[str, ...]) -> None:
+    """Random tokens, most of them such as the stop strings are made of."""
+    chance, some = random.Random(0), tokenizer()
+    try:
+        theirs(tokenizer, stop)
+    except ValueError:  # transformers refuses strings that no token ends; they cannot come
+        assert not any(StopStrings(some, stop)([token]) for token in range(len(some)))
+        return
+    near = [token for text in stop for front in ("", "a", "x ") for token in some.encode(front + text)]
+    found = 0
+    for _ in range(60):
+        size = chance.randint(1, 12)
+        tokens = [chance.choice(near) if chance.random() < 0.8 else chance.randrange(len(some)) for _ in range(size)]
+        found += check(tokenizer, stop, tokens)
+    for text in stop:
+        found += check(tokenizer, stop, some.encode("b " + text + "x"))
+    assert found
+
+
+@given(st.lists(st.integers(0, 299), min_size=1, max_size=12), st.sampled_from(STOPS))
+def test_any_tokens_end_where_transformers_ends_them(tokens: list[int], stop: tuple[str, ...]) -> None:
+    check(tiny_tokenizer, stop, tokens)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text("ab .\u00e9\u6f22", min_size=1, max_size=5), min_size=1, max_size=3), st.randoms())
+def test_any_stop_strings_end_where_transformers_ends_them(stop: list[str], chance: random.Random) -> None:
+    for tokenizer in (tiny_tokenizer, pieces):
+        near = [token for text in stop for token in tokenizer().encode("a" + text + chance.choice(["", "b", " "]))]
+        with suppress(ValueError):
+            check(tokenizer, tuple(stop), [chance.choice(near) for _ in range(10)] + near)
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, pieces])
+def test_a_stop_string_ends_in_the_last_token_wherever_it_begins(tokenizer: Any) -> None:
+    def ids(text: str) -> list[int]:
+        return tokenizer().encode(text, add_special_tokens=False)
+
+    stop = StopStrings(tokenizer(), ["ab st", "\u6f22"])
+    prompt = ids("xx ab s")
+    assert stop(prompt + ids("t")[-1:])  # it begins in the prompt
+    whole = ids("xx ab st")
+    assert stop(whole) and not stop(whole + ids("c")[-1:])  # it stands wholly in the prompt
+    split = ids("a\u6f22")
+    assert [stop(split[:n]) for n in range(1, len(split) + 1)] == [False] * (len(split) - 1) + [True]
+    many = StopStrings(tokenizer(), [])
+    assert not many(whole)
+
+
+def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1, "": 2}, []))
+    backend.decoder = decoders.Fuse()
+    stop = StopStrings(PreTrainedTokenizerFast(tokenizer_object=backend), ["ab"])
+    assert stop([0, *[2] * 9, 1]) and not stop([0, 1, 2])
+    assert not stop([0, 7, 1])  # 7 is padding of the embedding: it is in no text
+
+
+def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, asked = embedded(), []
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: pytest.fail("the vocabulary was read"))
+    plain = type(tokenizer).convert_tokens_to_string
+    monkeypatch.setattr(
+        type(tokenizer), "convert_tokens_to_string", lambda self, each: asked.append(each) or plain(self, each)
+    )
+    stop = StopStrings(tokenizer, ["return"])
+    ids = tokenizer.encode("def add(a, b):\n    return a + b\n") * 3
+    for n in range(1, len(ids) + 1):
+        stop(ids[:n])
+    assert len(asked) <= 1 + len(set(ids))  # each token once
+
+
+@given(st.lists(st.integers(0, 299), max_size=10), st.lists(st.integers(0, 299), min_size=1, max_size=14), stops)
+def test_text_ends_with_tokens(prompt: list[int], tokens: list[int], stop: list[str]) -> None:
+    """What the stream gives out of a prompt's continuation, special tokens among them, up to the token that ends it."""
+    tokenizer, has_ended = tiny_tokenizer(), StopStrings(tiny_tokenizer(), stop)
+    count = next((n for n in range(1, len(tokens) + 1) if has_ended(prompt + tokens[:n])), len(tokens))
+    stream, text = TextStream(tokenizer, prompt, stop), ""
+    for n, token in enumerate(tokens[:count], 1):
+        text += push(stream, [token], n == count)
+    # No stop string and no end of one that began in the prompt, but for characters that were broken by the prompt.
+    if tokenizer.eos_token_id not in tokens:
+        assert not any(s in text for s in stop)
+    if has_ended(prompt + tokens[:count]) and not tokenizer.decode(prompt).endswith(ODD):
+        assert stream.stopped
+    elif not stream.stopped and ODD not in tokenizer.decode(tokens):
+        assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_stop_string_that_began_in_the_prompt_is_cut() -> None:
+    tokenizer = tiny_tokenizer()
+    stream = TextStream(tokenizer, tokenizer.encode("xx ab"), ["abQRS", "zz"])
+    assert push(stream, tokenizer.encode("QR"), False) == ""
+    assert push(stream, tokenizer.encode("S"), True) == "" and stream.stopped
+    other = TextStream(tokenizer, tokenizer.encode("xx ab"), ["abQRS", "zz"])
+    assert push(other, tokenizer.encode("QR"), False) == "" and push(other, tokenizer.encode("x"), False) == "QRx"
+    # The longer stop string is held from the prompt on; the shorter one stands in it wholly and does not count.
+    third = TextStream(tokenizer, tokenizer.encode("xx ab"), ["abQ", "b", "ab"])
+    assert push(third, tokenizer.encode("x"), True) == "x"
+
+
+def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:
+    tokenizer = tiny_tokenizer()
+    a, end, b = tokenizer.encode("a"), [tokenizer.eos_token_id], tokenizer.encode("b")
+    stop = ["a<|endoftext|>b"]
+    assert StopStrings(tokenizer, stop)(a + end + b)
+    stream = TextStream(tokenizer, b, stop)
+    assert push(stream, b + a, False) == "b" and push(stream, end, False) == "" and push(stream, b, True) == ""
+    other = TextStream(tokenizer, b, stop)
+    assert push(other, a + end, False) == "" and push(other, a, True) == "aa"

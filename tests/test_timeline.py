@@ -10,16 +10,16 @@ import torch
 from toys import noisy_copy, tiny
 
 from forerun import Decoder, SamplingParams
-from forerun.bench.timeline import PROFILED, SKIPPED, Work, kind_of, outside, plot_timeline, step_of
+from forerun.bench.timeline import PROFILED, SKIPPED, Activity, kind_of, outside, plot_timeline, step_of
 from forerun.methods import method
 
 CPU = torch.device("cpu")
 
 
 def test_what_ran_at_once_counts_once() -> None:
-    assert Work(10.0, []).busy == 0
-    assert Work(10.0, [(1, 2, "a"), (5, 1, "b")]).busy == pytest.approx(3)
-    assert Work(10.0, [(5, 1, "b"), (1, 4.5, "a"), (2, 1, "c")]).busy == pytest.approx(5)
+    assert Activity(10.0, []).busy == 0
+    assert Activity(10.0, [(1, 2, "a"), (5, 1, "b")]).busy == pytest.approx(3)
+    assert Activity(10.0, [(5, 1, "b"), (1, 4.5, "a"), (2, 1, "c")]).busy == pytest.approx(5)
 
 
 def test_waiting_is_outside_and_working_is_not() -> None:

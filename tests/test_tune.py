@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,12 +17,14 @@ from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 
 from forerun import load, profiles
 from forerun.api import Decoder
-from forerun.bench import tune
-from forerun.bench.prices import Prices
+from forerun.bench import search, tune
+from forerun.bench.prices import Prices, kind
 from forerun.bench.runners import Outcome, Run, decoder_run
-from forerun.bench.tune import calibrate, candidates, choose_effort, finalists, screen
+from forerun.bench.search import calibrate, finalists, screen
+from forerun.bench.tune import candidates, choose_effort
+from forerun.cli import main
 from forerun.costs import Costs
-from forerun.decode import Step
+from forerun.engine import Step
 from forerun.loading import load_model
 from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Lyanna, Method
 from forerun.model import CausalLM
@@ -35,17 +37,15 @@ COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5
 
 def step(tokens: int, drafted: int, forwards: int | None = None, seconds: float = 0.0, index: int = 0) -> Step:
     return Step(
-        index=index,
+        id=index,
+        number=0,
+        rows=1,
         tokens=(0,) * tokens,
         origins=("draft",) * (tokens - 1) + ("bonus",),
         drafted=drafted,
         tested=min(drafted, tokens),
         accepted=tokens - 1,
         draft_forwards=drafted if forwards is None else forwards,
-        draft_seconds=0.0,
-        policy_seconds=0.0,
-        verify_seconds=0.0,
-        forward_seconds=0.0,
         seconds=seconds,
     )
 
@@ -152,7 +152,7 @@ def test_when_it_is_late_in_the_first_turn_a_few_of_everything_have_been_tried()
     runs = stub_runs(methods, lambda method, prompt: 1, [])
     ranked, dropped = screen(methods, runs, [[[0]], [[1]]], Prices(COSTS), is_late=lambda: True)
     tried = {methods[name].gamma for name in [*ranked, *dropped]}  # type: ignore[union-attr]
-    assert len(tried) == 2 * tune.FINALISTS and len(ranked) == tune.FINALISTS
+    assert len(tried) == 2 * search.FINALISTS and len(ranked) == search.FINALISTS
     assert min(tried) < 15 and max(tried) > 25
 
 
@@ -187,22 +187,22 @@ def test_methods_with_a_trained_layer_need_it(monkeypatch: pytest.MonkeyPatch) -
     assert not any(name.startswith("pacer") for name in candidates(False, layers=["pre-verifier"]))
     found = candidates(True, layers=["pre-verifier"])
     assert found["pacer block=4 threshold=None"] == Learned(block=4)
-    assert {tune.kind(method) for method in found.values()} >= {"sd", "pacer block=1", "pacer block=4"}
+    assert {kind(method) for method in found.values()} >= {"sd", "pacer block=1", "pacer block=4"}
 
 
 def test_methods_with_a_head_need_it_and_cost_what_it_costs() -> None:
     assert not {"lyanna", "pacer-lyanna"} & {method.name for method in candidates(True).values()}
     assert {method.name for method in candidates(False, layers=["lyanna"]).values()} >= {"lyanna", "pacer-lyanna"}
     prices = Prices(Costs({1: 5.0, 9: 9.0}, {1: 1.0}, head={1: 0.25}), step_ms=1.0)
-    step = Step(0, (1,), ("bonus",), 8, 1, 0, 4, 0.0, 0.0, 0.0, 0.0, 0.0)
-    assert prices.step("lyanna", step) == 9 + 1 + 4 * 0.25 and prices.step("sd", step) == 9 + 1 + 4 * 1.0
+    drafted = step(1, 8, forwards=4)
+    assert prices.step("lyanna", drafted) == 9 + 1 + 4 * 0.25 and prices.step("sd", drafted) == 9 + 1 + 4 * 1.0
 
 
 def test_rows_one_by_one_are_the_rows_together() -> None:
     decoder = Decoder(tiny("llama"), draft=noisy_copy(tiny("llama"), 0.02), method=SD(3), guard=False)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=9, temperature=1.0))
     prompts, seeds = [[1, 2, 3], [4, 5], [6]], [7, 8, 9]
-    together, alone = run(prompts, seeds, None), tune.singly(run)(prompts, seeds, 9)
+    together, alone = run(prompts, seeds, None), search.singly(run)(prompts, seeds, 9)
     assert together.tokens == alone.tokens and len(alone.steps or []) == 3
     assert alone.target_forwards == together.target_forwards
     assert max(each.draft_forwards for row in alone.steps or [] for each in row) <= 3
@@ -353,9 +353,7 @@ def test_a_profile_says_which_layer_and_head_were_tried(
     folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(
-        "forerun.api.Decoder", lambda *arguments: given.append(arguments[6:]) or Decoder(*arguments[:3], SD(4))
-    )
+    monkeypatch.setattr("forerun.api.Decoder", lambda *each, **_: given.append(each[6:]) or Decoder(*each[:3], SD(4)))
     target, draft = str(folder / "target"), str(folder / "draft")
     save(
         pair_of(target, draft, None, None),
@@ -388,7 +386,7 @@ def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: P
 
 def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr("forerun.api.measure_costs", lambda target, draft, **layer: measured.append(draft) or COSTS)
+    monkeypatch.setattr("forerun.decoder.measure_costs", lambda target, draft, **layer: measured.append(draft) or COSTS)
     model = tiny("llama")
     seen: list[Any] = []
 
@@ -404,7 +402,7 @@ def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.Mo
         for _ in range(2):
             decoder.generate([1, 2, 3], max_new_tokens=2)
         assert measured == expected
-    assert seen == [COSTS, COSTS]
+    assert seen == [COSTS]  # one drafter for both calls
 
 
 # The command
@@ -420,14 +418,29 @@ def forerun(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+    """Runs a command in this process, which has imported everything; returns the JSON that it printed."""
+    threads = torch.get_num_threads()
+
+    def run(*arguments: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["forerun", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        return json.loads(capsys.readouterr().out)
+
+    yield run
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
-def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path) -> None:
-    home = own_home
+def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path, inside: Callable[..., Any]) -> None:
     pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1"]
-    done = forerun(home, "tune", *pair, "--data", str(folder / "own.jsonl"), "--budget", "2", "--json")
+    done = forerun(own_home, "tune", *pair, "--data", str(folder / "own.jsonl"), "--budget", "2", "--json")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = json.loads(done.stdout)
-    (path,) = (home / "profiles").iterdir()
+    (path,) = (own_home / "profiles").iterdir()
     assert found["profile"] == str(path) and str(folder) not in path.read_text()
     profile = read(path)
     assert profile.greedy is not None and profile.sampling is None and set(profile.costs.draft) == {1, 2, 4, 8, 16, 32}
@@ -440,16 +453,15 @@ def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path) -> None
     save(profile.pair, "greedy", replace(profile.greedy, method="lookup", settings={"gamma": 2, "ngram": 1}),
          profile.costs, profile.versions)  # fmt: skip
     asked = ["generate", "the cat sat on the", *pair, "--max-new-tokens", "8", "--json"]
-    tuned, named = forerun(home, *asked), forerun(home, *asked, "--method", "sd")
-    drawn = forerun(home, *asked, "--temperature", "1", "--seed", "0")
-    assert json.loads(tuned.stdout)["method"] == "lookup"
-    assert [json.loads(each.stdout)["method"] for each in (named, drawn)] == ["sd", "sd"]
-    assert json.loads(tuned.stdout)["tokens"] == json.loads(named.stdout)["tokens"]
-    shown = json.loads(forerun(home, "info", *pair, "--json").stdout)["profile"]
+    tuned, named = inside(*asked), inside(*asked, "--method", "sd")
+    sampled = inside(*asked, "--temperature", "1", "--seed", "0")
+    assert [each["method"] for each in (tuned, named, sampled)] == ["lookup", "sd", "sd"]
+    assert tuned["tokens"] == named["tokens"]
+    shown = inside("info", *pair, "--json")["profile"]
     assert shown["file"] == str(path) and shown["greedy"]["method"] == "lookup" and shown["sampling"] is None
     bench = ["bench", *pair, "--dataset", str(folder / "own.jsonl"), "--limit", "1", "--rounds", "1", "--json"]
-    ran = forerun(home, *bench, "--max-new-tokens", "4", "--methods", "sd,lookup", "--method-arg", "lookup.gamma=9")
-    used = json.loads(ran.stdout)["arguments"]["methods"]
+    ran = inside(*bench, "--max-new-tokens", "4", "--methods", "sd,lookup", "--method-arg", "lookup.gamma=9")
+    used = ran["arguments"]["methods"]
     assert used["sd"] == found["tuned"]["sd"]
     assert used["lookup"] == found["tuned"]["lookup"] | {"gamma": 9}
 

@@ -1,9 +1,9 @@
-"""Models that tests can afford: tiny random Hugging Face ones, and tables of logits whose laws are known exactly."""
+"""Models that tests can afford: tiny random Hugging Face ones, and tables of logits whose distributions are known."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +15,10 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from forerun.costs import Costs
 from forerun.draft import Draft
+from forerun.engine import Drafter, Engine, Step
+from forerun.generation import Request
 from forerun.model import CausalLM, fingerprint
-from forerun.nn.hidden import HiddenConfig, HiddenDrafter
+from forerun.nn.heads import HiddenConfig, HiddenDrafter
 from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.zoo.tokenizer import train_tokenizer
 
@@ -201,77 +203,94 @@ def random_tree(size: int, vocab: int, generator: torch.Generator, root: int | N
     return Draft(tokens, parents)
 
 
-class _Rows:
-    """What a drafter may ask of a cache."""
-
-    def __init__(self) -> None:
-        self.rows: list[list[int]] = []
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(row) for row in self.rows]
-
-
 class TableLM:
     """Stands in for CausalLM. Its logits [V] behind tokens (.., a, b) are table[a, b], table[0, b] for a first b."""
 
     context = None
     device = torch.device("cpu")
+    dtype = torch.float32
     keeps_hidden = False
+    hidden = prompt_hidden = prefixes = None
+    prefilled = 0
 
     def __init__(self, table: Tensor) -> None:
         self.table = table  # [V, V, V]
-        self.cache = _Rows()
-        self.hidden: Tensor | None = None
+        self.rows: dict[int, list[int]] = {}
+        self.prompt: list[int] = []
 
     @property
     def vocab_size(self) -> int:
         return len(self.table)
 
-    def fresh(self) -> TableLM:
+    def fresh(self, prefix_bytes: int = 0) -> TableLM:
         return TableLM(self.table)
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.cache.rows = [list(prompt) for prompt in prompts]
+    def __contains__(self, id: int) -> bool:
+        return id in self.rows
 
-    def _logits(self, trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    def length(self, id: int) -> int:
+        return len(self.rows.get(id, ()))
+
+    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[int]:
+        self.prompt = list(tokens)
+        for start in range(0, len(tokens), chunk):
+            self.prefilled += len(tokens[start : start + chunk])
+            yield len(tokens[start : start + chunk])
+
+    def join(self, id: int, reserve: int = 0) -> None:
+        self.rows[id] = list(self.prompt)
+
+    def add(self, id: int, reserve: int = 0) -> None:
+        self.rows[id] = []
+
+    def drop(self, id: int) -> None:
+        self.rows.pop(id, None)
+
+    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None) -> None:
+        pass
+
+    def forget_prompt(self) -> None:
+        self.prompt = []
+
+    def reset(self) -> None:
+        self.rows.clear()
+
+    def _logits(self, ids: Sequence[int], trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
         """Logits [N_r, V] behind each node of trees given as (tokens, parents)."""
         before, last = [], []
-        for row, (tokens, parents) in zip(self.cache.rows, trees, strict=True):
-            before += [tokens[parent] if parent >= 0 else (row or [0])[-1] for parent in parents]
+        for id, (tokens, parents) in zip(ids, trees, strict=True):
+            before += [tokens[parent] if parent >= 0 else (self.rows[id] or [0])[-1] for parent in parents]
             last += tokens
         return list(self.table[before, last].split([len(tokens) for tokens, _ in trees]))
 
-    def forward(self, drafts: Sequence[Draft | None]) -> list[Tensor]:
-        self._drafts = drafts
-        return self._logits([(draft.tokens, draft.parents) if draft is not None else ((), ()) for draft in drafts])
+    def forward(self, ids: Sequence[int], drafts: Sequence[Draft]) -> list[Tensor]:
+        self._drafts = dict(zip(ids, drafts, strict=True))
+        return self._logits(ids, [(draft.tokens, draft.parents) for draft in drafts])
 
-    def extend(self, chains: Sequence[Sequence[int]]) -> list[Tensor]:
-        logits = self._logits([(chain, range(-1, len(chain) - 1)) for chain in chains])
-        for row, chain in zip(self.cache.rows, chains, strict=True):
-            row += chain
+    def extend(self, ids: Sequence[int], chains: Sequence[Sequence[int]]) -> list[Tensor]:
+        logits = self._logits(ids, [(chain, range(-1, len(chain) - 1)) for chain in chains])
+        for id, chain in zip(ids, chains, strict=True):
+            self.rows[id] += chain
         return logits
 
     def roll(
-        self, chains: Sequence[Sequence[int]], count: int, vocab_size: int
+        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        best, logits = [], []
+        argmax, logits = [], []
         for _ in range(count):
-            found = self.extend(chains)
-            logits.append(torch.stack([own[-1] if len(own) else torch.zeros(len(self.table)) for own in found]))
-            best.append(logits[-1][:, :vocab_size].argmax(-1))
-            chains = [[int(token)] if chain else [] for token, chain in zip(best[-1], chains, strict=True)]
-        return torch.stack(best, 1), logits, []
+            found = self.extend(ids, chains)
+            logits.append(torch.stack([own[-1] for own in found]))
+            argmax.append(logits[-1][:, :vocab_size].argmax(-1))
+            chains = [[int(token)] for token in argmax[-1]]
+        return torch.stack(argmax, 1), logits, []
 
-    def commit(self, paths: list[list[int]]) -> None:
-        for row, draft, path in zip(self.cache.rows, self._drafts, paths, strict=True):
-            row += [draft.tokens[node] for node in path] if draft is not None else []
+    def commit(self, ids: Sequence[int], paths: Sequence[list[int]]) -> None:
+        for id, path in zip(ids, paths, strict=True):
+            self.rows[id] += [self._drafts[id].tokens[node] for node in path]
 
-    def crop(self, lengths: list[int]) -> None:
-        self.cache.rows = [row[:length] for row, length in zip(self.cache.rows, lengths, strict=True)]
-
-    def keep(self, rows: list[int]) -> None:
-        self.cache.rows = [self.cache.rows[row] for row in rows]
+    def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+        for id, length in zip(ids, lengths, strict=True):
+            del self.rows[id][length:]
 
 
 def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -279,19 +298,38 @@ def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def joint_law(table: Tensor, prompt: Sequence[int], length: int, processors: LogitsProcessorList | None) -> Tensor:
-    """[V] * length: the exact law of the first `length` tokens that a TableLM says behind the prompt."""
+def joint_distribution(
+    table: Tensor, prompt: Sequence[int], length: int, processors: LogitsProcessorList | None
+) -> Tensor:
+    """[V] * length: the exact distribution of the first `length` tokens of a TableLM behind the prompt."""
     if not length:
         return torch.ones(())
     before, last = [0, *prompt][-2:]
     scores = table[before, last][None].clone()
-    law = (processors(torch.tensor([prompt]), scores) if processors else scores)[0].softmax(-1)
-    rest = [joint_law(table, [*prompt, token], length - 1, processors) for token in range(len(table))]
-    return torch.stack([p * each for p, each in zip(law, rest, strict=True)])
+    first = (processors(torch.tensor([prompt]), scores) if processors else scores)[0].softmax(-1)
+    rest = [joint_distribution(table, [*prompt, token], length - 1, processors) for token in range(len(table))]
+    return torch.stack([p * each for p, each in zip(first, rest, strict=True)])
+
+
+def decode(target: Any, drafter: Drafter, requests: Iterable[Request], **options: Any) -> list[list[Step]]:
+    """Runs all requests on an engine of their own to the end; the steps of each."""
+    requests = list(requests)
+    engine = Engine(target, drafter, **{"max_rows": max(1, len(requests))} | options)
+    ids = [engine.add(request) for request in requests]
+    steps: dict[int, list[Step]] = {id: [] for id in ids}
+    while engine.busy:
+        for step in engine.step():
+            steps[step.id].append(step)
+    return [steps[id] for id in ids]
+
+
+def tokens_of(steps: Iterable[Step]) -> list[int]:
+    """The output that steps add up to."""
+    return [token for step in steps for token in step.tokens]
 
 
 def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
-    """Chi-square of observed token tuples against their joint law; 0 where one of them is impossible."""
+    """Chi-square of observed token tuples against their joint distribution; 0 where one of them is impossible."""
     size, ids = len(joint), torch.tensor([list(outcome) for outcome in outcomes])
     flat = sum(ids[:, i] * size ** (ids.shape[1] - 1 - i) for i in range(ids.shape[1]))
     expected, order = joint.double().flatten().mul(len(ids) / joint.double().sum()).sort()

@@ -13,7 +13,8 @@ from forerun.zoo import EMBEDDED, FOLDER
 ASSISTED = "hf-assisted"
 SCHEDULES = ("heuristic", "heuristic_transient", "constant")
 PEERS = ("hf-ar", "hf-lookup", *(f"{ASSISTED}/{schedule}" for schedule in SCHEDULES))
-NAMES = (*METHODS, "hf-ar", "hf-lookup", ASSISTED)
+BATCHING, STATIC = "hf-batch", "static"  # under load alone
+NAMES = (*METHODS, "hf-ar", "hf-lookup", ASSISTED, BATCHING, STATIC)
 LOOKUP_TOKENS = 10  # of hf-lookup: what transformers' documentation uses
 DEFAULT_METHODS = ("ar", "sd", "lookup")
 
@@ -23,7 +24,8 @@ def parse_methods(
 ) -> dict[str, Method | None]:
     """The methods of --methods, --method-arg and --tune, `ar` always among them.
 
-    `tuned` holds settings that take the place of a method's defaults, not of what is given.
+    `tuned` holds settings that take the place of a method's defaults, not of what is given. `static` is `ar` in static
+    batches, static/NAME another method in them.
     """
     given: dict[str, dict[str, Any]] = {}
     for setting in settings:
@@ -42,21 +44,26 @@ def parse_methods(
     for name in wanted if "ar" in wanted else ["ar", *wanted]:
         if name == ASSISTED:
             chosen |= {peer: None for peer in PEERS if peer.startswith(ASSISTED)}
-        elif name in PEERS:
+        elif name in (*PEERS, BATCHING):
             chosen[name] = None
-        elif name in METHODS:
-            chosen[name] = method(name, **tuned.get(name, {}) | given.get(name, {}))
+        elif (own := own_name(name)) in METHODS:
+            chosen[name] = method(own, **tuned.get(own, {}) | given.get(own, {}))
         else:
             raise ValueError(f"unknown method {name!r}; there are {', '.join(NAMES)}")
     for name in given:
-        if name not in chosen:
+        if name not in map(own_name, chosen):
             raise ValueError(f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods")
     return chosen
 
 
+def own_name(name: str) -> str:
+    """The method that is served in static batches by this name, else the name itself."""
+    return METHODS["ar"].name if name == STATIC else name.removeprefix(f"{STATIC}/")
+
+
 def stored_tuning(target: str, draft: str | None, temperature: float) -> dict[str, dict[str, Any]]:
     """Settings that were chosen for the embedded pair on its validation split, {method: {setting: value}}: one choice
-    for greedy output and one, made at temperature 1, for drawn output."""
+    for greedy output and one, made at temperature 1, for sampled output."""
     path = FOLDER / "tuned.json"
     if target != EMBEDDED or draft not in (None, EMBEDDED) or not path.exists():
         return {}

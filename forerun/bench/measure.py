@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,13 +47,17 @@ def measure(
                     continue
                 rows = prompts[start : start + batch]
                 seeds = [seed + 1000 * number + start + i for i in range(len(rows))]
-                turn = (number // 2 + index) % len(names)
-                order = names[turn:] + names[:turn]
-                if number % 2:
-                    order.reverse()
+                order = turned(names, number, index)
                 outcomes = {name: runs[name]([_ids(row) for row in rows], seeds, None) for name in order}
                 records.add(group_records((number, dataset, index), rows, outcomes, reference))
                 say(f"round {number + 1} of {rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts")
+
+
+def turned(names: Sequence[str], number: int, index: int) -> list[str]:
+    """The order of the methods in a round, for the batch of that index."""
+    turn = (number // 2 + index) % len(names)
+    order = [*names[turn:], *names[:turn]]
+    return order[::-1] if number % 2 else order
 
 
 def group_records(
@@ -90,22 +95,24 @@ def group_records(
 
 @torch.inference_mode()
 def margins(target: CausalLM, datasets: dict[str, list[Prompt]], records: Sequence[Record]) -> Margins:
-    """By how much the target prefers the reference's token to the one that was said where an output parts from the
-    reference's: about 1e-5 is a tie that rounding decides, more is a fault. Of the target's two best tokens where one
-    of the outputs has ended."""
+    """The difference of the target's logits of the reference's token and of the output's, where the two outputs part:
+    about 1e-5 is a tie that rounding decides, more is a fault. Where one of them has ended, the difference of the two
+    highest logits."""
+    model = target.fresh()
     prompts = {(dataset, prompt.id): prompt for dataset, rows in datasets.items() for prompt in rows}
     found: Margins = {}
     for record in records:
         for difference in record.differences:
             name = record.prompts[difference["row"]]
-            said, wanted = difference["token"], difference["reference"]
-            key = record.dataset, name, difference["at"], said
+            token, wanted = difference["token"], difference["reference"]
+            key = record.dataset, name, difference["at"], token
             if key not in found:
                 ids = _ids(prompts[record.dataset, name]) + difference["before"]
-                model = target.fresh()
-                model.start([ids[:-1]])
-                logits = model.extend([ids[-1:]])[0][-1].float()
-                pair = logits.topk(2).values if None in (said, wanted) else logits[[wanted, said]]
+                deque(model.prefill(ids[:-1], 512), maxlen=0)
+                model.join(0, 1)
+                logits = model.extend([0], [ids[-1:]])[0][-1].float()
+                model.drop(0)
+                pair = logits.topk(2).values if None in (token, wanted) else logits[[wanted, token]]
                 found[key] = (pair[0] - pair[1]).item()
     return found
 

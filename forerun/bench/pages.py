@@ -22,23 +22,43 @@ def row(name: str, method: dict[str, Any]) -> list[str]:
 
 def console_tables(results: dict[str, Any]) -> list[Any]:
     """Rich tables: one a dataset, and one of all where there are several."""
+    return [
+        table_of(title, [list(COLUMNS), *(row(name, method) for name, method in methods.items())])
+        for title, methods in _sections(results)
+    ]
+
+
+def table_of(title: str, rows: list[list[str]]) -> Any:
+    """A rich table; the first row is its header."""
     from rich.table import Table
 
-    tables = []
-    for title, methods in _sections(results):
-        table = Table(title=title)
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column == "method" else "right")
-        for name, method in methods.items():
-            table.add_row(*row(name, method))
-        tables.append(table)
-    return tables
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for each in rows[1:]:
+        table.add_row(*each)
+    return table
 
 
 def markdown(results: dict[str, Any], command: str, pictures: list[str]) -> str:
     """report.md."""
+    lines = _front(results, command)
+    for title, methods in _sections(results):
+        lines += [f"## {title}", "", "| " + " | ".join(COLUMNS) + " |"]
+        lines.append("|---" + "|---:" * (len(COLUMNS) - 1) + "|")
+        lines += ["| " + " | ".join(row(name, method)) + " |" for name, method in methods.items()]
+        lines.append("")
+    if "tuned" in results:
+        lines += [f"Best by median speedup: `{results['tuned']}`.", ""]
+    lines += ["## How to read it", "", *_notes(results), ""]
+    lines += [f"![{name}]({name})" for name in pictures]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _front(results: dict[str, Any], command: str) -> list[str]:
+    """Title, where it was measured, and the command."""
     arguments, versions = results["arguments"], results["versions"]
-    lines = [
+    return [
         f"# Benchmark of {arguments['target']}" + (f" with {arguments['draft']}" if arguments["draft"] else ""),
         "",
         f"{results['date']}, {versions['gpu'] or versions['cpu']}, {versions['threads']} threads, "
@@ -50,15 +70,53 @@ def markdown(results: dict[str, Any], command: str, pictures: list[str]) -> str:
         "```",
         "",
     ]
-    for title, methods in _sections(results):
-        lines += [f"## {title}", "", "| " + " | ".join(COLUMNS) + " |"]
-        lines.append("|---" + "|---:" * (len(COLUMNS) - 1) + "|")
-        lines += ["| " + " | ".join(row(name, method)) + " |" for name, method in methods.items()]
-        lines.append("")
-    if "tuned" in results:
-        lines += [f"Best by median speedup: `{results['tuned']}`.", ""]
-    lines += ["## How to read it", "", *_notes(results), ""]
-    lines += [f"![{name}]({name})" for name in pictures]
+
+
+LOAD_COLUMNS = {
+    "tokens/s": "tokens_per_s",
+    "first token, ms, p50": "ttft_ms_p50",
+    "p99": "ttft_ms_p99",
+    "token, ms, p50": "tpot_ms_p50",
+    "p99 ": "tpot_ms_p99",
+    "longest gap, ms": "gap_ms_max",
+}
+
+
+def load_tables(results: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Title and rows of a table for each load, the header first."""
+    tables = []
+    for kind in ("clients", "rate"):
+        for size in results.get(kind, {}):
+            title = f"{size} clients" if kind == "clients" else f"{size} requests a second"
+            rows = [["method", *map(str.strip, LOAD_COLUMNS), "over ar", "same tokens"]]
+            for name, method in results["methods"].items():
+                each = method[kind][size]
+                same = "" if "exact_match" not in each else f"{100 * each['exact_match']:.4g} %"
+                rows.append([name, *(f"{each[key]:.1f}" for key in LOAD_COLUMNS.values())])
+                rows[-1] += [f"{each['over']['ar']:.2f}", same]
+            tables.append((title, rows))
+    return tables
+
+
+def load_markdown(results: dict[str, Any], command: str, pictures: list[str]) -> str:
+    """report.md of a run under load."""
+    lines = _front(results, command)
+    for title, (header, *rows) in load_tables(results):
+        lines += [f"## {title}", "", "| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+        lines += [*("| " + " | ".join(row) + " |" for row in rows), ""]
+    arguments = results["arguments"]
+    lines += [
+        "## How to read it",
+        "",
+        f"- Each load has {arguments['requests']} requests of {arguments['new_tokens']} new tokens. Figures are "
+        "medians over rounds; percentiles are over the requests of a round. Methods take turns on the same requests.",
+        "- A closed loop keeps that many requests open. In an open loop they come by a clock (Poisson), and the time "
+        "to the first token counts from when a request was due.",
+        "- gap: the time between two steps that brought a request's tokens. `static` starts a batch of 16 when the one "
+        "before has ended. `hf-batch` is transformers' continuous batching, plain decoding.",
+        "",
+        *(f"![{name}]({name})" for name in pictures),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -89,7 +147,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
                 f"{widest:.2g} apart (where rounding decides, about 1e-5 in float32)."
             )
     else:
-        notes.append("- Sampled: outputs are draws from one law and differ from method to method.")
+        notes.append("- Sampled: outputs are from one distribution and differ from method to method.")
     if any(name.startswith("hf-") for name in methods):
         notes.append(
             "- `hf-` methods are transformers' own `generate` on the same weights, loaded apart. `hf-assisted` is the "

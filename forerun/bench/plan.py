@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.choose import ASSISTED, peer_settings
+from forerun.bench.choose import ASSISTED, BATCHING, STATIC, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.bench.roofline import check_costs, read_costs
 from forerun.bench.sizes import SHAPES
@@ -30,13 +30,17 @@ class Plan:
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
         pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
-        target_shape, draft_shape: names of SHAPES (forerun/bench/sizes.py): what the models say is then measured at the
+        target_shape, draft_shape: names of SHAPES (forerun/bench/sizes.py): the models' output is then measured at the
             costs of these.
         graphs: as in `forerun.load`.
         costs: what methods that reckon with costs go by (`forerun.bench.roofline.read_costs`), as if they ran there;
             else what forwards cost here.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
-        tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then say which value was best.
+        clients: closed loops, of so many requests that are open at once, to measure instead of single batches.
+        rate: open loops, of so many requests a second; likewise.
+        requests: how many requests each of these loads has.
+        new_tokens: the least and the most new tokens of a request of a load, as MIN:MAX.
+        tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then have the best value.
     """
 
     methods: dict[str, Method | None]
@@ -64,15 +68,20 @@ class Plan:
     draft_shape: str | None = None
     graphs: bool = False
     costs: str | None = None
+    clients: tuple[int, ...] = ()
+    rate: tuple[float, ...] = ()
+    requests: int = 64
+    new_tokens: str = "16:256"
     tune: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "rounds", "limit", "prompt_tokens"):
+        for name in ("batch", "rounds", "limit", "prompt_tokens", "requests"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         self.params()
         if self.top_p < 1 and not self.temperature:
-            raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding draws nothing")
+            raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
+        self._check_load()
         for name, each in self.methods.items():
             if self.temperature and isinstance(each, Oracle | SeeingOracle):
                 raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
@@ -104,6 +113,44 @@ class Plan:
                 raise ValueError(f"method {needy!r} needs a draft model: give --draft")
             resolve(self.draft, "draft")
 
+    def _check_load(self) -> None:
+        for name in self.methods:
+            if self.loaded and name.startswith("hf-") and name != BATCHING:
+                raise ValueError(f"method {name!r} is not for --clients and --rate; {BATCHING} is")
+            if not self.loaded and name.split("/")[0] in (BATCHING, STATIC):
+                raise ValueError(f"method {name!r} needs --clients or --rate")
+        if not self.loaded:
+            return
+        for option, given in (("--batch", self.batch > 1), ("--tune", self.tune is not None)):
+            if given:
+                raise ValueError(f"{option} is not for --clients and --rate")
+        if self.temperature and BATCHING in self.methods:
+            raise ValueError(f"method {BATCHING!r} is for greedy decoding; leave it out or set the temperature to 0")
+        if min((*self.clients, 1)) < 1 or not min((*self.rate, 1.0)) > 0:
+            raise ValueError("--clients must be at least 1 and --rate above 0")
+        low, high = self.lengths
+        if not 1 <= low <= high:
+            raise ValueError(f"--new-tokens must be MIN:MAX with 1 <= MIN <= MAX, not {self.new_tokens!r}")
+
+    @property
+    def loaded(self) -> bool:
+        """Whether loads are measured."""
+        return bool(self.clients or self.rate)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The least and the most new tokens of a request of a load."""
+        try:
+            low, high = map(int, self.new_tokens.split(":"))
+        except ValueError:
+            raise ValueError(f"--new-tokens takes MIN:MAX, not {self.new_tokens!r}") from None
+        return low, high
+
+    @property
+    def rows(self) -> int:
+        """The most rows that a method of ours may decode at once."""
+        return max(64, self.batch, *self.clients)
+
     def _needs_draft(self, name: str) -> bool:
         settings = self.methods[name]
         return settings.needs_draft if settings is not None else name.startswith(ASSISTED)
@@ -133,6 +180,8 @@ class Plan:
             "methods": {name: asdict(each) if each else peer_settings(name) for name, each in self.methods.items()},
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
             "data": self.data.name if self.data else None,
+            "clients": list(self.clients),
+            "rate": list(self.rate),
             "pre_verifier": [model_name(folder) for folder in self.pre_verifier],
             "costs": Path(self.costs).name if self.costs else None,
             "head": [model_name(folder) for folder in self.head],

@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from forerun.bench.load import Served, rows_over_time
 from forerun.bench.profile import PHASES
 
 
@@ -22,6 +23,19 @@ def save_plots(methods: dict[str, Any], folder: Path, profile: bool) -> list[str
     if profile:
         pictures.append(_stacked(methods, folder, "step_ms", "ms a step", "profile.png"))
     return pictures
+
+
+def plot_rows(methods: dict[str, list[Served]], path: Path) -> None:
+    """Draws how many requests of a load are open, and how many have their first token, over time."""
+    figure, axes = plt.subplots(len(methods), figsize=(8, 1.6 * len(methods) + 0.6), sharex=True, squeeze=False)
+    for (name, served), own in zip(methods.items(), axes[:, 0], strict=True):
+        own.step(*rows_over_time(served, lambda one: one.due), where="post", color="#adb5bd", label="open")
+        own.step(*rows_over_time(served, lambda one: one.times[0]), where="post", color="#264653", label="decoding")
+        own.set(ylabel=name, ylim=(0, None))
+    axes[0, 0].legend(fontsize=8)
+    axes[-1, 0].set_xlabel("seconds; above: requests")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
 
 
 def _speedup(methods: dict[str, Any], folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What steps cost, from a table of forwards and what a clock says beside it: what tuning and simulation reckon with."""
+"""What steps cost, from a table of forwards and what a clock measured beside it. Tuning and simulation use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from forerun.bench.records import Record
 from forerun.bench.runners import Outcome
 from forerun.costs import Costs
-from forerun.decode import Step
+from forerun.engine import Step
 from forerun.methods import AR, METHODS, Method
 
 
@@ -45,7 +45,7 @@ class Prices:
 
     def shape(self, kind: str, rows: int, nodes: int, forwards: int) -> float:
         """A step of so many rows, the widest of which has `nodes` tokens under the target's eyes, the root included; at
-        least half of what the table says of its forwards, as a few measurements can teach nonsense."""
+        least half of its forwards in the table, as few measurements can give nonsense."""
         table = self.costs.verify(rows * nodes) + forwards * drafting(self.costs, kind, rows)
         ms = table + self.step_ms + self.own_ms.get(kind, 0.0) + forwards * self.token_ms.get(kind, 0.0)
         return max(ms + (self.draft_ms if nodes > 1 else 0.0), table / 2)

@@ -12,7 +12,7 @@ from forerun.files import read_text, write_text
 from forerun.metrics import Stats, Times, Work
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
-Margins = dict[tuple[str, str, int, int | None], float]  # by dataset, prompt, position and the token said there
+Margins = dict[tuple[str, str, int, int | None], float]  # by dataset, prompt, position and the token there
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from forerun.bench.sizes import SHAPES, Shape
+from forerun.bench.sizes import SHAPES, ModelShape
 from forerun.costs import Costs
 from forerun.files import read_text
 from forerun.methods import Method
@@ -87,7 +87,7 @@ def table(gpu: GPU, count: int, shape: str, head: bool = False) -> dict[int, flo
     return {tokens: round(_forward(gpu, count, sizes, width, tokens), 4) for tokens in COUNTS}
 
 
-def _forward(gpu: GPU, count: int, shape: Shape, width: int, tokens: int) -> float:
+def _forward(gpu: GPU, count: int, shape: ModelShape, width: int, tokens: int) -> float:
     keys = shape.num_key_value_heads * shape.head_dim
 
     def ms(weights: int, cached: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from forerun.api import Decoder
-from forerun.decode import Step
+from forerun.engine import Step
 from forerun.metrics import Stats, summarise
 from forerun.params import SamplingParams
 
@@ -20,7 +20,7 @@ class Outcome:
         tokens: output token ids of each row.
         seconds: wall time of the call, prefill included.
         target_forwards, draft_forwards: counted once for each row that took part. Transformers' first forward is the
-            prefill and says a token; our prefill says none and is not counted.
+            prefill and gives a token; our prefill gives none and is not counted.
         steps: of each row; None where the method keeps no record.
     """
 
@@ -38,34 +38,52 @@ class Outcome:
         return Stats(count, self.target_forwards, self.draft_forwards, 0, 0, 0, self.seconds, (), ())
 
 
-# Prompts and their seeds; the third argument is a length for the warm-up, which leaves no state behind but what a guard
-# has measured.
+# Prompts, a seed for each, and a length for the warm-up, which leaves no state behind but what a guard has measured.
 Run = Callable[[Sequence[Sequence[int]], Sequence[int], int | None], Outcome]
 
 
-def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
-    """A method of ours. Row i draws with the first seed + i, so the seeds must count up.
+def forget_phrases(decoder: Decoder) -> None:
+    """Empties the decoder's pools, which would know the output of a prompt that comes again."""
+    for pool in decoder.pools.values():
+        pool.clear()
 
-    Phrases of earlier prompts stay, but a prompt that comes again finds none: they would know the answer.
+
+def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -> Run:
+    """A method of ours. Each row has a seed of its own, so it does not matter which rows are its neighbours. `close`
+    frees the decoder's buffers after each call, for who has many decoders.
+
+    Phrases of earlier prompts stay, but a prompt that comes again finds none.
     """
     seen: set[tuple[int, ...]] = set()
 
     def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
         now = set(map(tuple, prompts))
         if now & seen:
-            decoder.pools.clear()
+            forget_phrases(decoder)
             seen.clear()
         seen.update(now)
-        asked = replace(params, seed=seeds[0], max_new_tokens=warm_up or params.max_new_tokens)
+        length, engine = warm_up or params.max_new_tokens, decoder.engine
         begun = perf_counter()
-        results = decoder.generate(prompts, asked)
+        requests = [
+            decoder.request(list(prompt), replace(params, seed=seed, max_new_tokens=length))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        found: dict[int, list[Step]] = {engine.add(request): [] for request in requests}
+        while engine.busy:
+            for step in engine.step():
+                if step.error is not None:
+                    raise step.error
+                found[step.id].append(step)
         seconds = perf_counter() - begun
+        if close:
+            decoder.close()
+        rows = list(found.values())
         return Outcome(
-            tokens=[result.tokens for result in results],
+            tokens=[[token for step in row for token in step.tokens] for row in rows],
             seconds=seconds,
-            target_forwards=sum(result.stats.target_forwards for result in results),
-            draft_forwards=sum(result.stats.draft_forwards for result in results),
-            steps=[result.steps for result in results],
+            target_forwards=sum(map(len, rows)),
+            draft_forwards=sum(step.draft_forwards for row in rows for step in row),
+            steps=rows,
         )
 
     return run

@@ -1,4 +1,4 @@
-"""Small trained models in the shape of big ones: what they say stays, what a forward costs is that of the big one.
+"""Small trained models in the shape of big ones: the output stays, a forward costs what the big one's does.
 
 Width is padded with zeros, layers are added whose output projections are 0 (Net2Net, arXiv 1511.05641, has the idea;
 the placing is ours). So a method meets the costs of a 7B or 70B model and the acceptance of a real trained pair.
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
-from forerun.bench.sizes import Shape
-from forerun.nn.hidden import HiddenConfig, HiddenDrafter
+from forerun.bench.sizes import ModelShape
+from forerun.nn.heads import HiddenConfig, HiddenDrafter
 
 
 @torch.no_grad()
-def expand(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
-    """A model of that shape that says what the given one says: equal logits [.., V] for its V tokens, and for all
-    others that of the token it finds least likely on the whole.
+def expand(model: PreTrainedModel, shape: ModelShape) -> PreTrainedModel:
+    """A model of that shape with the given one's output: equal logits [.., V] for its V tokens, and for all others that
+    of the token with the lowest mean logit.
 
     Weights that cannot reach the output are random, so that the arithmetic is not on zeros. Rotation stays that of the
     small model. Made on its device and in its dtype, tensor by tensor.
@@ -33,7 +33,7 @@ def expand(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} cannot be given another shape; Llama and Qwen3 can")
     if (config.rope_parameters or {}).get("rope_type", "default") != "default":
         raise ValueError(f"rotation of the type {config.rope_parameters['rope_type']!r} cannot be given another shape")
-    small = Shape(**{name: getattr(config, name) for name in asdict(shape)})
+    small = ModelShape(**{name: getattr(config, name) for name in asdict(shape)})
     for name, size in asdict(small).items():
         if getattr(shape, name) < size:
             raise ValueError(f"the shape's {name} is {getattr(shape, name)}, less than the model's {size}")
@@ -89,12 +89,12 @@ def expand(model: PreTrainedModel, shape: Shape) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def expand_head(head: HiddenDrafter, model: PreTrainedModel, shape: Shape) -> HiddenDrafter:
-    """The head over that model's states, for the model in that shape, where it says the same; its hot set is a quarter
-    of the vocabulary or what it was. For a shape that `expand` takes.
+def expand_head(head: HiddenDrafter, model: PreTrainedModel, shape: ModelShape) -> HiddenDrafter:
+    """The head over that model's states, for the model in that shape, with the same output. Its hot set is a quarter of
+    the vocabulary or what it was. For a shape that `expand` takes.
     """
     config = head.config
-    small = Shape(**{name: getattr(config, name) for name in asdict(shape)})
+    small = ModelShape(**{name: getattr(config, name) for name in asdict(shape)})
     # Layers of the target's shape, in which an eagle's wider MLP stays as much wider; medusa's blocks are only MLPs.
     big_size, own = shape.intermediate_size, model.config.intermediate_size
     if config.kind == "medusa":
@@ -150,7 +150,7 @@ def expand_head(head: HiddenDrafter, model: PreTrainedModel, shape: Shape) -> Hi
 class _Places:
     """Where the heads of a small model, and the dimensions within one, are in a big one."""
 
-    def __init__(self, shape: Shape, small: Shape, groups: list[int], device: torch.device) -> None:
+    def __init__(self, shape: ModelShape, small: ModelShape, groups: list[int], device: torch.device) -> None:
         step, half = shape.head_dim // small.head_dim, torch.arange(small.head_dim // 2, device=device)
         self.within = torch.cat([half * step, shape.head_dim // 2 + half * step])  # the same frequencies of rotation
         self.keys = torch.arange(small.num_key_value_heads, device=device)

@@ -1,7 +1,7 @@
 """The speedups that recorded runs would have at other costs, without running anything.
 
-A run's records say what its steps were: how many tokens the target looked at, and how many forwards of the draft there
-were. Which tokens were accepted depends on the models alone; what each step would take is a matter of a cost table.
+A run's records hold the size of each step: how many tokens the target looked at, and how many forwards the draft made.
+Which tokens were accepted depends on the models alone. How long each step would take follows from a cost table.
 Methods that go by costs should have gone by those costs: `forerun bench --costs`.
 """
 
@@ -26,14 +26,14 @@ USUAL_BLOCK = 4  # tokens a call of Pacer's layer, where it chooses for itself
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """A run of `forerun bench --out`.
 
     Attributes:
         methods: of ours, by the names that results use.
         records: of these.
-        costs, given: what forwards cost, or what --costs said that they do, and the name that it gave.
-        batch, draws: of the run.
+        costs, given: what forwards cost, or what --costs gave for them, and the name of that.
+        batch, samples: of the run.
     """
 
     methods: dict[str, Method]
@@ -41,14 +41,14 @@ class Recorded:
     costs: Costs
     given: str | None
     batch: int
-    draws: bool
+    samples: bool
 
     @property
     def kinds(self) -> dict[str, str]:
         return {name: kind(each) for name, each in self.methods.items()}
 
 
-def read_run(folder: Path) -> Recorded:
+def read_run(folder: Path) -> RecordedRun:
     """Raises ValueError where the folder holds no finished run, or one from before runs kept what this needs."""
     try:
         results = json.loads(read_text(folder / "results.json"))
@@ -65,26 +65,26 @@ def read_run(folder: Path) -> Recorded:
             raise ValueError("its records do not say what steps were")
         if arguments["guard"]:
             raise ValueError("a clock decided when it drafted (--guard)")
-        given, batch, draws = arguments["costs"], arguments["batch"], arguments["temperature"] > 0
+        given, batch, samples = arguments["costs"], arguments["batch"], arguments["temperature"] > 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} holds no run of `forerun bench --out` that can be simulated: {error}") from None
-    return Recorded(methods, own, costs, given, batch, draws)
+    return RecordedRun(methods, own, costs, given, batch, samples)
 
 
-def simulated(run: Recorded, costs: Costs) -> dict[str, Any]:
+def simulated(run: RecordedRun, costs: Costs) -> dict[str, Any]:
     """Speedups of the run's methods on a machine with these costs, where nothing else takes time; by dataset, as
-    `forerun.bench.report.summary` has them. Heads of all kinds cost what the table says of one.
+    `forerun.bench.report.summary` has them. Heads of all kinds cost one of the table.
 
     Raises ValueError for a table without a draft or a head that a method needs.
     """
     check_costs(costs, run.methods)
-    costs = costs.drawn if run.draws else costs
+    costs = costs.sampled if run.samples else costs
     layered = [each for each in run.methods.values() if each.layer]
     policies = {kind(each): costs.policy / (getattr(each, "block", None) or USUAL_BLOCK) for each in layered}
     return _summaries(repriced(run.records, Prices(costs, token_ms=policies), run.kinds), run.batch)
 
 
-def check(run: Recorded, other: Recorded | None = None) -> dict[str, Any]:
+def check(run: RecordedRun, other: RecordedRun | None = None) -> dict[str, Any]:
     """Measured and predicted speedups of prompts that the prediction knows nothing of but their steps: what steps take
     beyond forwards is learnt from every other batch of the run, or from `other`, and the rest is predicted.
 
@@ -120,7 +120,7 @@ def check(run: Recorded, other: Recorded | None = None) -> dict[str, Any]:
 
 
 def repriced(records: Sequence[Record], prices: Prices, kinds: Mapping[str, str]) -> list[Record]:
-    """Records as if they had taken the time that the prices say."""
+    """Records as if they had taken the time that the prices give."""
 
     def seconds(record: Record) -> float:
         kind = kinds[record.method]

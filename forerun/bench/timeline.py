@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from forerun.api import Chunk, Decoder
+from forerun.api import Decoder
 from forerun.bench.profile import PHASES
-from forerun.decode import Step
+from forerun.engine import Step
 from forerun.params import SamplingParams
 
 SKIPPED, PROFILED = 4, 3  # steps: those before, and those under the profiler, of which the last is shown
@@ -30,7 +29,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Work:
+class Activity:
     """What ran within a marked stretch of time.
 
     Attributes:
@@ -53,7 +52,7 @@ class Work:
 
 @contextmanager
 def _still() -> Iterator[None]:
-    """Without what torch's profiler has C++ say on stderr as it begins and ends; no setting keeps it from that."""
+    """Without what torch's profiler writes on stderr from C++ as it begins and ends; no setting prevents that."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -66,7 +65,7 @@ def _still() -> Iterator[None]:
 
 
 @contextmanager
-def _profiled(device: torch.device, found: list[Work]) -> Iterator[Callable[[], Any]]:
+def _profiled(device: torch.device, found: list[Activity]) -> Iterator[Callable[[], Any]]:
     """Gives what marks a stretch of time; they are in `found` at the end."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
@@ -90,12 +89,12 @@ def _profiled(device: torch.device, found: list[Work]) -> Iterator[Callable[[], 
             if begin <= event.time_range.start < end and event.name != _MARK
             if (event.device_type == DeviceType.CUDA if device.type == "cuda" else event.cpu_parent is stretch)
         ]
-        found.append(Work((end - begin) / 1000, parts))
+        found.append(Activity((end - begin) / 1000, parts))
 
 
 def outside(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
     """The share of a call's time in which no kernel, or no operation of a CPU, runs: its middle one of `repeats`."""
-    found: list[Work] = []
+    found: list[Activity] = []
     for _ in range(3):
         run()
     with _profiled(device, found) as mark:
@@ -105,22 +104,25 @@ def outside(run: Callable[[], object], device: torch.device, repeats: int = 10) 
     return sorted(1 - work.busy / work.ms for work in found)[repeats // 2]
 
 
-def step_of(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -> tuple[Step, Work] | None:
+def step_of(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -> tuple[Step, Activity] | None:
     """One step in the middle of the output for a batch, as its first row saw it; None where a row ends too soon."""
-    stream, found = decoder.stream(prompts, params), list[Work]()
-
-    def step() -> list[Chunk]:
-        return list(islice(stream, len(prompts)))  # the first one comes with the step, the others are there
-
-    for _ in range(SKIPPED):
-        step()
-    with _profiled(decoder.target.device, found) as mark:
-        for _ in range(PROFILED):
-            with mark():
-                chunks = step()
-            if len(chunks) < len(prompts) or any(chunk.finish_reason for chunk in chunks):
-                return None
-    return chunks[0].step, found[-1]
+    engine, found = decoder.engine, list[Activity]()
+    ids = [engine.add(decoder.request(prompt, params)) for prompt in prompts]
+    try:
+        done, number = False, 0
+        while not done and (number < SKIPPED or len(engine.running) < len(ids)):  # all must have joined
+            done, number = any(step.finish_reason for step in engine.step()), number + 1
+        with _profiled(decoder.target.device, found) as mark:
+            for _ in range(0 if done else PROFILED):
+                with mark():
+                    steps = engine.step()
+                if any(step.finish_reason for step in steps):
+                    return None
+        return (next(step for step in steps if step.id == ids[0]), found[-1]) if found else None
+    finally:
+        for id in ids:
+            engine.abort(id)
+        engine.step()
 
 
 def kind_of(name: str) -> str:
@@ -128,7 +130,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in _WORDS.items() if any(word in name.lower() for word in words)), "other")
 
 
-def plot_timeline(title: str, step: Step, work: Work, path: Path) -> None:
+def plot_timeline(title: str, step: Step, work: Activity, path: Path) -> None:
     """Draws the step's phases above what ran."""
     import matplotlib
 

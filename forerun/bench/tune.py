@@ -1,7 +1,7 @@
 """The fastest method and settings for a pair of models on this machine, found on validation prompts.
 
-Many settings are told apart by what their steps would cost by the cost table, which does not waver as a clock does and
-lets prompts be decoded in batches; only the few best are measured one by one, beside plain decoding. Successive halving
+Many settings are compared by what their steps would cost by the cost table. That does not waver as a clock does, and
+prompts can be decoded in batches. Only the few best are measured one by one, beside plain decoding. Successive halving
 is Karnin et al.'s (ICML 2013), with one cut to a third; the rest is ours.
 """
 
@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from math import ceil
 from pathlib import Path
-from random import Random
 from time import perf_counter
 from typing import Any
 
 from forerun.api import Decoder, bundled_layer
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import measure
+from forerun.bench.models import load_pair, load_prompts
 from forerun.bench.plan import Plan
-from forerun.bench.prices import Prices, drafting, forwards_of, kind
+from forerun.bench.prices import Prices, kind
 from forerun.bench.records import Records
 from forerun.bench.report import summary, versions
-from forerun.bench.runners import Outcome, Run, decoder_run
-from forerun.bench.session import load_pair, load_prompts
+from forerun.bench.runners import Run, decoder_run
+from forerun.bench.search import FINALISTS, calibrate, finalists, screen, singly
 from forerun.costs import Costs
 from forerun.loading import load_config, load_head, load_pre_verifier
 from forerun.methods import AR, METHODS, Lyanna, Method, Pacer
 from forerun.model import context_of
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import Choice, pair_of, save
-from forerun.runtime.costs import QUIET, measure_costs
-from forerun.runtime.hidden import HiddenLM
+from forerun.runtime.costs import measure_costs
+from forerun.runtime.heads import HiddenLM
 from forerun.zoo import EMBEDDED, bundled_head
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
@@ -53,8 +53,7 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "lyanna": {"depth": (4, 8, 12)},
     "pacer-lyanna": {"block": (2, 4), "width": (1, 2)},
 }
-FINALISTS = 3
-CALIBRATION = 0.1  # share of the budget for what a clock says beside the cost table
+CALIBRATION = 0.1  # share of the budget for the times that the cost table lacks
 SCREENING = 0.6  # share of the budget until the finalists are known
 
 
@@ -123,99 +122,6 @@ def choose_effort(
     return effort, first + last
 
 
-def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[int]], tokens: int) -> Prices:
-    """Prices from decoding prompts one by one, in turns, with one method of each kind; `ar` is among them."""
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
-    for run in runs.values():
-        run([prompts[0]], [0], min(tokens, 8))  # the first call is slow
-    for seed, prompt in enumerate(prompts):
-        for name, run in runs.items():
-            outcomes[name].append(run([prompt], [seed], tokens))
-    steps = {name: [step for each in own for row in each.steps or [] for step in row] for name, own in outcomes.items()}
-    step_ms = undisturbed([1000 * step.seconds for step in steps[AR.name]]) - costs.verify(1)
-    token_ms = {}
-    for name, own in steps.items():
-        draft_ms = drafting(costs, name)
-        each = [
-            (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / forwards_of(name, step) - draft_ms
-            for step in own
-            if forwards_of(name, step)
-        ]
-        if each:
-            token_ms[name] = max(undisturbed(each), -draft_ms)
-    start_ms = {name: 1000 * undisturbed([_start(each) for each in own]) for name, own in outcomes.items()}
-    prices = Prices(costs, step_ms, token_ms=token_ms, start_ms=start_ms)
-    took = sum(1000 * step.seconds for own in steps.values() for step in own)
-    modelled = sum(prices.step(name, step) for name, own in steps.items() for step in own)
-    return replace(prices, load=max(1.0, took / max(modelled, 1e-9)))
-
-
-def undisturbed(values: Sequence[float]) -> float:
-    """As `measure_costs` has it."""
-    return sorted(values)[int(QUIET * len(values))]
-
-
-def singly(run: Run) -> Run:
-    """The rows one after the other, for rules that look at costs, as these would stop earlier in a batch, and for
-    phrases, as a batch does not tell how many forwards a row needed."""
-
-    def decoded(prompts: Sequence[Sequence[int]], seeds: Sequence[int], tokens: int | None = None) -> Outcome:
-        each = [run([prompt], [seed], tokens) for prompt, seed in zip(prompts, seeds, strict=True)]
-        return Outcome(
-            tokens=[row for one in each for row in one.tokens],
-            seconds=sum(one.seconds for one in each),
-            target_forwards=sum(one.target_forwards for one in each),
-            draft_forwards=sum(one.draft_forwards for one in each),
-            steps=[row for one in each for row in one.steps or []],
-        )
-
-    return decoded
-
-
-def _start(outcome: Outcome) -> float:
-    """Seconds before the first step."""
-    return outcome.seconds - sum(step.seconds for row in outcome.steps or [] for step in row)
-
-
-def screen(
-    methods: Mapping[str, Method],
-    runs: Mapping[str, Run],
-    turns: Sequence[Sequence[Sequence[int]]],
-    prices: Prices,
-    tokens: int | None = None,
-    is_late: Callable[[], bool] = lambda: False,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Predicted speedups: of the better third, best first, and of the others.
-
-    All methods decode the first turn's prompts, the better third decodes those of the others too, until it is late.
-    Where that is so during the first turn, the methods that are left out are a bit of everything.
-    """
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in methods}
-    going, speedups, seed = list(methods), {}, 0
-    Random(0).shuffle(going)
-    for number, rows in enumerate(turns):
-        if number and is_late():
-            break
-        for place, name in enumerate(going):
-            if not number and place >= 2 * FINALISTS and is_late():
-                going = going[:place]
-                break
-            outcomes[name].append(runs[name](rows, range(seed, seed + len(rows)), tokens))
-            speedups[name] = prices.speedup(kind(methods[name]), outcomes[name])
-        seed += len(rows)
-        going.sort(key=lambda name: -speedups[name])
-        if not number:
-            going = going[: max(FINALISTS, ceil(len(going) / 3))]
-    return {name: speedups[name] for name in going}, {n: s for n, s in speedups.items() if n not in going}
-
-
-def finalists(methods: Mapping[str, Method], ranked: Sequence[str]) -> list[str]:
-    """The names to measure: the best of each method first, as the model may wrong a whole method but hardly one
-    setting beside the next; then the others."""
-    firsts = {methods[name].name: name for name in reversed(ranked)}.values()
-    return sorted(ranked, key=lambda name: (name not in firsts, ranked.index(name)))[:FINALISTS]
-
-
 def tune(
     plan: Plan,
     files: dict[str, list[Prompt]],
@@ -228,8 +134,8 @@ def tune(
 ) -> dict[str, Any]:
     """Finds the fastest method, stores it in the pair's profile and returns what was found, for JSON.
 
-    Of the plan: models, prompts, temperature, and `max_new_tokens` as the most that a prompt is given; its methods say
-    no more than whether there is a draft. `files` are the prompts of `read_files`. `budget` is in seconds and may be
+    Of the plan: models, prompts, temperature, and `max_new_tokens` as the most that a prompt is given; its methods
+    only show whether there is a draft. `files` are the prompts of `read_files`. `budget` is in seconds and may be
     exceeded where the least that can be done takes longer. `pre_verifier` and `head` are the folders of a layer trained
     for the pair and of a head trained for the target; the embedded pair has its own.
 
@@ -253,11 +159,12 @@ def tune(
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
 
-    def runner(method: Method) -> Run:
+    def runner(method: Method, close: bool = True) -> Run:
         layer, drafting = layers.get(method.layer), draft if method.needs_draft else None
-        decoder = Decoder(target, None, drafting, method, guard=False, pre_verifier=layer, head=heads.get(method.head))
+        own: Any = {"pre_verifier": layer, "head": heads.get(method.head)}
+        decoder = Decoder(target, None, drafting, method, guard=False, prefix_bytes=0, **own)
         decoder.costs = costs
-        return decoder_run(decoder, params)
+        return decoder_run(decoder, params, close)
 
     params = replace(plan.params(), top_p=top_p)
     rows = [list(prompt.tokens or ()) for prompt in prompts]
@@ -289,7 +196,7 @@ def tune(
     say(f"measuring {', '.join(final)} beside ar on {len(prompts)} prompts")
     records = Records(None)
     measure(
-        {name: runs[name] for name in (AR.name, *final)},
+        {name: runner((methods | {AR.name: AR()})[name], close=False) for name in (AR.name, *final)},
         {dataset: prompts},
         records,
         rounds=rounds,

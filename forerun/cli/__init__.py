@@ -1,65 +1,88 @@
-"""The command line. Nothing here imports torch before the arguments are known to be good."""
+"""The command line. What is slow to import comes after the handler of interrupts."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import sys
-from typing import Annotated, Any
+from contextlib import suppress
+from types import FrameType
 
-import typer
-
-from forerun import __version__
-from forerun.cli import bench, demo, generate, info, simulate, train, tune
-
-app = typer.Typer(
-    help="Faster decoding for Hugging Face causal language models, without changing a token of what they say.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("bench")(bench.bench)
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("info")(info.info)
-app.command("simulate")(simulate.simulate)
-app.command("tune")(tune.tune)
-app.add_typer(train.app, name="train")
-
-# The parser is typer's own in new versions and click's in old ones; typer exports only this class of it.
-_UsageError: Any = typer.BadParameter.__mro__[1]
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"forerun {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
+INTERRUPTED = 130  # the exit status, as of a shell
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake is one line on stderr and exit status 2."""
+    """Runs the command line.
+
+    A user's mistake is one line on stderr and exit status 2. Ctrl-C, once or many times, is one line and 130.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        status = _run()
+        if status == INTERRUPTED:  # typer has caught it
+            raise KeyboardInterrupt
+        sys.exit(status)
+    except BaseException as error:
+        # An interrupt inside a library may come out as another error.
+        if not _is_interrupt(error):
+            raise
+        _leave()
+
+
+def _run() -> int:
+    import typer
+
+    from forerun.cli.commands import UsageError, app
+
     try:
         status = app(standalone_mode=False)
-    except _UsageError as error:
+        return status if isinstance(status, int) else 0
+    except typer.Abort:
+        return INTERRUPTED
+    except UsageError as error:
         message = error.format_message()
         if not message:  # help was shown for want of a command
-            sys.exit(0)
+            return 0
     except (ValueError, FileExistsError, PermissionError) as error:
+        if _is_interrupt(error):
+            raise
         message = str(error)
-    except (KeyboardInterrupt, typer.Abort):
-        print("forerun: interrupted", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         sys.stderr.close()
-        sys.exit(0)
-    else:
-        sys.exit(status if isinstance(status, int) else 0)
+        return 0
     print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    return 2
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt, but not while one is being handled: that has to come to its end."""
+    if _is_interrupt(sys.exception()):
+        return
+    while frame is not None:  # inside an import nothing is to be cleaned up, and torch's aborts at an exception
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            _leave()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an exception is a KeyboardInterrupt or was raised while one was handled."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
+def _leave() -> None:
+    """Ends the process; further interrupts are ignored.
+
+    Not by sys.exit: where an interrupt came inside an exec(), Python would then end itself by the signal.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError, RuntimeError):
+        sys.stdout.flush()
+    with suppress(OSError):
+        os.write(2, b"forerun: interrupted\n")
+    atexit._run_exitfuncs()
+    os._exit(INTERRUPTED)

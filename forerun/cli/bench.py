@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,6 +67,14 @@ def bench(
         str | None,
         typer.Option(help="What methods that reckon go by, FILE.json or as h100:llama-2-7b:llama-68m; see simulate."),
     ] = None,
+    clients: Annotated[
+        list[str] | None, typer.Option(help="Measure under load: so many requests are always open, as in 1,4,16.")
+    ] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Measure under load: requests a second, Poisson arrivals, as in 2,4.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 64,
+    new_tokens: Annotated[str, typer.Option(help="Least and most new tokens of a request of a load.")] = "16:256",
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
@@ -103,8 +111,16 @@ def bench(
         draft_shape=draft_shape,
         graphs=graphs,
         costs=costs,
+        clients=_numbers("--clients", clients, int),
+        rate=_numbers("--rate", rate, float),
+        requests=requests,
+        new_tokens=new_tokens,
         tune=tune,
     )
+    if plan.loaded:
+        plan = replace(plan, max_new_tokens=plan.lengths[1])
+        if resume or profile:
+            raise ValueError(f"--{'resume' if resume else 'profile'} is not for --clients and --rate")
     check_folder(out, resume)
     if profile and out is None:
         raise ValueError("--profile needs --out, the folder for its picture")
@@ -116,13 +132,17 @@ def bench(
         plan = replace(plan, methods=parse_methods(_split(methods), method_arg or [], tune, tuned | choice.tuned))
     from rich.console import Console
 
-    from forerun.bench.pages import console_tables
+    from forerun.bench.pages import console_tables, load_tables, table_of
+    from forerun.bench.serving import serve
     from forerun.bench.session import bench as run
 
     try:
-        results = run(plan, files, out, resume=resume, profile=profile, say=_progress)
+        if plan.loaded:
+            results = serve(plan, files, out, say=_progress)
+        else:
+            results = run(plan, files, out, resume=resume, profile=profile, say=_progress)
     except KeyboardInterrupt:
-        if out is not None:
+        if out is not None and not plan.loaded:
             print(f"forerun: interrupted; what is measured stays in {out}: go on with --resume", file=sys.stderr)
         raise
     _progress("")
@@ -130,7 +150,8 @@ def bench(
         print(json.dumps(results))
         return
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for table in console_tables(results):
+    tables = [table_of(*each) for each in load_tables(results)] if plan.loaded else console_tables(results)
+    for table in tables:
         console.print(table)
     if "tuned" in results:
         console.print(f"best by median speedup: {json.dumps(results['tuned'])}")
@@ -140,6 +161,13 @@ def bench(
 
 def _split(values: list[str] | None) -> list[str]:
     return [part for value in values or [] for part in value.split(",") if part]
+
+
+def _numbers(option: str, values: list[str] | None, kind: type) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in _split(values))
+    except ValueError as error:
+        raise ValueError(f"{option} takes numbers: {error}") from None
 
 
 def _progress(line: str) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from forerun.methods import METHODS, Method, method, parse_value
 
-# Colour of a token by where it came from; what the target chose itself stays plain.
+# Colour of a token by where it came from. What the target chose itself stays plain.
 STYLES = {
     "draft": "green",
     "lookup": "cyan",
@@ -29,7 +29,7 @@ GammaOption = Annotated[int | None, typer.Option(help="Draft length of the metho
 MethodArgOption = Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
-SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable; the guard is then off.")]
 DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),
@@ -40,7 +40,7 @@ GuardOption = Annotated[
     bool | None,
     typer.Option(
         "--guard/--no-guard",
-        help="Leave drafts out while they do not pay. By default, but for sampling with a seed: it goes by the clock.",
+        help="Leave drafts out while they do not pay. On by default, except for sampling with a seed.",
         show_default=False,
     ),
 ]
@@ -48,7 +48,7 @@ ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to c
 
 
 def parse_method(name: str, gamma: int | None = None, settings: list[str] | None = None) -> Method:
-    """The method of these options; raises ValueError."""
+    """The method of these options. Raises ValueError."""
     method(name)  # whether there is one of that name
     options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
     for setting in settings or []:
@@ -60,7 +60,7 @@ def parse_method(name: str, gamma: int | None = None, settings: list[str] | None
 
 
 def quiet(threads: int | None = None) -> None:
-    """Keeps transformers' progress bars and warnings out of the output, and sets torch's threads."""
+    """Keeps transformers' progress bars and warnings out of the output. Sets torch's threads."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
     from transformers.utils import logging

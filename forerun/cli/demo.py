@@ -59,7 +59,7 @@ def demo(
     warm_up = held_out_prompts(decoder.tokenizer, "validation", 1)
     chosen = held_out_prompts(decoder.tokenizer, "test", prompts)
     if not warm_up or not chosen:
-        raise ValueError("this Python comes without the standard library's sources; the demo writes them on")
+        raise ValueError("this Python comes without the standard library's sources, which the demo continues")
     for each in (plain, decoder):
         each.generate(warm_up[0], max_new_tokens=16)
     for number, prompt in enumerate(chosen, 1):
@@ -85,7 +85,7 @@ def demo(
     for column in ("prompt", "tokens", "equal", "ar tokens/s", f"{method} tokens/s", "tau", "speedup"):
         table.add_column(column, justify="right")
     for row in rows:
-        # Two draws from one law are two texts; only greedy output can be compared token by token.
+        # Sampled texts differ; only greedy output can be compared token by token.
         equal = "yes" if row["equal"] else "no" if not temperature else "(sampled)"
         table.add_row(
             *(str(row[key]) for key in ("prompt", "tokens")),
@@ -102,7 +102,7 @@ def demo(
 
 
 def _timed(decoder: Any, prompt: list[int], params: SamplingParams, show: Callable[[Any], None]) -> dict[str, Any]:
-    """Streams one prompt; seconds are those of decoding, not of drawing on the terminal."""
+    """Streams one prompt. The seconds are those of decoding, without the terminal's."""
     tokens: list[int] = []
     steps, seconds = 0, 0.0
     stream = decoder.stream(prompt, params)
@@ -118,7 +118,7 @@ def _timed(decoder: Any, prompt: list[int], params: SamplingParams, show: Callab
 
 
 class _Panes:
-    """Two texts side by side on a terminal; one after the other where the output is a file."""
+    """Two texts side by side on a terminal, one after the other where the output is a file."""
 
     def __init__(self, console: Any, prompt: str, method: str) -> None:
         from rich.panel import Panel
@@ -133,9 +133,9 @@ class _Panes:
 
         if not self.console.is_terminal or self.console.quiet:
             return nullcontext()
-        # Drawn by us, between the timed stretches: a thread that draws would take its share of what is measured.
+        # Refreshed between the timed stretches: a thread of its own would take time from what is measured.
         self._live = Live(self._view(), console=self.console, auto_refresh=False, vertical_overflow="crop")
-        self._drawn = perf_counter()
+        self._refreshed = perf_counter()
         return self._live
 
     def _view(self) -> Any:
@@ -158,8 +158,8 @@ class _Panes:
         for piece, origin in chunk.pieces:
             self.texts[side].append(piece, style=STYLES.get(origin, "") if side else "")
         if self.console.is_terminal and not self.console.quiet:
-            if chunk.finish_reason or perf_counter() - self._drawn > REDRAW:
+            if chunk.finish_reason or perf_counter() - self._refreshed > REDRAW:
                 self._live.update(self._view(), refresh=True)
-                self._drawn = perf_counter()
+                self._refreshed = perf_counter()
         elif chunk.finish_reason and side:
             self.console.print(self._view())

@@ -111,7 +111,7 @@ def generate(
         if settings.phrases is None or not is_named:
             raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
         if temperature:
-            raise ValueError("--phrases is for greedy decoding: what is drawn must not depend on other runs")
+            raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
         if not phrases.parent.is_dir():
             raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import deque
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -59,8 +60,9 @@ def costs(target: str, draft: str | None, context: int | None, load_options: dic
 
     def idle(model: CausalLM) -> float:
         model = model.fresh()
-        model.start([[0] * context])
-        return round(outside(lambda: model.forward([Draft.root(0)]), model.device), 4)
+        deque(model.prefill([0] * context, context), maxlen=0)
+        model.join(0, 1)
+        return round(outside(lambda: model.forward([0], [Draft.root(0)]), model.device), 4)
 
     models = {"target": decoder.target, "draft": decoder.draft}
     return table | {"idle": {part: idle(model) for part, model in models.items() if model is not None}}

@@ -20,12 +20,12 @@ def simulate(
         ),
     ] = None,
     learn: Annotated[
-        Path | None, typer.Option(help="Without --costs: another run that says what takes time beside forwards.")
+        Path | None, typer.Option(help="Without --costs: another run, to learn from it what takes time beside forwards.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
-    """Reckon a run's speedups from what its steps were: with --costs on another machine; without, beside what the clock
-    said, for those prompts from which nothing was learnt.
+    """Compute a run's speedups from its steps. With --costs: those on another machine. Without: beside the measured
+    ones, for prompts from which nothing was learnt.
 
     Methods that go by costs act otherwise at others: record the run with `forerun bench --costs` of the same table.
     """

@@ -1,4 +1,4 @@
-"""`forerun train pair`, `forerun train draft` and `forerun train pre-verifier`."""
+"""`forerun train`: the embedded pair, or a draft, a pre-verifier or a head for any target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from forerun.cli.common import DeviceOption, ThreadsOption, TrustOption, quiet
 from forerun.zoo import EMBEDDED, resolve
 
-app = typer.Typer(help="Train the embedded pair, or a draft or a pre-verifier for any target.", no_args_is_help=True)
+app = typer.Typer(help="Train the embedded pair, or a draft, pre-verifier or head.", no_args_is_help=True)
 
 
 def say(line: str) -> None:
@@ -19,7 +19,7 @@ def say(line: str) -> None:
 
 
 def _check_data(data: list[str], *names: str) -> None:
-    """Raises ValueError for a source of text that is neither one of these names nor there."""
+    """Raises ValueError for a source of text that is neither one of these names nor a file or folder."""
     for source in data:
         if source not in names and not Path(source).exists():
             raise ValueError(f"no such file or folder: {source}")
@@ -37,7 +37,7 @@ def pair(
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Train without torch.compile.")] = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Reproduce the embedded pair from this machine's standard library: tokenizer, target, draft, gate."""
+    """Reproduce the embedded pair from this machine's standard library: tokenizer, target, draft, comparison."""
     from forerun.train.recipe import PairRecipe
 
     recipe = PairRecipe()
@@ -76,7 +76,7 @@ def draft(
     length: Annotated[int, typer.Option(min=16, help="Tokens a window.")] = 512,
     sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output to make.")] = 3072,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 3e-3,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the training.")] = 0,
     device: DeviceOption = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Train without torch.compile.")] = False,
     trust_remote_code: TrustOption = False,
@@ -115,14 +115,14 @@ def pre_verifier(
     data: Annotated[
         list[str],
         typer.Option(
-            help="Text for prompts, best of a kind that neither model was trained on: files or folders (.txt .md .py "
+            help="Text for prompts, best such as neither model was trained on: files or folders (.txt .md .py "
             ".jsonl), 'stdlib', or 'stdlib-spare' (files the embedded pair has not seen); repeatable."
         ),
     ],
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     kind: Annotated[str, typer.Option(help="pacer, or specdec++ for that method's head.")] = "pacer",
-    inputs: Annotated[str | None, typer.Option(help="What the layer sees, names with commas between.")] = None,
+    inputs: Annotated[str | None, typer.Option(help="What the layer sees: names, separated by commas.")] = None,
     width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 32,
     layers: Annotated[int, typer.Option(min=0, help="Transformer blocks; 0 for a perceptron.")] = 0,
     sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output.")] = 2048,
@@ -133,12 +133,12 @@ def pre_verifier(
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 2e-3,
     weight: Annotated[float | None, typer.Option(min=0, help="Weight of rejections in the loss.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder of the gathered drafts, to train several layers.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the training.")] = 0,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Train the layer that tells a draft when to stop."""
+    """Train the layer that decides where a draft ends."""
     if draft is None and target != EMBEDDED:
         raise ValueError("give a draft: --draft")
     if kind not in ("pacer", "specdec++"):
@@ -195,9 +195,9 @@ def lyanna(
     kind: Annotated[str, typer.Option(help="lyanna, or eagle or medusa to compare with.")] = "lyanna",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the token information.")] = 64,
-    hot: Annotated[float, typer.Option(help="Share of the vocabulary that it answers for.")] = 0.25,
+    hot: Annotated[float, typer.Option(help="Share of the vocabulary that it drafts from.")] = 0.25,
     known: Annotated[
-        bool, typer.Option(help="Whether lyanna's layers see the tokens behind the target's own features.")
+        bool, typer.Option(help="Whether lyanna's layers see the tokens behind the target's features.")
     ] = True,
     sequences: Annotated[int, typer.Option(min=4, help="Windows of the target's own output.")] = 2048,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens of text a window begins with.")] = 64,
@@ -210,7 +210,7 @@ def lyanna(
     start: Annotated[Path | None, typer.Option(help="A trained head of the same form to go on from.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder of the target's own output, to train several.")] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Train without torch.compile.")] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the training.")] = 0,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     threads: ThreadsOption = None,
@@ -219,13 +219,13 @@ def lyanna(
     _check_data(data, "stdlib")
     resolve(target, "target")
     quiet(threads)
-    from forerun.train.hidden import Recipe, train_hidden
+    from forerun.train.heads import HeadRecipe, train_head
 
-    train_hidden(
+    train_head(
         target,
         data,
         out,
-        Recipe(sequences, prompt, output, steps, batch, lr, unroll, loss, seed=seed),
+        HeadRecipe(sequences, prompt, output, steps, batch, lr, unroll, loss, seed=seed),
         kind,
         layers=layers,
         rank=rank,

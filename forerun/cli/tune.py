@@ -66,7 +66,7 @@ def tune(
         raise ValueError(f"--head takes the folder of a trained head, and '{head}' is none")
     SamplingParams(temperature=temperature, top_p=top_p)
     if not temperature and top_p < 1:
-        raise ValueError(f"--top-p {top_p} needs a --temperature above 0: greedy decoding draws nothing")
+        raise ValueError(f"--top-p {top_p} needs a --temperature above 0: greedy decoding samples nothing")
     name = default_method(draft is not None)
     plan = Plan(
         methods={name: method_of(name)},

@@ -1,5 +1,5 @@
-"""Trees of the most probable paths, for heads that give a law for each place ahead (arXiv 2401.15077 grows its tree so,
-arXiv 2406.16858 chooses its nodes so)."""
+"""Trees of the most probable paths, for heads that give logits for each place ahead. EAGLE grows its tree so
+(arXiv 2401.15077), EAGLE-2 chooses its nodes so (arXiv 2406.16858)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import Tensor
 
 from forerun.draft import Draft
 
-# (depth k from 0, the beams' tokens [B, w], which of the beams before each comes from [B, w]) -> logits [B, w, S] of
-# the tokens behind them.
-Law = Callable[[int, Tensor, Tensor], Tensor]
+# (depth k from 0, tokens of the beams [B, w], index of each beam's parent among the beams before [B, w]) -> logits
+# [B, w, S] of the tokens behind the beams.
+Logits = Callable[[int, Tensor, Tensor], Tensor]
 Array = np.ndarray[Any, Any]
 
 
-class Choice(Protocol):
-    """How deep trees grow and how many nodes they take.
+class TreePolicy(Protocol):
+    """Decides how deep trees grow and how many nodes they take.
 
     Attributes:
-        block: how many places a chain grows by before it is asked whether to go on.
+        block: how many places a chain grows by before `deeper_chains` is asked.
     """
 
     block: int
 
-    def worth(self, k: int, chances: Array) -> Array:
-        """What tokens with these log-probabilities [B, w, m] at depth k add to the values of paths that hold them: the
-        more, the likelier they are."""
+    def gains(self, k: int, chances: Array) -> Array:
+        """What tokens add to the values of their paths: log-probabilities [B, w, m] of tokens at depth k, corrected.
+        Must keep their order."""
         ...
 
-    def more(self, k: int, values: Array) -> list[bool]:
-        """Whether each row goes deeper than k + 1 places, given the values [B, m] of its paths of that length, the best
-        one first; one that does not has -inf from then on."""
+    def deeper(self, k: int, values: Array) -> list[bool]:
+        """Whether each row grows deeper than k + 1 places. `values` [B, m] are those of its paths of that length, best
+        first; -inf in a row that has ended."""
         ...
 
-    def further(self, k: int, chances: list[list[float]]) -> bool:
-        """The same of chains, for any row, given the log-probabilities [B, n] of their tokens at depths k and on."""
+    def deeper_chains(self, k: int, chances: list[list[float]]) -> bool:
+        """Whether any chain grows on. `chances` [B, n] are log-probabilities of the tokens at depths k, k + 1, ..."""
         ...
 
     def sizes(self) -> list[int]:
@@ -46,40 +46,40 @@ class Choice(Protocol):
         ...
 
 
-_CLOSER = 1e-9  # what a path loses a place, so that no node comes before its parent where both are certain
+_CLOSER = 1e-9  # subtracted at each place, so that a node never sorts before its parent where both are certain
 
 
 @torch.inference_mode()
 def grow(
     roots: Sequence[int],
-    law: Law,
+    logits: Logits,
     hot: Tensor,
     limits: Sequence[int],
     width: int,
     nodes: int,
-    choice: Choice | None = None,
+    policy: TreePolicy | None = None,
     origins: Sequence[str] = (),
 ) -> list[Draft]:
-    """A tree for each row, at most `limits[r]` deep: the `nodes` paths with the largest products of probabilities among
-    those that `width` beams find; for one beam a chain of the best tokens, `nodes` or fewer.
+    """A tree of point masses for each row, at most `limits[r]` deep.
 
-    Every depth is one pass over all rows and beams. `hot` [S] are the tokens that the laws are about. A `choice` values
-    paths in its own way and may end them sooner.
+    It holds the `nodes` most probable paths among those that `width` beams find. One beam gives a chain of at most
+    `nodes` tokens. `logits` is called once for each depth, for all rows and beams; `hot` [S] are its tokens. A `policy`
+    may value paths in its own way and end them sooner.
     """
     depth = max(limits)
     if depth < 1:
         return [Draft.root(root) for root in roots]
     origins = origins or ["draft"] * len(roots)
     if width == 1:
-        chains = _chains(roots, law, hot, min(depth, nodes), choice).tolist()
-        sizes = limits if choice is None else choice.sizes()
+        chains = _chains(roots, logits, hot, min(depth, nodes), policy).tolist()
+        sizes = limits if policy is None else policy.sizes()
         found = zip(roots, chains, sizes, origins, strict=True)
         return [Draft.chain(root, row[:size], origin=origin) for root, row, size, origin in found]
-    tokens, parents, values = _paths(roots, law, hot, limits, width, nodes, choice)
+    tokens, parents, values = _paths(roots, logits, hot, limits, width, nodes, policy)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :nodes]
     counts = np.isfinite(np.take_along_axis(values, order, -1)).sum(-1).tolist()
-    if choice is not None:
-        counts = [min(pair) for pair in zip(counts, choice.sizes(), strict=True)]
+    if policy is not None:
+        counts = [min(pair) for pair in zip(counts, policy.sizes(), strict=True)]
     drafts = []
     for row, (root, size, origin) in enumerate(zip(roots, counts, origins, strict=True)):
         kept = np.sort(order[row, :size])  # each behind its parent
@@ -90,49 +90,49 @@ def grow(
     return drafts
 
 
-def _chains(roots: Sequence[int], law: Law, hot: Tensor, depth: int, choice: Choice | None) -> Tensor:
-    """The best tokens [B, n], one behind the other, `depth` of them or fewer."""
+def _chains(roots: Sequence[int], logits: Logits, hot: Tensor, depth: int, policy: TreePolicy | None) -> Tensor:
+    """Chains of argmax tokens [B, n], with n at most `depth`."""
     tokens = torch.tensor(roots, device=hot.device)[:, None]
-    at, chain, said = torch.zeros_like(tokens), [], []
+    at, chain, block = torch.zeros_like(tokens), [], []
     for k in range(depth):
-        logits = law(k, tokens, at)
-        tokens = hot[logits.argmax(-1)]
+        found = logits(k, tokens, at)
+        tokens = hot[found.argmax(-1)]
         chain.append(tokens)
-        if choice is not None:
-            said.append(logits)
-            if len(said) == choice.block or k + 1 == depth:
-                block = torch.cat(said, 1).float()  # [B, n, S]
-                chances = block.amax(-1) - block.logsumexp(-1)
-                if not choice.further(k + 1 - len(said), chances.tolist()):
+        if policy is not None:
+            block.append(found)
+            if len(block) == policy.block or k + 1 == depth:
+                whole = torch.cat(block, 1).float()  # [B, n, S]
+                chances = whole.amax(-1) - whole.logsumexp(-1)
+                if not policy.deeper_chains(k + 1 - len(block), chances.tolist()):
                     break
-                said = []
+                block = []
     return torch.cat(chain, 1)
 
 
 def _paths(
     roots: Sequence[int],
-    law: Law,
+    logits: Logits,
     hot: Tensor,
     limits: Sequence[int],
     width: int,
     nodes: int,
-    choice: Choice | None,
+    policy: TreePolicy | None,
 ) -> tuple[Array, Array, Array]:
-    """Tokens, parents and values [B, n] of all paths that the beams find, depth by depth. A parent of 0 is the root,
-    one of i the path i - 1."""
-    # Arrays this small take NumPy a fraction of torch's time; on a GPU every depth waits for its best tokens.
+    """Tokens, parents and values [B, n] of all paths that the beams find, depth by depth. Parent 0 is the root, parent
+    i is path i - 1."""
+    # Small arrays are faster in NumPy. On a GPU every depth waits for its tokens.
     rows, at = len(roots), np.zeros((len(roots), 1), dtype=np.int64)
     tokens, beams, values = np.array(roots)[:, None], at, np.zeros((rows, 1))
     ends = np.array(limits)
-    found: list[tuple[Array, Array, Array]] = []  # of each depth tokens, parents and values [B, m]
+    found: list[tuple[Array, Array, Array]] = []  # of each depth: tokens, parents and values [B, m]
     count = 1  # nodes so far, the root included
     for k in range(max(limits)):
         wanted = max(nodes - k, width)
-        logits = law(k, torch.from_numpy(tokens).to(hot.device), torch.from_numpy(at).to(hot.device)).float()
-        top, which = logits.topk(min(wanted, len(hot)))  # [B, w, m]
-        gains = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
-        if choice is not None:
-            gains = choice.worth(k, gains)
+        here = logits(k, torch.from_numpy(tokens).to(hot.device), torch.from_numpy(at).to(hot.device)).float()
+        top, which = here.topk(min(wanted, len(hot)))  # [B, w, m]
+        gains = (top - here.logsumexp(-1, keepdim=True)).cpu().numpy()
+        if policy is not None:
+            gains = policy.gains(k, gains)
         total = (gains + values[..., None] - _CLOSER).reshape(rows, -1)
         place = np.argsort(-total, axis=-1, kind="stable")[:, :wanted]
         best = np.take_along_axis(total, place, -1)
@@ -143,8 +143,8 @@ def _paths(
         tokens, values, at = token[:, :width], best[:, :width], parent[:, :width]
         beams = np.broadcast_to(np.arange(count, count + tokens.shape[1]), tokens.shape)
         count += token.shape[1]
-        if choice is not None:
-            going = choice.more(k, best)
+        if policy is not None:
+            going = policy.deeper(k, best)
             if not any(going):
                 break
             ends = np.where(going, ends, np.minimum(ends, k + 1))

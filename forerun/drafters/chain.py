@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.decode import Generation, Proposal
 from forerun.draft import Draft
-from forerun.lengths import LengthPolicy, Look
+from forerun.engine import Proposal
+from forerun.generation import Generation
+from forerun.lengths import LengthPolicy, LengthRule, Look
 from forerun.model import CausalLM
-from forerun.sampling import Verdict, choose
+from forerun.sampling import RowError, Verdict, next_tokens
+
+
+@dataclass
+class Chain:
+    """A draft in the making: at most `depth` tokens, and the distributions `q` that they were sampled from."""
+
+    seq: Generation
+    depth: int
+    tokens: list[int] = field(default_factory=list)
+    q: list[Tensor] = field(default_factory=list)
+
+    def pending(self, length: int) -> list[int]:
+        """What a model has not run that has run `length` tokens."""
+        return [*self.seq.tokens[length:], *self.tokens[max(0, length - len(self.seq.tokens)) :]]
+
+    def text(self) -> list[int]:
+        return self.seq.tokens + self.tokens
+
+    def fail(self, error: RowError) -> None:
+        """A processor of the sequence raised: nothing is drafted."""
+        assert isinstance(error.__cause__, Exception)
+        self.seq.error = error.__cause__
+        self.tokens, self.q = [], []
+
+    def draft(self) -> Draft:
+        return Draft.chain(self.seq.tokens[-1], self.tokens, torch.stack(self.q) if self.q else None)
 
 
 class ChainDrafter:
     """A draft model's own continuation of each sequence, as long as the length policy says.
 
-    The draft's logits go through the sequence's own processors, and the laws that result are what its tokens are
-    drawn from and what the acceptance rule is given.
+    The draft's logits go through the sequence's own processors. Tokens are sampled from the distributions that result,
+    and the acceptance rule is given the same distributions.
 
     Embeddings may be padded to another size than the target's `vocab_size` (default: to the same). Ids that the draft
-    lacks are never drawn from its logits, and behind one that the target said nothing more is drafted.
+    lacks are never sampled from its logits. After such a token of the target nothing more is drafted.
     """
 
     def __init__(self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None) -> None:
@@ -31,97 +59,139 @@ class ChainDrafter:
         self.wants_hidden = policy.wants_target
         model.keeps_hidden = policy.wants_draft
         self.vocab_size = vocab_size or model.vocab_size
+        self.slack = 0  # positions that a draft's forward may need beyond a sequence's limit
+        self._present: set[int] = set()
+        self._open: set[int] = set()  # whose rows hold drafted tokens
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
-        self._run_prompts(seqs)
-        self.policy.start(seqs)
-
-    def _run_prompts(self, seqs: Sequence[Generation]) -> None:
-        # Behind a prompt that the draft cannot read, or that fills its context, nothing will ever be drafted.
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        self._present.add(seq.id)
+        self.policy.admit(seq)
         context = self.model.context
-        fits = [(not context or len(seq.tokens) <= context) and self._knows(seq.tokens) for seq in seqs]
-        self.model.start([seq.tokens[:-1] if fit else [] for seq, fit in zip(seqs, fits, strict=True)])
+        # After a prompt that the draft cannot read, or that fills its context, nothing will ever be drafted.
+        if (not context or len(seq.tokens) <= context) and self._knows(seq.tokens):
+            yield from self.model.prefill(seq.tokens[:-1], chunk)
+            self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
+
+    def drop(self, seq: Generation) -> None:
+        if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:
+            self.model.park(seq.id, seq.tokens)
+        self.model.drop(seq.id)
+        self.policy.drop(seq)
+        self._open.discard(seq.id)
+        self._present.discard(seq.id)
+        if not self._present:
+            self.model.forget_prompt()
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
-    def _depths(self, seqs: Sequence[Generation]) -> list[int]:
-        """How many tokens may be drafted for each."""
-        context, lengths = self.model.context, self.model.cache.lengths
-        depths = [min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room) for seq in seqs]
-        known = [self._knows(seq.tokens[at:]) for seq, at in zip(seqs, lengths, strict=True)]
-        return [depth if on else 0 for depth, on in zip(depths, known, strict=True)]
+    def _depth(self, seq: Generation) -> int:
+        """How many tokens may be drafted."""
+        if seq.id not in self.model or not self._knows(seq.tokens[self.model.length(seq.id) :]):
+            return 0
+        context = self.model.context
+        return min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room)
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
-        depth = self._depths(seqs)
-        tokens: list[list[int]] = [[] for _ in seqs]
-        laws: list[list[Tensor]] = [[] for _ in seqs]
-        going = [d > 0 for d in depth]
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        chains = [Chain(seq, self._depth(seq)) for seq in seqs]
+        return self._grow(chains, len(seqs))
+
+    def _grow(self, chains: list[Chain], rows: int) -> Proposal:
+        """Drafts for all chains in step, one forward a token; `rows`: how many the target's forward will have."""
+        going = [chain for chain in chains if chain.depth > 0]
+        rule = self.policy.begin([chain.seq for chain in going], rows) if going else None
+        self._open.update(chain.seq.id for chain in going)
         forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
-        # Whose tokens need not be looked at before the next one is drafted.
-        likeliest = all(seq.sampler.likeliest for seq in seqs)
-        while any(going):
+        while going:
+            assert rule is not None
             # The first forward catches up with what the target committed, the others run the last draft token.
-            pending = [
-                (seq.tokens + drafted)[length:] if on else []
-                for seq, drafted, length, on in zip(seqs, tokens, self.model.cache.lengths, going, strict=True)
-            ]
-            rows = [row for row, on in enumerate(going) if on]
+            ids = [chain.seq.id for chain in going]
+            pending = [chain.pending(self.model.length(chain.seq.id)) for chain in going]
+            # Tokens that are the argmax need not be looked at before the next one is drafted.
+            argmax = all(chain.seq.sampler.is_argmax for chain in going)
+            done = len(going[0].tokens)
+            ahead = min(rule.certain(done), *(chain.depth - done for chain in going)) if argmax else 1
             begun = perf_counter()
-            done = len(tokens[rows[0]])
-            ahead = min(self.policy.certain(rows, done), *(depth[row] - done for row in rows)) if likeliest else 1
-            best, logits, hidden = self.model.roll(pending, ahead, self.vocab_size)
+            best, logits, hidden = self.model.roll(ids, pending, ahead, self.vocab_size)
             forward_seconds += perf_counter() - begun
-            known = best.T.tolist() if likeliest else []
             forwards += ahead
+            known = best.T.tolist() if argmax else None
+            live = list(range(len(going)))  # rows of this forward that still draft
             for turn in range(ahead):
-                rows = [row for row in rows if going[row]]
-                if not rows:
+                if not live:
                     break
-                own = slice(None) if len(rows) == len(seqs) else rows
-                fitted, law = self._fitted(logits[turn][own]), None
-                if known:
-                    chosen, scores = [known[turn][row] for row in rows], fitted.float()
-                else:
-                    chosen, scores, law = choose(
-                        [seqs[row].sampler for row in rows],
-                        fitted,
-                        lambda i, rows=rows: seqs[rows[i]].tokens + tokens[rows[i]],  # type: ignore[misc]
-                        [seqs[row].generator for row in rows],
-                    )
-                for i, (row, token) in enumerate(zip(rows, chosen, strict=True)):
-                    tokens[row].append(token)
-                    if law is not None and not seqs[row].sampler.greedy:
-                        laws[row].append(law[i])
-                    # Behind an end token nothing can be committed; a processor may have forced a token that is unknown.
-                    going[row] = len(tokens[row]) < depth[row] and token not in seqs[row].eos and self._knows([token])
-                asked = perf_counter()
-                states = hidden[turn][own] if hidden else None
-                more = self.policy.more(Look(rows, [tokens[row] for row in rows], scores, states))
-                for row, on in zip(rows, more, strict=True):
-                    going[row] = going[row] and on
-                policy_seconds += perf_counter() - asked
-        drafts = [
-            Draft.chain(seq.tokens[-1], drafted, torch.stack(law) if law else None)
-            for seq, drafted, law in zip(seqs, tokens, laws, strict=True)
-        ]
-        return Proposal(drafts, forwards, forward_seconds, policy_seconds)
+                chosen = known[turn] if known is not None else None
+                states = hidden[turn] if hidden else None
+                policy_seconds += self._extend(going, live, logits[turn], chosen, states, rule)
+            going = [going[row] for row in live]
+        return Proposal([chain.draft() for chain in chains], forwards, forward_seconds, policy_seconds)
+
+    def _extend(
+        self,
+        chains: list[Chain],
+        live: list[int],
+        logits: Tensor,
+        argmax: list[int] | None,
+        hidden: Tensor | None,
+        rule: LengthRule,
+    ) -> float:
+        """A token for each of the rows `live`, from which those that stop are removed; the seconds of the rule.
+
+        `logits` [R, V], `argmax` [R] (where that is what tokens are) and `hidden` [R, d] are of all chains.
+        """
+        fitted = self._fitted(logits if len(live) == len(chains) else logits[live])
+        if argmax is not None:
+            tokens, scores, q = [argmax[row] for row in live], fitted.float(), None
+        else:
+            tokens, scores, q = self._choose(chains, live, fitted)
+            if not live:
+                return 0.0
+        for i, (row, token) in enumerate(zip(live, tokens, strict=True)):
+            chains[row].tokens.append(token)
+            if q is not None and not chains[row].seq.greedy:
+                chains[row].q.append(q[i])
+        asked = perf_counter()
+        now = [chains[row] for row in live]
+        states = hidden if hidden is None or len(live) == len(chains) else hidden[live]
+        more = rule.more(Look([chain.seq for chain in now], [chain.tokens for chain in now], scores, states))
+        seconds = perf_counter() - asked
+        live[:] = [row for row, chain, on in zip(live, now, more, strict=True) if on and self._goes_on(chain)]
+        return seconds
+
+    def _choose(self, chains: list[Chain], live: list[int], logits: Tensor) -> tuple[list[int], Tensor, Tensor | None]:
+        """`next_tokens` for the rows `live`, from which those are removed whose processors raise."""
+        while live:
+            now = [chains[row] for row in live]
+            try:
+                return next_tokens(
+                    [chain.seq.sampler for chain in now],
+                    logits,
+                    lambda row, now=now: now[row].text(),  # type: ignore[misc]
+                    [chain.seq.generator for chain in now],
+                )
+            except RowError as error:
+                now[error.row].fail(error)
+                del live[error.row]
+                logits = torch.cat([logits[: error.row], logits[error.row + 1 :]])
+        return [], logits, None
+
+    def _goes_on(self, chain: Chain) -> bool:
+        # After an end token nothing can be committed; a processor may have forced a token that the draft lacks.
+        token = chain.tokens[-1]
+        return len(chain.tokens) < chain.depth and token not in chain.seq.eos and self._knows([token])
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        self.policy.observe(drafts, verdicts, hidden)
+        self.policy.observe(seqs, drafts, verdicts, hidden)
         self._crop(seqs)
 
-    def _crop(self, seqs: Sequence[Generation]) -> None:
+    def _crop(self, seqs: list[Generation]) -> None:
         # What was run of the accepted path stays; the rest of the draft goes.
-        self.model.crop(
-            [min(length, len(seq.tokens) - 1) for length, seq in zip(self.model.cache.lengths, seqs, strict=True)]
-        )
-
-    def keep(self, rows: list[int]) -> None:
-        self.model.keep(rows)
-        self.policy.keep(rows)
+        ids = {seq.id: len(seq.tokens) - 1 for seq in seqs if seq.id in self._open}
+        if ids:
+            self.model.crop(list(ids), [min(self.model.length(id), most) for id, most in ids.items()])
+        self._open.difference_update(ids)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """Logits [R, V] of the target's vocabulary from those of the draft's."""

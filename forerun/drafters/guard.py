@@ -1,22 +1,24 @@
 """Never slower: drafts are left out while they do not pay, and tried again now and then.
 
-The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. What is said does not: a step
-without a draft is a plain one, and every step keeps the target's law, whichever way it goes. Drawn tokens do differ
-under one seed, because drafts use up random numbers of their own.
+The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. Greedy output does not: a step
+without a draft is a plain one, and every step keeps the target's distribution. Sampled tokens do differ under one seed,
+because drafts use up random numbers of their own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import ceil, inf
 from statistics import median, median_low
 from time import perf_counter
 
 from torch import Tensor
 
-from forerun.decode import Drafter, Generation, Proposal
 from forerun.draft import Draft
+from forerun.engine import Drafter, Proposal
+from forerun.generation import Generation
 from forerun.sampling import Verdict
 
 LOOKS = 2  # plain steps before anything else, as the very first one is slow
@@ -30,7 +32,7 @@ SHARE = 1 / 256  # of the time, for plain steps amid drafting
 
 
 class Pace:
-    """What the steps of a decoder cost and brought, and whether the next one is to draft. It outlives calls.
+    """What the steps of an engine cost and brought, and whether the next one is to draft. It outlives sequences.
 
     A drafting step of B rows that commits T tokens in s seconds earns T / B - s / p, where p is the time of a plain
     step of B rows: the median of the last three. Drafting goes on until it has lost `ALLOWANCE`, or what it had earned,
@@ -52,9 +54,14 @@ class Pace:
     def paused(self) -> bool:
         return self.wait > 0
 
-    def begin(self) -> None:
-        """A new call has new text: it need not wait for all of a pause that another text has earned."""
-        self.wait //= 2
+    def begin(self, rows: int = 1) -> None:
+        """A new sequence has new text: of a pause that another text has earned it need not wait for the latter half, or
+        as one of many rows for its share of that half."""
+        self.wait = self.wait * (2 * rows - 1) // (2 * rows)
+
+    def passed(self) -> None:
+        """A step that cannot be judged, in which drafts were left out."""
+        self.wait = max(self.wait - 1, 0)
 
     def drafts(self, rows: int) -> bool:
         """Whether a step of that many rows is to draft."""
@@ -66,7 +73,7 @@ class Pace:
         return self._since * SHARE > max(1 - 1 / gain, 0.05)
 
     def charge(self, rows: int, seconds: float) -> None:
-        """Time that a draft's prompt took, which is put on the bill if drafting then fails."""
+        """Time that drafts' prompts took; it counts as lost if drafting then fails."""
         self._debt += seconds / self._plain_seconds(rows)
 
     def saw(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
@@ -106,48 +113,91 @@ class Pace:
 
 
 class Guarded:
-    """Any drafter, asked only when `pace` finds that it pays.
+    """Any drafter, asked only when it pays.
 
-    The drafter is not told of the other steps: all that it knows of a sequence is that it has grown. It starts as late
-    as it is wanted, with sequences that have grown or ended meanwhile, so a call that is paused to its end never runs
-    the draft's prompt. One that wants the target's hidden states starts at once and observes every step, as they come
-    only once: where it was not asked, the draft is a bare root.
+    The drafter is not called in the other steps: a sequence has simply grown. It admits a sequence as late as it is
+    wanted, after others have come and gone, so a request that is paused to its end never runs the draft's prompt. One
+    that wants the target's hidden states admits at once and observes every step, as they come only once: where it was
+    not asked, the draft is a bare root.
+
+    Sequences for which `guards` is false draft in every step. A step that has such is not judged, as it shows neither
+    what a plain step costs nor what a draft of all rows brings; only a pause makes the others leave out their drafts.
     """
 
-    def __init__(self, drafter: Drafter, pace: Pace) -> None:
-        self.drafter, self.pace = drafter, pace
+    def __init__(
+        self,
+        drafter: Drafter,
+        pace: Pace,
+        sampled: Pace | None = None,
+        *,
+        guards: Callable[[Generation], bool] = lambda seq: True,
+    ) -> None:
+        """`pace` judges steps whose rows are all greedy, `sampled` (its default: a new one) those with sampled rows:
+        sampling costs more, and accepts otherwise."""
+        self.drafter, self.guards = drafter, guards
+        self.paces = {True: pace, False: sampled if sampled is not None else Pace(pace.clock)}
         self.wants_hidden = drafter.wants_hidden
+        self._inside: dict[int, bool] = {}  # whether the drafter has admitted each sequence
+        self._admitting = False  # whether it is running a prompt, one at a time
+        self._asked: set[int] = set()  # the sequences that drafted in this step
+        self._judge: Pace | None = None  # of this step
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
-        self.pace.begin()
-        self._started = self.wants_hidden or not self.pace.paused
-        if self._started:
-            self.drafter.start(seqs, hidden)
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        self._inside[seq.id] = False
+        pace, guarded = self.paces[seq.greedy], self.guards(seq)
+        if guarded:
+            pace.begin(len(self._inside))
+        if self.wants_hidden or not guarded or not pace.paused:
+            self._admitting = True
+            try:
+                yield from self.drafter.admit(seq, hidden, chunk)
+            finally:
+                self._admitting = False
+            self._inside[seq.id] = True
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
-        self._asked = self.pace.drafts(len(seqs))
-        self._length = sum(len(seq.tokens) for seq in seqs)
-        self._begun = self.pace.clock()
-        if not self._asked:
-            return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
-        if not self._started:
-            self._started = True
-            self.drafter.start(seqs)
-            now = self.pace.clock()
-            self.pace.charge(len(seqs), now - self._begun)
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        guarded = [self.guards(seq) for seq in seqs]
+        pace = self.paces[all(seq.greedy for seq in seqs)]
+        self._judge = pace if all(guarded) else None
+        drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
+        if self._judge is None and not drafts:
+            pace.passed()
+        asked = [seq for seq, guard in zip(seqs, guarded, strict=True) if drafts or not guard]
+        late = [seq for seq in asked if not self._inside[seq.id]]
+        if late and self._admitting:  # they wait for that prompt, and nothing is learnt from this step
+            asked = [seq for seq in asked if self._inside[seq.id]]
+            late, self._judge = [], None
+        self._asked = {seq.id for seq in asked}
+        self._length, self._begun = sum(len(seq.tokens) for seq in seqs), pace.clock()
+        for seq in late:
+            for _ in self.drafter.admit(seq, None, len(seq.tokens)):
+                pass
+            self._inside[seq.id] = True
+        if late and self._judge is not None:
+            now = pace.clock()
+            pace.charge(len(seqs), now - self._begun)
             self._begun = now
-        return self.drafter.propose(seqs)
+        proposal = self.drafter.propose(asked) if asked else Proposal([])
+        found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
+        return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        if self._asked or self.wants_hidden:
-            self.drafter.observe(seqs, drafts, verdicts, hidden)
-        tokens = sum(len(seq.tokens) for seq in seqs) - self._length
-        # A drafter that had nothing to propose has shown what a plain step costs.
-        drafted = any(draft.drafted for draft in drafts)
-        self.pace.saw(len(seqs), tokens, self.pace.clock() - self._begun, drafted)
+        rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
+        if rows:
+            self.drafter.observe(
+                [seqs[row] for row in rows],
+                [drafts[row] for row in rows],
+                [verdicts[row] for row in rows],
+                [hidden[row] for row in rows] if hidden is not None else None,
+            )
+        if self._judge is not None:
+            tokens = sum(len(seq.tokens) for seq in seqs) - self._length
+            # A drafter that had nothing to propose has shown what a plain step costs.
+            drafted = any(draft.drafted for draft in drafts)
+            self._judge.saw(len(seqs), tokens, self._judge.clock() - self._begun, drafted)
 
-    def keep(self, rows: list[int]) -> None:
-        if self._started:
-            self.drafter.keep(rows)
+    def drop(self, seq: Generation) -> None:
+        self._inside.pop(seq.id, None)
+        self.drafter.drop(seq)

@@ -2,54 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from random import Random
 
 from torch import Tensor
 
-from forerun.decode import Generation, Proposal
 from forerun.draft import Draft, Tree
 from forerun.drafters.phrases import PhrasePool
 from forerun.drafters.window import Window
+from forerun.engine import Proposal
+from forerun.generation import Generation
 from forerun.sampling import Verdict
 
 
-class LookaheadDrafter:
-    """Proposes what came behind the last token before, up to `guesses` phrases of `span` tokens, and a window of
-    `width` columns beside them. Drafts are point masses.
+@dataclass
+class _Row:
+    """What belongs to one sequence; its text is in the pool up to `learnt`."""
 
-    As a draft, the window's first row may be accepted like any other (ours).
+    pool: PhrasePool
+    window: Window
+    learnt: int
+
+
+class LookaheadDrafter:
+    """Proposes what followed the last token before, up to `guesses` phrases of `span` tokens, and a window of `width`
+    columns beside them. Drafts are point masses.
+
+    As a draft, the window's first row may be accepted like any other (ours). With a `pool` the phrases of greedy
+    sequences outlive them; every other sequence has a pool of its own.
     """
 
     wants_hidden = False
 
     def __init__(self, width: int, guesses: int, span: int, pool: PhrasePool | None = None) -> None:
         self.width, self.guesses, self.span, self.pool = width, guesses, span, pool
+        self.rows: dict[int, _Row] = {}
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
-        self.pools = [PhrasePool(self.span, self.guesses) if self.pool is None else self.pool for _ in seqs]
-        self.windows = [Window(self.width, self.span, seq.tokens, Random(0)) for seq in seqs]
-        self.learnt = [pool.learn(seq.tokens) for pool, seq in zip(self.pools, seqs, strict=True)]
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        pool = self.pool if self.pool is not None and seq.greedy else PhrasePool(self.span, self.guesses)
+        window = Window(self.width, self.span, seq.tokens, Random(0))
+        self.rows[seq.id] = _Row(pool, window, pool.learn(seq.tokens))
+        return ()
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+    def propose(self, seqs: list[Generation]) -> Proposal:
         drafts = []
-        for seq, pool, window in zip(seqs, self.pools, self.windows, strict=True):
-            tree = Tree(Draft.root(seq.tokens[-1]))
-            for phrase in pool.get(seq.tokens[-1], self.guesses):
+        for seq in seqs:
+            row, tree = self.rows[seq.id], Tree(Draft.root(seq.tokens[-1]))
+            for phrase in row.pool.get(seq.tokens[-1], self.guesses):
                 tree.branch(0, phrase[: seq.room - 1], "phrase")
-            window.plant(tree, 0, len(seq.tokens), seq.room - 1)
+            row.window.plant(tree, 0, len(seq.tokens), seq.room - 1)
             drafts.append(tree.draft())
         return Proposal(drafts)
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        for row, (seq, verdict) in enumerate(zip(seqs, verdicts, strict=True)):
-            for key, phrase in self.windows[row].harvest(verdict.best):
-                self.pools[row].add(key, phrase)
-            self.learnt[row] = self.pools[row].learn(seq.tokens, self.learnt[row])
+        for seq, verdict in zip(seqs, verdicts, strict=True):
+            row = self.rows[seq.id]
+            if verdict.argmax:  # a sequence whose processor raised has none
+                for key, phrase in row.window.harvest(verdict.argmax):
+                    row.pool.add(key, phrase)
+            row.learnt = row.pool.learn(seq.tokens, row.learnt)
 
-    def keep(self, rows: list[int]) -> None:
-        self.pools = [self.pools[row] for row in rows]
-        self.windows = [self.windows[row] for row in rows]
-        self.learnt = [self.learnt[row] for row in rows]
+    def drop(self, seq: Generation) -> None:
+        self.rows.pop(seq.id, None)

@@ -1,41 +1,52 @@
-"""Drafting by phrases (Ouroboros, arXiv 2402.13720): a forward of the draft model checks what came behind the last
-token before, and the longest phrase that it says as well is drafted at once.
+"""Drafting by phrases (Ouroboros, arXiv 2402.13720): a forward of the draft model checks what followed the last token
+before, and the longest phrase that it would choose as well is drafted at once.
 
-Ours: sampling, rows of their own lengths, length policies, and that phrases come from the prompt too. Tokens are drawn
-from the draft's laws one by one as in a plain chain; phrases only spare forwards where they foresaw the draws.
+Ours: sampling, rows of their own lengths, length policies, and phrases from the prompt. Tokens are sampled from the
+draft's distributions one by one as in a plain chain; phrases only spare forwards where they foresaw the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
-from forerun.decode import Generation, Proposal
 from forerun.draft import Draft, Tree
-from forerun.drafters.chain import ChainDrafter
+from forerun.drafters.chain import Chain, ChainDrafter
 from forerun.drafters.phrases import PhrasePool
 from forerun.drafters.window import Window
-from forerun.lengths import LengthPolicy, Look
+from forerun.engine import Proposal
+from forerun.generation import Generation
+from forerun.lengths import LengthPolicy, LengthRule, Look
 from forerun.model import CausalLM
-from forerun.sampling import Verdict, choose
+from forerun.sampling import RowError, Verdict, next_tokens
 
 
 @dataclass
 class _Row:
-    """What belongs to one sequence, and its present draft."""
+    """What belongs to one sequence.
 
-    policy: LengthPolicy
+    Attributes:
+        learnt: up to where its text is in the pool.
+        chain: how many tokens of the present draft come from the draft model; None where it was made without phrases.
+        suffixes: phrases behind it, and their nodes.
+    """
+
     pool: PhrasePool
     window: Window | None
-    learnt: int  # up to where its text is in the pool
-    tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
-    suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)  # phrases and their nodes
+    learnt: int
+    chain: int | None = None
+    suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
+
+
+@dataclass
+class _Phrased(Chain):
+    """A draft in the making, with the rule that ends it."""
+
+    rule: LengthRule = field(default_factory=LengthRule)
     policy_seconds: float = 0.0
 
 
@@ -43,13 +54,17 @@ class OuroborosDrafter(ChainDrafter):
     """A chain from the draft model, as long as the policy says, several tokens a forward where phrases fit; up to
     `suffixes` phrases hang behind its end as branches, for which the draft model does nothing.
 
-    With a shared `pool` phrases outlive the call; without one every sequence has its own.
+    Where a step has more than `most_greedy` greedy sequences, these are drafted in step without phrases: each would
+    save forwards at other places than its neighbours, and checking phrases makes forwards larger.
+
+    With a `pool` the phrases of greedy sequences outlive them. Every other sequence has a pool of its own: phrases
+    behind a draft use up random numbers.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        policy: Callable[[], LengthPolicy],
+        policy: LengthPolicy,
         vocab_size: int | None = None,
         *,
         width: int,
@@ -58,86 +73,119 @@ class OuroborosDrafter(ChainDrafter):
         suffixes: int,
         sources: Collection[str],
         pool: PhrasePool | None = None,
+        most_greedy: int | None = None,
     ) -> None:
         """`width` of the window, 0 for none; `guesses`: phrases that a forward checks at most; `shape`: the length of
-        phrases, and how many a token has at most. Sequences have policies of their own, which `policy` makes."""
-        super().__init__(model, policy(), vocab_size)
-        self.make_policy, self.width, self.guesses, self.shape = policy, width, guesses, shape
-        self.suffixes, self.sources, self.pool = suffixes, sources, pool
+        phrases, and how many a token has at most."""
+        super().__init__(model, policy, vocab_size)
+        self.width, self.guesses, self.shape = width, guesses, shape
+        self.suffixes, self.sources, self.pool, self.most_greedy = suffixes, sources, pool, most_greedy
+        self.slack = (width + guesses) * shape[0]
+        self.rows: dict[int, _Row] = {}
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
-        self._run_prompts(seqs)
-        self.rows = []
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        yield from super().admit(seq, hidden, chunk)
+        pool = self.pool if self.pool is not None and seq.greedy else PhrasePool(*self.shape)
+        window = Window(self.width, self.shape[0], seq.tokens, Random(0)) if self.width else None
+        learnt = pool.learn(seq.tokens) if "prompt" in self.sources else len(seq.tokens) - 1
+        self.rows[seq.id] = _Row(pool, window, learnt)
+
+    def drop(self, seq: Generation) -> None:
+        super().drop(seq)
+        self.rows.pop(seq.id, None)
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        greedy = sum(seq.greedy for seq in seqs)
+        wide = self.most_greedy is not None and greedy > self.most_greedy
         for seq in seqs:
-            pool = PhrasePool(*self.shape) if self.pool is None else self.pool
-            window = Window(self.width, self.shape[0], seq.tokens, Random(0)) if self.width else None
-            row = _Row(self.make_policy(), pool, window, 0 if "prompt" in self.sources else len(seq.tokens) - 1)
-            row.policy.start([seq])
-            if row.learnt == 0:
-                row.learnt = pool.learn(seq.tokens)
-            self.rows.append(row)
+            self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
+        plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
+        phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
+        proposals = [self._grow(plain, greedy)] if plain else []
+        if phrased:
+            proposals.append(self._grow_by_phrases(phrased))
+        drafts = {
+            chain.seq.id: draft
+            for chain, draft in zip([*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True)
+        }
+        return Proposal(
+            [drafts[seq.id] for seq in seqs],
+            sum(each.forwards for each in proposals),
+            sum(each.forward_seconds for each in proposals),
+            sum(each.policy_seconds for each in proposals),
+        )
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
-        depths = self._depths(seqs)
-        for row in self.rows:
-            row.tokens, row.laws, row.suffixes, row.policy_seconds = [], [], [], 0.0
+    def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
+        """Drafts for all chains, each at its own pace."""
+        going = [chain for chain in chains if chain.depth > 0]
+        for chain in going:
+            chain.rule = self.policy.begin([chain.seq], 1)
+        self._open.update(chain.seq.id for chain in going)
         forwards, seconds = 0, 0.0
-        going = [depth > 0 for depth in depths]
-        while any(going):
-            trees = [self._tree(at, seqs[at], depths[at]) if on else None for at, on in enumerate(going)]
+        while going:
+            ids = [chain.seq.id for chain in going]
+            trees = [self._tree(chain) for chain in going]
             begun = perf_counter()
-            logits = self.model.forward([tree.draft() if tree is not None else None for tree in trees])
+            logits = self.model.forward(ids, [tree.draft() for tree in trees])
             seconds += perf_counter() - begun
             forwards += 1
-            paths: list[list[int]] = [[] for _ in seqs]
-            for at, tree in enumerate(trees):
-                if tree is not None:
-                    going[at], paths[at] = self._walk(at, seqs[at], tree, logits[at], depths[at])
-            self.model.commit(paths)
-        drafts = [self._with_suffixes(row, seq) for row, seq in zip(self.rows, seqs, strict=True)]
-        return Proposal(drafts, forwards, seconds, sum(row.policy_seconds for row in self.rows))
+            hidden = self.model.hidden if self.policy.wants_draft else None
+            walks = [
+                self._walk(chain, tree, logits[row], hidden[row] if hidden is not None else None)
+                for row, (chain, tree) in enumerate(zip(going, trees, strict=True))
+            ]
+            self.model.commit(ids, [path for _, path in walks])
+            going = [chain for chain, (on, _) in zip(going, walks, strict=True) if on]
+        drafts = [self._with_suffixes(chain) for chain in chains]
+        return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))
 
-    def _tree(self, at: int, seq: Generation, depth: int) -> Tree:
+    def _tree(self, chain: _Phrased) -> Tree:
         """What the draft model has not run of a sequence and its draft, and guesses of how it goes on."""
-        row, length = self.rows[at], self.model.cache.lengths[at]
-        pending = [*seq.tokens[length:], *row.tokens[max(0, length - len(seq.tokens)) :]]
+        seq, row = chain.seq, self.rows[chain.seq.id]
+        pending = chain.pending(self.model.length(seq.id))
         tree = Tree(Draft.chain(pending[0], pending[1:]))
         tip = len(pending) - 1
-        left = depth - len(row.tokens) - 1  # as the forward gives one token more
+        left = chain.depth - len(chain.tokens) - 1  # as the forward gives one token more
         for phrase in row.pool.get(pending[-1], self.guesses):
             tree.branch(tip, self._known(phrase[:left]), "phrase")
         if row.window is not None:
-            row.window.plant(tree, tip, len(seq.tokens) + len(row.tokens), left)
+            row.window.plant(tree, tip, len(seq.tokens) + len(chain.tokens), left)
         return tree
 
     def _known(self, phrase: Sequence[int]) -> Sequence[int]:
         """A phrase, or nothing where the draft model has no embeddings for it."""
         return phrase if self._knows(phrase or [0]) else ()
 
-    def _walk(self, at: int, seq: Generation, tree: Tree, logits: Tensor, depth: int) -> tuple[bool, list[int]]:
-        """Drafts as long as the tree foresaw it: whether to go on, and the nodes to keep."""
-        row, sampler = self.rows[at], seq.sampler
-        node = len(seq.tokens) + len(row.tokens) - self.model.cache.lengths[at] - 1
+    def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor, hidden: Tensor | None) -> tuple[bool, list[int]]:
+        """Drafts as long as the tree foresaw it: whether to go on, and the nodes to keep.
+
+        `logits` [N, V] and `hidden` [N, d] of the tree's nodes."""
+        seq, sampler, row = chain.seq, chain.seq.sampler, self.rows[chain.seq.id]
+        node = len(seq.tokens) + len(chain.tokens) - self.model.length(seq.id) - 1
         path = list(range(node + 1))
         logits = self._fitted(logits)
         at_once = sampler.greedy and sampler.prefix_free
         scores = sampler.scores(logits, lambda _: []) if at_once else logits
         best = scores.argmax(-1).tolist() if at_once or row.window is not None else []
-        hidden = self.model.hidden
         while True:
-            here = scores[node : node + 1]
+            here, q = scores[node : node + 1], None
             if at_once:
-                token, law = best[node], None
+                token = best[node]
             else:
-                (token,), here, law = choose([sampler], here, lambda _: [*seq.tokens, *row.tokens], [seq.generator])
-            row.tokens.append(token)
-            if law is not None:
-                row.laws.append(law[0])
+                try:
+                    (token,), here, q = next_tokens([sampler], here, lambda _: chain.text(), [seq.generator])
+                except RowError as error:
+                    chain.fail(error)
+                    return False, path
+            chain.tokens.append(token)
+            if q is not None:
+                chain.q.append(q[0])
             asked = perf_counter()
-            look = Look([0], [row.tokens], here, hidden[at, node][None] if hidden is not None else None)
-            (more,) = row.policy.more(look)
-            row.policy_seconds += perf_counter() - asked
-            going = more and len(row.tokens) < depth and token not in seq.eos and self._knows([token])
+            (more,) = chain.rule.more(
+                Look([seq], [chain.tokens], here, hidden[node][None] if hidden is not None else None)
+            )
+            chain.policy_seconds += perf_counter() - asked
+            going = more and self._goes_on(chain)
             child = tree.child(node, token)
             if not going or child is None:
                 break
@@ -148,46 +196,49 @@ class OuroborosDrafter(ChainDrafter):
                 row.pool.add(key, phrase)
         return going, path
 
-    def _with_suffixes(self, row: _Row, seq: Generation) -> Draft:
-        chain = Draft.chain(seq.tokens[-1], row.tokens, torch.stack(row.laws) if row.laws else None)
-        room = seq.room - 1 - len(row.tokens)
-        if not self.suffixes or room < 1 or chain.tokens[-1] in seq.eos:
-            return chain
-        tree = Tree(chain)
-        for phrase in row.pool.get(chain.tokens[-1], self.suffixes):
-            row.suffixes.append((phrase, tree.branch(len(row.tokens), phrase[:room], "phrase")))
+    def _with_suffixes(self, chain: _Phrased) -> Draft:
+        draft, row, count = chain.draft(), self.rows[chain.seq.id], len(chain.tokens)
+        row.chain = count
+        room = chain.seq.room - 1 - count
+        if not self.suffixes or room < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None:
+            return draft
+        tree = Tree(draft)
+        for phrase in row.pool.get(draft.tokens[-1], self.suffixes):
+            row.suffixes.append((phrase, tree.branch(count, phrase[:room], "phrase")))
         return tree.draft()
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        for at, (row, seq, draft, verdict) in enumerate(zip(self.rows, seqs, drafts, verdicts, strict=True)):
-            # The policy answers for the chain; what became of phrases behind it is none of its doing.
-            of_chain = replace(verdict, rejected=verdict.rejected and verdict.accepted < len(row.tokens))
-            row.policy.observe([draft], [of_chain], hidden[at : at + 1] if hidden is not None else None)
-            self._feed_back(row, draft, verdict.best)
-            if verdict.accepted < len(row.tokens) and "rejected" in self.sources:
+        of_chains = []
+        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+            row = self.rows[seq.id]
+            count = draft.drafted if row.chain is None else row.chain
+            # The policy answers for the chain, not for the phrases behind it.
+            of_chains.append(replace(verdict, rejected=verdict.rejected and verdict.accepted < count))
+            if row.chain is None or not verdict.argmax:  # one whose processor raised has none
+                continue
+            self._feed_back(row, draft, verdict.argmax)
+            if verdict.accepted < count and "rejected" in self.sources:
                 self._learn_rejected(row, draft, verdict)
             if "output" in self.sources:
                 row.learnt = row.pool.learn(seq.tokens, row.learnt)
-            row.tokens, row.suffixes = [], []  # a step without a draft may follow
+            row.chain, row.suffixes = None, []  # a step without a draft may follow
+        self.policy.observe(seqs, drafts, of_chains, hidden)
         self._crop(seqs)
 
     def _learn_rejected(self, row: _Row, draft: Draft, verdict: Verdict) -> None:
-        """From the rejected token on, what the target says behind each token of the chain."""
+        """From the rejected token on, the target's tokens behind each token of the chain."""
+        assert row.chain is not None
         span = self.shape[0]
-        for node in range(verdict.accepted + 1, len(row.tokens) - span + 2):
-            row.pool.add(draft.tokens[node], verdict.best[node : node + span])
+        for node in range(verdict.accepted + 1, row.chain - span + 2):
+            row.pool.add(draft.tokens[node], verdict.argmax[node : node + span])
 
-    def _feed_back(self, row: _Row, draft: Draft, best: list[int]) -> None:
-        """Phrases behind the chain become what the target says there, whether or not it came so far (the original does
+    def _feed_back(self, row: _Row, draft: Draft, argmax: list[int]) -> None:
+        """Phrases behind the chain become the target's tokens there, whether or not it came so far (the original does
         this where it did)."""
-        chain = len(row.tokens)
+        assert row.chain is not None
         for phrase, nodes in row.suffixes if "suffixes" in self.sources else ():
             if len(nodes) == self.shape[0]:
-                row.pool.drop(draft.tokens[chain], phrase)
-                row.pool.add(draft.tokens[chain], [best[node] for node in (chain, *nodes[:-1])])
-
-    def keep(self, rows: list[int]) -> None:
-        self.model.keep(rows)
-        self.rows = [self.rows[row] for row in rows]
+                row.pool.drop(draft.tokens[row.chain], phrase)
+                row.pool.add(draft.tokens[row.chain], [argmax[node] for node in (row.chain, *nodes[:-1])])

@@ -33,6 +33,10 @@ class PhrasePool:
         """The number of phrases."""
         return sum(map(len, self._phrases.values()))
 
+    def clear(self) -> None:
+        """Forgets all phrases."""
+        self._phrases.clear()
+
     def add(self, key: int, phrase: Sequence[int]) -> None:
         """Puts a phrase of `span` tokens under the token that comes before it."""
         assert len(phrase) == self.span
@@ -100,7 +104,7 @@ class PhrasePool:
             settings = json.loads(about["about"])
             size, pool = settings["vocab_size"], cls(settings["span"], settings["most"])
         except (KeyError, TypeError, json.JSONDecodeError):
-            raise ValueError(f"the phrases in {path} are damaged: it does not say for what they are") from None
+            raise ValueError(f"the phrases in {path} are damaged: their metadata cannot be read") from None
         if size != vocab_size:
             raise ValueError(f"the phrases in {path} are for {size} tokens, not {vocab_size}")
         if table.ndim != 2 or table.shape[1] != pool.span + 1 or bool(((table < 0) | (table >= vocab_size)).any()):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from forerun.decode import Generation, Proposal
 from forerun.draft import Draft
+from forerun.engine import Proposal
+from forerun.generation import Generation
 from forerun.sampling import Verdict
 
 
@@ -16,16 +17,16 @@ class PlainDrafter:
 
     wants_hidden = False
 
-    def start(self, seqs: Sequence[Generation], hidden: Tensor | None = None) -> None:
-        pass
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        return ()
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+    def propose(self, seqs: list[Generation]) -> Proposal:
         return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         pass
 
-    def keep(self, rows: list[int]) -> None:
+    def drop(self, seq: Generation) -> None:
         pass

@@ -12,9 +12,9 @@ from forerun.draft import Tree
 class Window:
     """`span` rows of `width` guesses; row k, column j (both from 0) stands j + k + 1 tokens behind the end of a text.
 
-    Row 0 is a chain, and every column goes on below it: that is a tree, and needs no mask of its own. One forward
-    answers with a token behind every column, which makes a phrase of `span` tokens under the column's first, and the
-    newest row. That guesses keep their places when the text grows by several tokens, or shrinks, is ours.
+    Row 0 is a chain, and every column goes on below it. That is a tree, and needs no mask of its own. One forward gives
+    a token behind every column. It makes a phrase of `span` tokens under the column's first, and the newest row. Ours:
+    guesses keep their places when the text grows by several tokens, or shrinks.
     """
 
     def __init__(self, width: int, span: int, text: Sequence[int], random: Random) -> None:
@@ -43,12 +43,12 @@ class Window:
                 node = tree.add(node, row[column], "window")
             self.nodes.append(node)
 
-    def harvest(self, best: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Keys and phrases from the most likely token `best` behind every node; the window then stands one token
-        further on."""
+    def harvest(self, argmax: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Keys and phrases from the most probable token behind every node; the window then stands one token further
+        on."""
         if not self.nodes:
             return []
-        newest = [best[node] for node in self.nodes]
+        newest = [argmax[node] for node in self.nodes]
         found = [
             (key, [*(row[column] for row in self.rows[1:]), newest[column]])
             for column, key in enumerate(self.rows[0][: len(newest)])

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from forerun.decode import Generation
 from forerun.draft import Draft
+from forerun.generation import Generation
 from forerun.sampling import Verdict
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a policy sees behind a drafted token, of the rows that are still drafting. All stand at one depth.
+    """What a rule sees after a drafted token: the sequences that still draft. All of them are at one depth.
 
     Attributes:
-        rows: which sequences these are.
+        seqs: the sequences.
         tokens: [R][depth] what each has drafted so far.
         scores: [R, V] processed scores that gave the last tokens.
         hidden: [R, d] the draft's LM-head inputs that gave them, where the policy wants them.
     """
 
-    rows: list[int]
+    seqs: Sequence[Generation]
     tokens: list[list[int]]
     scores: Tensor
     hidden: Tensor | None = None
@@ -32,45 +32,67 @@ class Look:
     def depth(self) -> int:
         return len(self.tokens[0])
 
+    def part(self, rows: list[int]) -> Look:
+        """Only these rows."""
+        if len(rows) == len(self.tokens):
+            return self
+        hidden = self.hidden[rows] if self.hidden is not None else None
+        return Look([self.seqs[row] for row in rows], [self.tokens[row] for row in rows], self.scores[rows], hidden)
+
+
+class LengthRule:
+    """Decides about one draft. It is asked after every drafted token.
+
+    It may stop after a token. It never discards a token that it has looked at: that would change the distribution the
+    token was sampled from.
+    """
+
+    def more(self, look: Look) -> list[bool]:
+        """Whether each row drafts on. A row that has stopped is not asked about again."""
+        raise NotImplementedError
+
+    def certain(self, depth: int) -> int:
+        """How many more tokens, at least one, rows at `depth` draft whatever the tokens are."""
+        return 1
+
 
 class LengthPolicy:
-    """Asked behind every drafted token. It may stop after a token, never discard one that it has looked at: that would
-    change the law the token was drawn from. Sequences go by position, as with drafters.
+    """What is known of each sequence from draft to draft, keyed by its id; `begin` makes the rule of one draft.
 
     Attributes:
-        wants_draft, wants_target: whether it is to be shown the draft's and the target's hidden states.
+        wants_draft, wants_target: whether it needs the draft's and the target's hidden states.
     """
 
     wants_draft = False
     wants_target = False
 
-    def start(self, seqs: Sequence[Generation]) -> None:
-        """New sequences."""
+    def admit(self, seq: Generation) -> None:
+        """A sequence joins."""
 
-    def more(self, look: Look) -> list[bool]:
-        """Whether each row drafts on. Not asked of a row again in this draft once it has stopped."""
+    def drop(self, seq: Generation) -> None:
+        """A sequence leaves; nothing happens where it never joined."""
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        """The rule of a draft of these sequences, which grow in step. `rows`: how many the target's forward has."""
         raise NotImplementedError
 
-    def certain(self, rows: Sequence[int], depth: int) -> int:
-        """How many more tokens, at least one, rows that have `depth` are going to draft whatever they are. It is asked
-        behind each all the same."""
-        return 1
-
-    def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
-        """What became of the drafts; `hidden` [B, N, d] as a drafter is given it."""
-
-    def keep(self, rows: list[int]) -> None:
-        """Only these sequences go on, in this order."""
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        """The verdicts on drafts; arguments as for a drafter."""
 
 
-class FixedLength(LengthPolicy):
+class FixedLength(LengthPolicy, LengthRule):
     """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
 
-    def more(self, look: Look) -> list[bool]:
-        return [look.depth < self.gamma] * len(look.rows)
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        return self
 
-    def certain(self, rows: Sequence[int], depth: int) -> int:
+    def more(self, look: Look) -> list[bool]:
+        return [look.depth < self.gamma] * len(look.tokens)
+
+    def certain(self, depth: int) -> int:
         return self.gamma - depth

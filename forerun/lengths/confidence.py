@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from forerun.lengths import LengthPolicy, Look
-from forerun.nn.pre_verifier import chances_of
+from forerun.generation import Generation
+from forerun.lengths import LengthPolicy, LengthRule, Look
+from forerun.probabilities import last_probabilities
 
 
-class ConfidenceStop(LengthPolicy):
-    """Stops behind a token whose draft probability is below `threshold`, and behind `most` tokens.
+class ConfidenceStop(LengthPolicy, LengthRule):
+    """Stops after a token whose draft probability is below `threshold`, and after `most` tokens.
 
-    The rule of transformers' assistant_confidence_threshold, there 0.4 at first and then adapted, here as it is given.
+    The rule of transformers' assistant_confidence_threshold. There the threshold starts at 0.4 and adapts, here it is
+    fixed. The probability of a greedy token is that under the softmax of its scores.
     """
 
     def __init__(self, threshold: float, most: int) -> None:
         self.threshold, self.most = threshold, most
 
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        return self
+
     def more(self, look: Look) -> list[bool]:
         if look.depth >= self.most:
-            return [False] * len(look.rows)
-        return [probability >= self.threshold for probability in drawn(look)]
+            return [False] * len(look.tokens)
+        return [probability >= self.threshold for probability in last_probabilities(look.scores, look.tokens)]
 
 
 class CumulativeStop(LengthPolicy):
-    """Stops when the product of the draft's own probabilities of its tokens is below `threshold`, and behind `most`
-    tokens. The product is what the draft believes the chance of its whole text to be. So many rows as stop `together`
-    go by its mean."""
+    """Stops when the product of the draft's own probabilities of its tokens is below `threshold`, and after `most`
+    tokens. The product is the draft's estimate that its whole text is right."""
+
+    def __init__(self, threshold: float, most: int) -> None:
+        self.threshold, self.most = threshold, most
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        return ProductRule(self.threshold, self.most)
+
+
+class ProductRule(LengthRule):
+    """`CumulativeStop` for one draft. With `together` above 1 that many rows stop together, by their mean product, in
+    which rows that have ended count as 0."""
 
     def __init__(self, threshold: float, most: int, together: int = 1) -> None:
         self.threshold, self.most, self.together = threshold, most, together
-        self.products: dict[int, float] = {}  # of the rows of the present draft
+        self.products: dict[int, float] = {}
 
     def more(self, look: Look) -> list[bool]:
         if look.depth >= self.most:
-            return [False] * len(look.rows)
-        before = self.products if look.depth > 1 else dict.fromkeys(look.rows, 1.0)
-        self.products = {
-            row: before[row] * probability for row, probability in zip(look.rows, drawn(look), strict=True)
-        }
+            return [False] * len(look.tokens)
+        found = [
+            self.products.get(seq.id, 1.0) * probability
+            for seq, probability in zip(look.seqs, last_probabilities(look.scores, look.tokens), strict=True)
+        ]
+        self.products = {seq.id: product for seq, product in zip(look.seqs, found, strict=True)}
         if self.together > 1:
-            return [sum(self.products.values()) >= self.threshold * self.together] * len(look.rows)
-        return [product >= self.threshold for product in self.products.values()]
-
-
-def drawn(look: Look) -> list[float]:
-    """The probability [R] of each row's last token under the law it was drawn from; of a greedy one, under the softmax
-    of its scores."""
-    ids = torch.tensor([tokens[-1] for tokens in look.tokens], device=look.scores.device)
-    return chances_of(look.scores, ids).tolist()
+            return [sum(found) >= self.threshold * self.together] * len(found)
+        return [product >= self.threshold for product in found]

@@ -1,72 +1,75 @@
-"""Rules that know what the target will say: how much any length rule could gain. For measurements only."""
+"""Rules that know the target's output: how much any length rule could gain. For measurements only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from forerun.decode import Generation
-from forerun.lengths import LengthPolicy, Look
-from forerun.model import CausalLM
+from forerun.generation import Generation
+from forerun.lengths import LengthPolicy, LengthRule, Look
 
 
 @dataclass
 class Truth:
-    """What is known of prompts, each a tuple of tokens; grows. It holds for one pair of models and for greedy output
-    without processors.
+    """Known outputs by prompt, a tuple of tokens; grows. They hold for one pair of models and for greedy output without
+    processors.
 
     Attributes:
-        outputs: what the target says behind the prompt.
-        choices: what the draft would say in place of each token of that output; -1 from where it cannot read on.
+        outputs: the target's output after the prompt.
+        choices: the draft's own choice in place of each token of that output; -1 from where it cannot read on.
+        find: decodes plainly: the output of a sequence from its prompt on, up to an end token or its limit. Needed for
+            prompts that `outputs` lacks.
     """
 
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     choices: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    find: Callable[[Generation], list[int]] | None = None
 
 
-class MismatchStop(LengthPolicy):
-    """Stops right behind the first token that the target will reject. No rule that has to look at a token to judge it
+class MismatchStop(LengthPolicy, LengthRule):
+    """Stops right after the first token that the target will reject. No rule that has to look at a token to judge it
     can do better.
 
-    Outputs that `truth` lacks, or has too little of, are found by plain decoding in `start`, and are remembered unless
-    processors had a part in them: those of another call may be others. Where rounding makes a sequence part from its
-    truth, this stops behind every token; what is committed stays the target's.
+    Outputs that `truth` lacks, or has too little of, are asked of `truth.find` in `admit`. They are remembered unless
+    processors had a part in them: those of another request may differ. Where rounding makes a sequence part from its
+    truth, this stops after every token; what is committed stays the target's.
 
-    Raises ValueError in `start` for sequences that are sampled.
+    Raises ValueError in `admit` for a sampled sequence, and for an unknown one without `truth.find`.
     """
 
-    def __init__(self, target: CausalLM, truth: Truth) -> None:
-        self.target, self.truth = target, truth
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+        self.outputs: dict[int, list[int]] = {}
 
-    def start(self, seqs: Sequence[Generation]) -> None:
-        if not all(seq.sampler.greedy for seq in seqs):
+    def admit(self, seq: Generation) -> None:
+        if not seq.greedy:
             raise ValueError(
-                "an oracle works for greedy decoding alone (temperature 0): what will be drawn cannot be known, and "
-                "stopping before a token because it would be rejected changes the law of what is drawn behind it"
+                "an oracle works for greedy decoding alone (temperature 0): what will be sampled cannot be known, and "
+                "stopping before a token because it would be rejected changes the distribution of what follows"
             )
-        self.seqs = list(seqs)
-        known = self.truth.outputs
-        self.outputs = [[] if seq.sampler.processors else known.get(prompt_of(seq), []) for seq in seqs]
-        missing = [row for row, seq in enumerate(seqs) if not _reaches(seq, self.outputs[row])]
-        if not missing:
-            return
-        for row, output in zip(missing, plain(self.target.fresh(), [seqs[row] for row in missing]), strict=True):
-            self.outputs[row] = output
-            if not seqs[row].sampler.processors:
-                known[prompt_of(seqs[row])] = output
+        output = [] if seq.sampler.processors else self.truth.outputs.get(prompt_of(seq), [])
+        if not _reaches(seq, output):
+            if self.truth.find is None:
+                raise ValueError(
+                    f"the truth of a prompt of {seq.prompt_length} tokens is unknown, and nothing finds it"
+                )
+            output = self.truth.find(seq)
+            if not seq.sampler.processors:
+                self.truth.outputs[prompt_of(seq)] = output
+        self.outputs[seq.id] = output
+
+    def drop(self, seq: Generation) -> None:
+        self.outputs.pop(seq.id, None)
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        return self
 
     def more(self, look: Look) -> list[bool]:
         going = []
-        for row, tokens in zip(look.rows, look.tokens, strict=True):
-            at = len(self.seqs[row].tokens) - self.seqs[row].prompt_length + look.depth - 1
-            going.append(self.outputs[row][at : at + 1] == tokens[-1:])
+        for seq, tokens in zip(look.seqs, look.tokens, strict=True):
+            at = len(seq.tokens) - seq.prompt_length + look.depth - 1
+            going.append(self.outputs[seq.id][at : at + 1] == tokens[-1:])
         return going
-
-    def keep(self, rows: list[int]) -> None:
-        self.seqs = [self.seqs[row] for row in rows]
-        self.outputs = [self.outputs[row] for row in rows]
 
 
 def prompt_of(seq: Generation) -> tuple[int, ...]:
@@ -76,19 +79,3 @@ def prompt_of(seq: Generation) -> tuple[int, ...]:
 def _reaches(seq: Generation, output: list[int]) -> bool:
     """Whether an output goes as far as the sequence can; criteria can only end it earlier."""
     return len(output) >= seq.limit - seq.prompt_length or not seq.eos.isdisjoint(output)
-
-
-@torch.inference_mode()
-def plain(target: CausalLM, seqs: Sequence[Generation]) -> list[list[int]]:
-    """The target's greedy output behind each prompt, up to an end token or the sequence's limit. Sequences may have
-    begun it."""
-    texts = [list(seq.tokens) for seq in seqs]
-    target.start([text[:-1] for text in texts])
-    going = [True] * len(seqs)
-    while any(going):
-        logits = target.extend([text[-1:] if on else [] for text, on in zip(texts, going, strict=True)])
-        for row, (seq, text) in enumerate(zip(seqs, texts, strict=True)):
-            if going[row]:
-                text.append(int(seq.sampler.scores(logits[row], lambda _, text=text: text).argmax()))  # type: ignore[misc]
-                going[row] = len(text) < seq.limit and text[-1] not in seq.eos
-    return [text[seq.prompt_length :] for seq, text in zip(seqs, texts, strict=True)]

@@ -1,13 +1,13 @@
 """Pacer: draft block by block, and stop where a trained layer finds that the target will not follow.
 
 The idea of blockwise pre-verification is that of arXiv 2602.01274. The stop rule that follows from measured costs, and
-what the layer sees (forerun/nn/pre_verifier.py), are ours.
+the layer's inputs (forerun/nn/pre_verifier.py), are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf, log
 
 import numpy as np
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from forerun.costs import Costs
-from forerun.decode import Generation
 from forerun.draft import Draft
-from forerun.lengths import LengthPolicy, Look
-from forerun.lengths.confidence import CumulativeStop
+from forerun.generation import Generation, Mode
+from forerun.lengths import LengthPolicy, LengthRule, Look
+from forerun.lengths.confidence import ProductRule
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import LEAST, USUAL, PreVerifier, chances_of
+from forerun.nn.pre_verifier import LEAST, USUAL, PreVerifier
 from forerun.nn.quick import Array, QuickState, quick
+from forerun.probabilities import probabilities_of
 from forerun.sampling import Verdict
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
@@ -43,13 +44,13 @@ def best_threshold(
 ) -> tuple[float, float]:
     """The threshold under which decoding is fastest by a table of costs, and its tokens per ms.
 
-    `traces` [N, G] are a calibrated layer's survival of the tokens of drafts. A draft that stops behind n of them is
-    worth 1 + the sum of their survival tokens, and takes n draft forwards, n / block calls of the layer and a forward
-    of the target on n + 1 tokens: the threshold with the largest ratio of the sums over all drafts is the solution of
-    the stopping problem among rules of this form. `evidence` [N, G] is what the rule goes by instead of them.
+    `traces` [N, G] are a calibrated layer's survival of the tokens of drafts. A draft that stops after n of them is
+    worth 1 + the sum of their survival tokens. It takes n draft forwards, n / block calls of the layer and a forward
+    of the target on n + 1 tokens. The threshold with the largest ratio of the sums over all drafts solves the stopping
+    problem among rules of this form. `evidence` [N, G] is what the rule goes by in their place.
 
-    Several `rows` draft and are verified as long as the longest of them, so they stop together, by the mean of their
-    scores: drafts are put together at random.
+    Several `rows` are drafted and verified as long as the longest of them. So they stop together, by the mean of their
+    scores; here drafts are put together at random.
     """
     block = min(block, traces.shape[1])
     blocks = traces.shape[1] // block
@@ -73,14 +74,30 @@ def best_threshold(
     return found, best
 
 
+@dataclass
+class _Past:
+    """What is known of a sequence.
+
+    Attributes:
+        echo: its text.
+        runs: lengths of its last runs of accepted tokens, the present one first.
+        target: [D] the target's LM-head input that gave its last token.
+    """
+
+    echo: Echo = field(default_factory=Echo)
+    runs: list[float] = field(default_factory=lambda: [0.0, USUAL, USUAL])
+    target: Tensor | None = None
+
+
 class PacerStop(LengthPolicy):
-    """Drafts in blocks of `block` tokens, at most `most`; stops behind the k-th block (from 0) if the `score` of its
+    """Drafts in blocks of `block` tokens, at most `most`; stops after the k-th block (from 0) if the `score` of its
     tokens' survival is below `threshold * rho ** k`.
 
-    Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or drawn, by the
-    table of costs and the number of rows (`best_threshold`), and without a block as well the best of BLOCKS; where even
-    so the layer's calls would cost more than they bring, it goes by the product of the draft's own probabilities, token
-    by token (`cheap`). Greedy rows then stop together. No clock is read. Without costs the threshold is 0.5.
+    Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or sampled, by
+    the table of costs and the number of rows (`best_threshold`). Without a block as well it takes the best of BLOCKS.
+    Where even so the layer's calls would cost more than they bring, it goes by the product of the draft's own
+    probabilities, token by token. Greedy rows then stop together; sampled rows stop as they would alone. No clock is
+    read. Without costs the threshold is 0.5.
     """
 
     def __init__(
@@ -92,134 +109,162 @@ class PacerStop(LengthPolicy):
         threshold: float | None = None,
         rho: float = 1.0,
         score: str = "last",
-        costs: Costs | None = None,
+        costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
     ) -> None:
-        self.layer = quick(layer)
-        self.embeddings, self.most = embeddings, most
-        free = threshold is None and costs is not None
-        self.blocks = BLOCKS if block is None and free else (block or BLOCK,)
-        self.fixed, self.rho, self.score, self.costs = threshold, rho, score, costs
-        self.priced = repr(costs)
+        """`costs` gives the table for rows of a mode, so many of which stop together; None: there is none."""
+        self.layer, self.embeddings, self.most = quick(layer), embeddings, most
+        self.block, self.threshold, self.rho, self.score, self.costs = block, threshold, rho, score, costs
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
         self.echoing, self.embedding = "echoes" in inputs, "token" in inputs
+        self.past: dict[int, _Past] = {}
+        self._settings: dict[tuple[Mode, int], tuple[int, float, bool]] = {}
 
-    def start(self, seqs: Sequence[Generation]) -> None:
-        self.seqs = list(seqs)
-        self.echoes = [Echo() for _ in seqs]
-        self.runs = [[0.0, USUAL, USUAL] for _ in seqs]
-        self.target: Tensor | None = None
-        self.looks: list[Look] = []
-        self.state_rows: list[int] = []
-        self.mode = "greedy" if seqs[0].sampler.greedy else "drawn"
-        self.cheap: CumulativeStop | None = None
-        self._set_threshold()
+    def admit(self, seq: Generation) -> None:
+        self.past[seq.id] = _Past()
 
-    def _set_threshold(self) -> None:
-        if self.fixed is not None or self.costs is None:
-            self.block, self.threshold = self.blocks[0], self.fixed if self.fixed is not None else 0.5
-            self.together = 1
-            return
-        # Drawn rows draft as they would alone: their random numbers must not depend on their neighbours.
-        greedy = self.mode == "greedy"
-        count, costs = (len(self.seqs), self.costs) if greedy else (1, self.costs.drawn)
+    def drop(self, seq: Generation) -> None:
+        self.past.pop(seq.id, None)
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        modes: list[Mode] = list(dict.fromkeys(seq.mode for seq in seqs))
+        # Greedy rows without a draft have their part of the costs as well.
+        together = rows - sum(not seq.greedy for seq in seqs)
+        rules = {mode: self._rule(mode, together if mode == "greedy" else 1) for mode in modes}
+        return rules[modes[0]] if len(modes) == 1 else _ByMode(rules)
+
+    def _rule(self, mode: Mode, count: int) -> LengthRule:
+        block, threshold, together = self.settings(mode, count)
+        if not block:
+            return ProductRule(threshold, self.most, count if together else 1)
+        return BlockRule(self, block, threshold, count if together else 1)
+
+    def settings(self, mode: Mode, count: int) -> tuple[int, float, bool]:
+        """Block (0: go by the draft's probabilities), threshold, and whether `count` rows of a mode stop together."""
+        step = 1 << max(0, count.bit_length() - 3)
+        count = -(-count // step) * step  # so that few numbers are in use
+        if (mode, count) not in self._settings:
+            self._settings[mode, count] = self._find(mode, count)
+        return self._settings[mode, count]
+
+    def _find(self, mode: Mode, count: int) -> tuple[int, float, bool]:
+        costs = self.costs(mode, count)
+        if self.threshold is not None or costs is None:
+            return self.block or BLOCK, self.threshold if self.threshold is not None else 0.5, False
+        greedy = mode == "greedy"
+        blocks = BLOCKS if self.block is None else (self.block,)
+        costs = costs if greedy else costs.sampled
         known = self.layer.thresholds
-        key = self.priced, self.mode, count, self.blocks, self.most, self.rho, self.score
+        key = repr(costs), greedy, count, blocks, self.most, self.rho, self.score
         if key not in known:
-            traces, products = self.layer.traces[self.mode][..., : self.most]
+            traces, products = self.layer.traces["greedy" if greedy else "sampled"][..., : self.most]
             score = SCORES[self.score]
-            found = {block: best_threshold(traces, block, self.rho, score, costs, count) for block in self.blocks}
-            if len(self.blocks) > 1:
+            found = {block: best_threshold(traces, block, self.rho, score, costs, count) for block in blocks}
+            if len(blocks) > 1:
                 glancing = replace(costs, policy=costs.glance)
                 found[0] = best_threshold(traces, 1, 1.0, SCORES["last"], glancing, count, products)
             block = max(found, key=lambda block: found[block][1])
             known[key] = block, found[block][0]
-        self.block, self.threshold = known[key]
-        self.together = count
-        self.cheap = None if self.block else CumulativeStop(self.threshold, self.most, self.together)
+        return *known[key], greedy
+
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        for row, (seq, verdict) in enumerate(zip(seqs, verdicts, strict=True)):
+            past = self.past[seq.id]
+            if hidden is not None:
+                past.target = hidden[row][verdict.path[-1]]
+            past.runs[0] += verdict.accepted
+            if verdict.rejected:
+                past.runs = [0.0, *past.runs[:2]]
+            else:
+                past.runs[0] += 1
+
+
+class BlockRule(LengthRule):
+    """Pacer's rule for one draft; so many rows as stop `together` go by the mean of their scores."""
+
+    def __init__(self, policy: PacerStop, block: int, threshold: float, together: int) -> None:
+        self.policy, self.block, self.threshold, self.together = policy, block, threshold, together
+        self.looks: list[Look] = []  # of this block
+        self.ids: list[int] = []  # of the rows of `state`
+        self.state: QuickState | None = None
+
+    def certain(self, depth: int) -> int:
+        return min(self.block - depth % self.block, self.policy.most - depth)
 
     def more(self, look: Look) -> list[bool]:
-        if self.cheap is not None:
-            return self.cheap.more(look)
         self.looks.append(look)
-        if look.depth < self.most and look.depth % self.block:
-            return [True] * len(look.rows)
-        said = self._ask(look)
-        if look.depth >= self.most:
-            return [False] * len(look.rows)
-        least = min(self.threshold * self.rho ** (look.depth // self.block - 1), 1.0)
-        if self.together > 1:
-            return [SCORES[self.score](1 / (1 + np.exp(-said))).sum() >= least * self.together] * len(look.rows)
-        if not self.layer.acceptance:  # what it said are logits, and their order is all that counts
-            if self.score == "mean":
-                said = 1 / (1 + np.exp(-said))
-            else:
+        if look.depth < self.policy.most and look.depth % self.block:
+            return [True] * len(look.tokens)
+        if look.depth >= self.policy.most:
+            return [False] * len(look.tokens)
+        output = self._ask(look)
+        least = min(self.threshold * self.policy.rho ** (look.depth // self.block - 1), 1.0)
+        score = SCORES[self.policy.score]
+        if not self.policy.layer.acceptance:  # the output is logits
+            if self.together > 1 or self.policy.score == "mean":
+                output = 1 / (1 + np.exp(-output))
+            else:  # only their order counts
                 least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
-        return (SCORES[self.score](said) >= least).tolist()
-
-    def certain(self, rows: Sequence[int], depth: int) -> int:
-        if self.cheap is not None:
-            return self.cheap.certain(rows, depth)
-        return min(self.block - depth % self.block, self.most - depth)
+        if self.together > 1:
+            return [score(output).sum() >= least * self.together] * len(look.tokens)
+        return (score(output) >= least).tolist()
 
     def _ask(self, look: Look) -> Array:
-        """What the layer says [R, b] of the last block of the rows that have come here."""
-        looks, rows = self.looks, look.rows
+        """The layer's output [R, b] for the last block of the rows that have come here."""
+        policy, looks, seqs = self.policy, self.looks, look.seqs
         self.looks = []
-        if look.depth <= self.block:
-            self.state = self._begin(rows)
-        elif rows != self.state_rows:
-            self.state = self.state.select([self.state_rows.index(row) for row in rows])
-        self.state_rows = rows
+        ids = [seq.id for seq in seqs]
+        if self.state is None:
+            self.state = self._begin(seqs)
+        elif ids != self.ids:
+            self.state = self.state.select([self.ids.index(id) for id in ids])
+        self.ids = ids
         new = len(looks)
-        tokens = [drafted[-new:] for drafted in look.tokens]
-        ids = torch.tensor(tokens, device=look.scores.device)
-        picks = [None if each.rows == rows else [each.rows.index(row) for row in rows] for each in looks]
-
-        def gathered(parts: list[Tensor]) -> Tensor:
-            return torch.stack([part if at is None else part[at] for part, at in zip(parts, picks, strict=True)], 1)
-
-        scores = looks[0].scores[:, None] if new == 1 else gathered([each.scores for each in looks])
-        chances = chances_of(scores, ids).tolist()
-        said, self.state = self.layer.step(
+        tokens = torch.tensor([drafted[-new:] for drafted in look.tokens], device=look.scores.device)
+        parts = []
+        for each in looks:
+            place = {seq.id: row for row, seq in enumerate(each.seqs)} if len(each.seqs) > len(ids) else None
+            parts.append(each if place is None else each.part([place[id] for id in ids]))
+        scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
+        output, self.state = policy.layer.step(
             self.state,
-            [[log(max(chance, LEAST)) for chance in row] for row in chances],
-            [self._echo(row, drafted, new) for row, drafted in zip(rows, look.tokens, strict=True)]
-            if self.echoing
-            else None,
-            gathered([each.hidden for each in looks]) if self.wants_draft else None,  # type: ignore[misc]
-            self.embeddings(ids) if self.embedding else None,
+            [[log(max(each, LEAST)) for each in row] for row in probabilities_of(scores, tokens).tolist()],
+            [self._echo(*row, new) for row in zip(seqs, look.tokens, strict=True)] if policy.echoing else None,
+            torch.stack([part.hidden for part in parts], 1) if policy.wants_draft else None,  # type: ignore[misc]
+            policy.embeddings(tokens) if policy.embedding else None,
         )
-        return said
+        return output
 
-    def _begin(self, rows: list[int]) -> QuickState:
+    def _begin(self, seqs: Sequence[Generation]) -> QuickState:
+        past = [self.policy.past[seq.id] for seq in seqs]
         target = None
-        if self.wants_target:
-            size = self.layer.target_size
-            target = self.target[rows] if self.target is not None else torch.zeros(len(rows), size)
-        return self.layer.begin(target, [self.runs[row] for row in rows])
+        if self.policy.wants_target:
+            known = next((each.target for each in past if each.target is not None), None)
+            none = torch.zeros(self.policy.layer.target_size) if known is None else torch.zeros_like(known)
+            target = torch.stack([each.target if each.target is not None else none for each in past])
+        return self.policy.layer.begin(target, [each.runs for each in past])
 
-    def _echo(self, row: int, drafted: list[int], new: int) -> list[tuple[int, ...]]:
-        text, echo, reach = self.seqs[row].tokens, self.echoes[row], max(SIZES)
+    def _echo(self, seq: Generation, drafted: list[int], new: int) -> list[tuple[int, ...]]:
+        text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)
         echo.hear(text)
         return echo.answers([*text[-reach:], *drafted[:-new]][-reach:], drafted[-new:])
 
-    def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
-        self.looks = []  # of rows that ended within a block
-        if hidden is not None:
-            self.target = hidden[range(len(verdicts)), [verdict.path[-1] for verdict in verdicts]]
-        for runs, verdict in zip(self.runs, verdicts, strict=True):
-            runs[0] += verdict.accepted
-            if verdict.rejected:
-                runs[:] = [0.0, runs[0], runs[1]]
-            else:
-                runs[0] += 1
 
-    def keep(self, rows: list[int]) -> None:
-        self.seqs = [self.seqs[row] for row in rows]
-        self.echoes = [self.echoes[row] for row in rows]
-        self.runs = [self.runs[row] for row in rows]
-        if self.target is not None:
-            self.target = self.target[rows]
-        if rows:
-            self._set_threshold()
+class _ByMode(LengthRule):
+    """Rows of several modes, each mode with a rule of its own."""
+
+    def __init__(self, rules: dict[Mode, LengthRule]) -> None:
+        self.rules = rules
+
+    def more(self, look: Look) -> list[bool]:
+        going = [False] * len(look.tokens)
+        for mode, rule in self.rules.items():
+            rows = [row for row, seq in enumerate(look.seqs) if seq.mode == mode]
+            for row, on in zip(rows, rule.more(look.part(rows)) if rows else (), strict=True):
+                going[row] = on
+        return going
+
+    def certain(self, depth: int) -> int:
+        return min(rule.certain(depth) for rule in self.rules.values())

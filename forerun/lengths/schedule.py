@@ -1,4 +1,4 @@
-"""A length that follows from what became of the last draft."""
+"""A length that follows from the verdict on the last draft."""
 
 from __future__ import annotations
 
@@ -6,39 +6,52 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from forerun.decode import Generation
 from forerun.draft import Draft
-from forerun.lengths import LengthPolicy, Look
+from forerun.generation import Generation
+from forerun.lengths import LengthPolicy, LengthRule, Look
 from forerun.sampling import Verdict
 
 
 class HeuristicSchedule(LengthPolicy):
-    """The schedule "heuristic_transient" of transformers' assisted generation, for each row by itself: `gamma` tokens
-    at first, two more behind a draft of which every token was accepted, else one fewer, at least one.
+    """The schedule "heuristic_transient" of transformers' assisted generation, for each sequence by itself: `gamma`
+    tokens at first, two more after a draft of which every token was accepted, else one fewer, at least one.
 
-    Its "heuristic" differs in that lengths outlive a call; both start at 20. Ours: a draft without tokens changes
-    nothing. Transformers also stops at improbable tokens (assistant_confidence_threshold), which is a rule of its own
-    here: `forerun.lengths.confidence`.
+    Transformers' "heuristic" differs in that lengths outlive a call; both start at 20. Ours: a draft without tokens
+    changes nothing. Transformers also stops at improbable tokens (assistant_confidence_threshold), which is a rule of
+    its own here: `forerun.lengths.confidence`.
     """
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
+        self.lengths: dict[int, int] = {}
 
-    def start(self, seqs: Sequence[Generation]) -> None:
-        self.lengths = [self.gamma] * len(seqs)
+    def admit(self, seq: Generation) -> None:
+        self.lengths[seq.id] = self.gamma
+
+    def drop(self, seq: Generation) -> None:
+        self.lengths.pop(seq.id, None)
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+        return _Lengths({seq.id: self.lengths[seq.id] for seq in seqs})
+
+    def observe(
+        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+            if draft.drafted and verdict.accepted == draft.drafted:
+                self.lengths[seq.id] += 2
+            elif draft.drafted:
+                self.lengths[seq.id] = max(1, self.lengths[seq.id] - 1)
+
+
+class _Lengths(LengthRule):
+    """A length for each sequence."""
+
+    def __init__(self, lengths: dict[int, int]) -> None:
+        self.lengths = lengths
 
     def more(self, look: Look) -> list[bool]:
-        return [look.depth < self.lengths[row] for row in look.rows]
+        return [look.depth < self.lengths[seq.id] for seq in look.seqs]
 
-    def certain(self, rows: Sequence[int], depth: int) -> int:
-        return min(self.lengths[row] for row in rows) - depth
-
-    def observe(self, drafts: list[Draft], verdicts: list[Verdict], hidden: Tensor | None) -> None:
-        for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
-            if draft.drafted and verdict.accepted == draft.drafted:
-                self.lengths[row] += 2
-            elif draft.drafted:
-                self.lengths[row] = max(1, self.lengths[row] - 1)
-
-    def keep(self, rows: list[int]) -> None:
-        self.lengths = [self.lengths[row] for row in rows]
+    def certain(self, depth: int) -> int:
+        return min((length for length in self.lengths.values() if length > depth), default=depth + 1) - depth

@@ -70,22 +70,22 @@ def method(name: str | Method, **options: Any) -> Method:
 
 def parse_value(name: str, key: str, value: str) -> int | float | bool | str | None:
     """A setting from the command line, by the type of its field."""
-    kinds = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
-    if not kinds:
-        method(name, **{key: value})  # says which settings there are
-    kind = kinds[0]
-    if kind.endswith("| None") and value.lower() in ("auto", "none"):
+    types = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
+    if not types:
+        method(name, **{key: value})  # raises with the settings there are
+    wanted = types[0]
+    if wanted.endswith("| None") and value.lower() in ("auto", "none"):
         return None
     try:
-        if kind.startswith("bool"):
+        if wanted.startswith("bool"):
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return int(value) if kind.startswith("int") else float(value) if kind.startswith("float") else value
+        return int(value) if wanted.startswith("int") else float(value) if wanted.startswith("float") else value
     except (ValueError, KeyError):
-        raise ValueError(f"{name}.{key} must be of type {kind}, not {value!r}") from None
+        raise ValueError(f"{name}.{key} must be of type {wanted}, not {value!r}") from None
 
 
 def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
-    """The method of who names none; settings that only `sd` knows mean that."""
+    """The method where none is named. With a setting that only `sd` has, that is `sd`."""
     if has_draft and has_layer and {*options} <= {field.name for field in fields(PacerOuroboros)}:
         return PacerOuroboros.name
     return "sd" if has_draft else "lookup"

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 from forerun.methods.settings import Drafting, Parts, Settings, at_least, between
 
 if TYPE_CHECKING:
-    from forerun.decode import Drafter
+    from forerun.costs import Costs
+    from forerun.engine import Drafter
+    from forerun.generation import Mode
     from forerun.lengths import LengthPolicy
+    from forerun.lengths.oracle import MismatchStop
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,10 @@ class Lookup(Settings):
 class Pacer(Drafting):
     """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
 
-    A block of None ("auto") is the size that costs speak for; 4 where a threshold is given.
+    A block of None ("auto") is the best size by the table of costs; 4 where a threshold is given.
 
-    Behind the k-th block (from 0) it stops where the `score` of its tokens' survival, their last, mean or min, is
-    below `threshold * rho ** k`; a threshold of None ("auto") is the one that costs speak for.
+    After the k-th block (from 0) it stops where the `score` of its tokens' survival, their last, mean or min, is
+    below `threshold * rho ** k`; a threshold of None ("auto") is the best one by the table of costs.
     """
 
     block: int | None = None
@@ -103,13 +106,17 @@ class Pacer(Drafting):
             self.threshold,
             self.rho,
             self.score,
-            parts.costs,
+            lambda mode, rows: self.costs(parts, mode, rows),
         )
+
+    def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
+        """The table for so many rows of a mode that stop together."""
+        return parts.costs_for(mode)
 
 
 @dataclass(frozen=True)
 class SpecDec(Drafting):
-    """SpecDec++: stops where a trained head finds a rejection among the drafted tokens likelier than `threshold`."""
+    """SpecDec++: stops where a trained head finds a rejected token in the draft more probable than `threshold`."""
 
     threshold: float = 0.3
     most: int = 32
@@ -233,14 +240,15 @@ class AdaEDL(Drafting):
 
 @dataclass(frozen=True)
 class SeeingOracle(Drafting):
-    """Stops right behind the first token that will be rejected: the best that a stop rule can do. Greedy only."""
+    """Stops right after the first token that will be rejected: the best that a stop rule can do. Greedy only."""
 
     name: ClassVar[str] = "seeing-oracle"
+    greedy_only: ClassVar[bool] = True
 
-    def policy(self, parts: Parts) -> LengthPolicy:
+    def policy(self, parts: Parts) -> MismatchStop:
         from forerun.lengths.oracle import MismatchStop, Truth
 
-        return MismatchStop(parts.target, parts.truth if parts.truth is not None else Truth())
+        return MismatchStop(parts.truth if parts.truth is not None else Truth())
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ from forerun.costs import Costs
 from forerun.methods.settings import Parts, Settings, at_least, between
 
 if TYPE_CHECKING:
-    from forerun.decode import Drafter
+    from collections.abc import Callable
 
-# Where none may be measured, as what is drawn under a seed must not depend on a clock: those of the embedded target.
+    from forerun.engine import Drafter
+    from forerun.generation import Mode
+
+# Those of the embedded target, for where none may be measured: seeded output must not depend on a clock.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 REUSE = ("off", "add", "branch", "free")
 
@@ -62,11 +65,11 @@ class Lyanna(Heads):
 
         assert parts.head is not None
         return LyannaDrafter(
-            parts.head.fresh(), *self.shape, self.reuse, self.weight, self.least, self.reckoning(parts), self.steps
+            parts.head.fresh(), *self.shape, self.reuse, self.weight, self.least, self.costs_for(parts), self.steps
         )
 
-    def reckoning(self, parts: Parts) -> Costs | None:
-        """The costs that it goes by, if any."""
+    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs] | None:
+        """The costs by mode that it chooses its drafts by, if any."""
         return None
 
     @property
@@ -97,8 +100,12 @@ class PacerLyanna(Lyanna):
     def needs_costs(self) -> bool:
         return True
 
-    def reckoning(self, parts: Parts) -> Costs | None:
-        return parts.costs if parts.costs is not None and parts.costs.head else USUAL
+    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs]:
+        def costs(mode: Mode) -> Costs:
+            known = parts.costs_for(mode)
+            return known if known is not None and known.head else USUAL
+
+        return costs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from forerun.methods.chains import Pacer
 from forerun.methods.settings import Drafting, Parts, Settings, at_least, between
 
 if TYPE_CHECKING:
-    from forerun.decode import Drafter
+    from forerun.costs import Costs
+    from forerun.engine import Drafter
+    from forerun.generation import Mode
     from forerun.lengths import LengthPolicy
 
 SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
@@ -19,7 +21,7 @@ SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the
 class _Phrases(Drafting):
     """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
     tokens in a draft's forward, and up to `suffixes` of them behind the draft. `sources` are those of phrases, with +
-    between them. `warm`: phrases outlive a call."""
+    between them. `warm`: phrases of greedy output outlive it."""
 
     window: int = 0
     guesses: int = 1
@@ -51,7 +53,7 @@ class _Phrases(Drafting):
         assert parts.draft is not None
         return OuroborosDrafter(
             parts.draft,
-            lambda: self.policy(parts),
+            self.policy(parts),
             parts.target.vocab_size,
             width=self.window,
             guesses=self.guesses,
@@ -59,7 +61,13 @@ class _Phrases(Drafting):
             suffixes=self.suffixes,
             sources=self.sources.split("+"),
             pool=parts.pool(self.phrases) if self.warm else None,
+            most_greedy=self.most_greedy,
         )
+
+    @property
+    def most_greedy(self) -> int | None:
+        """Greedy sequences that are drafted by phrases beside each other, at most; None for any number."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,9 @@ class Ouroboros(_Phrases):
 
 @dataclass(frozen=True)
 class PacerOuroboros(_Phrases, Pacer):
-    """Pacer's rule on drafts by phrases. Its costs take it that there are `share` forwards for a drafted token.
+    """Pacer's rule on drafts by phrases. Its costs assume `share` forwards for a drafted token.
 
-    Greedy batches of more than `rows` sequences go without phrases: each saves forwards at other places than its
+    In steps of more than `rows` greedy sequences these go without phrases: each saves forwards at other places than its
     neighbours, and checking phrases makes forwards larger.
     """
 
@@ -99,14 +107,16 @@ class PacerOuroboros(_Phrases, Pacer):
         between("share", self.share, 0, 1)
         at_least("rows", self.rows, 1)
 
-    def build(self, parts: Parts) -> Drafter:
-        return _Phrases.build(self, parts) if parts.rows <= self.rows else Drafting.build(self, parts)
+    @property
+    def most_greedy(self) -> int:
+        return self.rows
 
-    def policy(self, parts: Parts) -> LengthPolicy:
-        if parts.costs is not None and parts.rows <= self.rows:
-            ms = self.share * parts.costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
-            parts = replace(parts, costs=replace(parts.costs, draft={1: ms}))
-        return Pacer.policy(self, parts)
+    def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
+        costs = parts.costs_for(mode)
+        if costs is None or rows > self.rows:
+            return costs
+        ms = self.share * costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
+        return replace(costs, draft={1: ms})
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from forerun.costs import Costs
-    from forerun.decode import Drafter
     from forerun.drafters.phrases import PhrasePool
+    from forerun.engine import Drafter
+    from forerun.generation import Mode
     from forerun.lengths import LengthPolicy
     from forerun.lengths.oracle import Truth
     from forerun.model import CausalLM
     from forerun.nn.pre_verifier import PreVerifier
-    from forerun.runtime.hidden import HiddenLM
+    from forerun.runtime.heads import HiddenLM
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class Parts:
         pre_verifier: the trained layer of methods that need one.
         costs: what forwards cost on this machine, for methods that ask.
         truth: what oracles know already; they add what they find out.
-        pools: phrases that outlive a call, by their length and their number a token.
+        pools: phrases that outlive a sequence, by their length and their number a token.
         head: what drafts from hidden states, of methods that need one.
-        rows: how many sequences are decoded greedily together; 1 where tokens are drawn, as rows draft alone then.
+        clocked: whether the costs were measured in this process, so that another process has others.
     """
 
     target: CausalLM
@@ -37,10 +38,14 @@ class Parts:
     truth: Truth | None = None
     pools: dict[tuple[int, int], PhrasePool] | None = None
     head: HiddenLM | None = None
-    rows: int = 1
+    clocked: bool = False
+
+    def costs_for(self, mode: Mode) -> Costs | None:
+        """The costs that drafts of sequences of this mode may depend on."""
+        return None if mode == "seeded" and self.clocked else self.costs
 
     def pool(self, shape: tuple[int, int]) -> PhrasePool | None:
-        """The pool of phrases of that length and number a token, None where phrases are not to outlive the call."""
+        """The pool of phrases of that length and number a token, None where phrases are not to outlive a sequence."""
         if self.pools is None:
             return None
         from forerun.drafters.phrases import PhrasePool
@@ -53,14 +58,16 @@ class Settings:
 
     Attributes:
         needs_draft: whether it drafts with a model.
-        layer, kind: the trained layer it needs, by the name of the embedded pair's, and what that has to tell (see
+        greedy_only: whether it refuses sequences that are sampled.
+        layer, kind: the trained layer it needs, by the name of the embedded pair's, and the kind of its output (see
             PreVerifierConfig).
-        head: the kind of head over hidden states that it needs (`forerun.nn.hidden.KINDS`).
-        needs_costs: whether it reckons with a table of costs.
+        head: the kind of head over hidden states that it needs (`forerun.nn.heads.KINDS`).
+        needs_costs: whether it uses a table of costs.
         phrases: tokens of a phrase and how many phrases a token has at most, where it drafts by such.
     """
 
     needs_draft: ClassVar[bool] = False
+    greedy_only: ClassVar[bool] = False
     layer: ClassVar[str | None] = None
     kind: ClassVar[str | None] = None
     head: ClassVar[str | None] = None
@@ -75,7 +82,7 @@ class Settings:
 
 
 class Drafting(Settings):
-    """A chain drawn from the draft model, as long as the method's policy says."""
+    """A chain of the draft model, as long as the method's policy says."""
 
     needs_draft: ClassVar[bool] = True
 

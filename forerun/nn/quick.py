@@ -1,6 +1,6 @@
-"""A pre-verifier's steps in NumPy: on so few numbers torch spends its time between operations.
+"""A pre-verifier for decoding, in NumPy: on so few numbers torch spends its time between operations.
 
-The same arithmetic as forerun/nn/pre_verifier.py and tested equal to it.
+It goes on block by block. The arithmetic is that of forerun/nn/pre_verifier.py and tested equal to it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 class QuickState(NamedTuple):
-    """As `State`, with a base [N or 1, depth, width] for each place, and the history and what runs along a draft as a
-    list a row: the sum and the least of the log-probabilities, then the counts of broken and of missing echoes."""
+    """What is remembered of the beginnings of N drafts."""
 
-    base: Array
-    places: int
-    runs: list[list[float]]
-    running: list[list[float]]
-    log_survival: Array
-    past: tuple[tuple[Array, Array], ...]
+    base: Array  # [N or 1, depth, width] what does not change along a draft, for each place
+    places: int  # tokens so far
+    runs: list[list[float]]  # [N][3] the history
+    running: list[list[float]]  # [N][..] sum and least of the log-probabilities, counts of broken and missing echoes
+    log_survival: Array  # [N] of the last tokens; for the kind "acceptance"
+    past: tuple[tuple[Array, Array], ...]  # keys and values [N, H, places, width / H] of each block
 
     def select(self, rows: list[int]) -> QuickState:
+        """Only these drafts."""
         past = tuple((keys[rows], values[rows]) for keys, values in self.past)
         base = self.base if len(self.base) == 1 else self.base[rows]
         runs, running = ([part[row] for row in rows] for part in (self.runs, self.running))
@@ -39,13 +39,13 @@ class QuickState(NamedTuple):
 
 
 class QuickPreVerifier:
-    """`begin` and `step` of a PreVerifier; do not train it afterwards."""
+    """A PreVerifier as it is now: later training does not change it."""
 
     def __init__(self, layer: PreVerifier) -> None:
         config = layer.config
         self.width, self.heads, self.acceptance = config.width, config.heads, config.kind == "acceptance"
         self.target_size = config.target_size
-        self.thresholds: dict[Any, tuple[int, float]] = {}  # that have been worked out from the traces
+        self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces, see forerun.lengths.pacer
         weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
         self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
         # One product for all of the small inputs.
@@ -65,11 +65,12 @@ class QuickPreVerifier:
         if not self.blocks:
             self.middle = weights["middle.weight"].T, weights["middle.bias"]
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
-        traces = {name: weights[f"{name}_traces"] / 255 for name in ("greedy", "drawn")}
+        traces = {"greedy": weights["greedy_traces"] / 255, "sampled": weights["drawn_traces"] / 255}
         # Drafts that were shorter leave columns without an entry.
         self.traces = {name: value[..., : max(1, int(value.any((0, 1)).sum()))] for name, value in traces.items()}
 
     def begin(self, target: Tensor | None, history: list[list[float]]) -> QuickState:
+        """The state in front of N drafts; arguments as for `PreVerifier.forward`, the history as lists."""
         base = self.place[None]
         if "target" in self.enter:
             assert target is not None
@@ -86,12 +87,12 @@ class QuickPreVerifier:
         hidden: Tensor | None,
         embedded: Tensor | None,
     ) -> tuple[Array, QuickState]:
-        """What the layer says [N, b] and the new state: logits of survival, or survival itself for the kind
-        "acceptance"."""
+        """Goes on by b tokens: logits of survival [N, b], or survival itself for the kind "acceptance"; and the new
+        state. Arguments as for `PreVerifier.forward`, numbers of tokens as lists."""
         new, last = len(log_q[0]), len(self.place) - 1
-        heard = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
-        told = [_told(*row) for row in zip(log_q, state.runs, state.running, heard, strict=True)]
-        x = np.array([features for features, _ in told], np.float32) @ self.own
+        echoes = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
+        found = [_features(*row) for row in zip(log_q, state.runs, state.running, echoes, strict=True)]
+        x = np.array([features for features, _ in found], np.float32) @ self.own
         if state.places + new <= last:
             x += state.base[:, state.places : state.places + new]
         else:
@@ -113,13 +114,13 @@ class QuickPreVerifier:
             x = x @ self.middle[0]
             x += self.middle[1]
             np.maximum(x, 0, out=x)
-        said = x @ self.leave[0] + self.leave[1]
+        output = x @ self.leave[0] + self.leave[1]
         log_survival = state.log_survival
         if self.acceptance:
-            every = log_survival[:, None] - np.logaddexp(0, -said).cumsum(-1)
-            said, log_survival = np.exp(every), every[:, -1]
-        running = [run for _, run in told]
-        return said, QuickState(state.base, state.places + new, state.runs, running, log_survival, tuple(past))
+            every = log_survival[:, None] - np.logaddexp(0, -output).cumsum(-1)
+            output, log_survival = np.exp(every), every[:, -1]
+        running = [run for _, run in found]
+        return output, QuickState(state.base, state.places + new, state.runs, running, log_survival, tuple(past))
 
     def _block(
         self, x: Array, block: list[Array], past: tuple[Array, Array] | None
@@ -133,16 +134,16 @@ class QuickPreVerifier:
         scores = q @ k.swapaxes(-1, -2)
         if new > 1:
             scores += causal(new, k.shape[2])
-        law = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = law @ v / law.sum(-1, keepdims=True)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = weights @ v / weights.sum(-1, keepdims=True)
         x = x + mixed.swapaxes(1, 2).reshape(rows, new, width) @ out
         return x + np.maximum(normed(x) @ up + up_bias, 0) @ down + down_bias, (k, v)
 
 
-def _told(
+def _features(
     log_q: list[float], runs: list[float], running: list[float], echoes: list[tuple[int, ...]]
 ) -> tuple[list[list[float]], list[float]]:
-    """The features [b, CONFIDENCE + ECHOES + HISTORY] of one row's tokens, and what runs on behind them."""
+    """The features [b, CONFIDENCE + ECHOES + HISTORY] of one row's tokens, and its new `running`."""
     total, least, *counts = running
     size = len(SIZES)
     features = []

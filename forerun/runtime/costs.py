@@ -14,14 +14,13 @@ from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from forerun.costs import Costs
 from forerun.draft import Draft
-from forerun.lengths import Look
-from forerun.lengths.confidence import drawn as probabilities
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES
-from forerun.nn.pre_verifier import LEAST, PreVerifier, chances_of
+from forerun.nn.pre_verifier import LEAST, PreVerifier
 from forerun.nn.quick import quick
-from forerun.runtime.hidden import HiddenLM
-from forerun.sampling import Sampler, accept, choose
+from forerun.probabilities import last_probabilities, probabilities_of
+from forerun.runtime.heads import HiddenLM
+from forerun.sampling import Sampler, accept, next_tokens
 
 _TOP_P = LogitsProcessorList([TopPLogitsWarper(0.95)])
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -53,35 +52,33 @@ def measure_costs(
     costs = Costs(*table, *layered, head=head_costs(head) if head is not None else {})
     if draft is None:
         return costs
-    drawing, judging = _drawing_costs(target, draft, costs)
+    drawing, judging = _sampling_costs(target, draft, costs)
     return replace(costs, drawing=drawing, judging=judging)
 
 
 @torch.inference_mode()
-def _drawing_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[float, float]:
-    """How many ms longer a token takes that is drawn with top-p: drafted, and as one of four that are judged. Medians
-    of three times or more, each behind a forward of its model, so that it finds no warm cache."""
+def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[float, float]:
+    """How many ms longer a token takes with top-p than greedily: drafted, and as one of four that are verified. Medians
+    of three times or more, each after a forward of its model, so that it finds no warm cache."""
     samplers = [Sampler(greedy, None if greedy else _TOP_P) for greedy in (True, False)]
 
     def extra(model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]) -> float:
-        model = model.fresh()
-        model.start([[0]])
-        chain = Draft.chain(0, [0] * (tokens - 1))
+        model, chain = filled(model, [0]), Draft.chain(0, [0] * (tokens - 1))
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for sampler in samplers * min(20, max(3, int(100 * SECONDS / ms))):
-            (scores,) = model.forward([chain])
+            (scores,) = model.forward([0], [chain])
             begun = perf_counter()
             use(sampler, chain, scores)
             seconds[sampler.greedy].append(perf_counter() - begun)
         return max(0.0, round(1000 * (median(seconds[False]) - median(seconds[True])) / tokens, 4))
 
-    def drawn(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
-        return choose([sampler], scores, lambda row: [], [None])
+    def drafted(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
+        return next_tokens([sampler], scores, lambda row: [], [None])
 
-    def judged(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
+    def verified(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
         return accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, None)
 
-    return extra(draft, 1, costs.drafting(1), drawn), extra(target, 4, costs.verify(4), judged)
+    return extra(draft, 1, costs.drafting(1), drafted), extra(target, 4, costs.verify(4), verified)
 
 
 @torch.inference_mode()
@@ -89,17 +86,20 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
     """Milliseconds of a head's next state and its logits, by the number of rows, behind `context` others."""
     head, found = head.fresh(), {}
     for rows in COUNTS[:-1]:
-        head.start(rows)
+        head.reset()
+        ids = list(range(rows))
+        for id in ids:
+            head.add(id, context + 1)
         states = torch.zeros(rows, context, head.width, dtype=head.dtype, device=head.device)
-        state, lengths = head.extend(list(states)), list(head.cache.lengths)
+        state = head.extend(ids, list(states))
         seconds = []
         for _ in range(3 * RUN):
             begun = perf_counter()
-            head.logits(*head.roll(state, 1, range(rows)))
+            head.logits(*head.roll(ids, state, 1))
             if head.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(perf_counter() - begun)
-            head.crop(lengths)
+            head.crop(ids, [context] * rows)
         found[rows] = round(1000 * sorted(seconds)[int(QUIET * len(seconds))], 4)
     return found
 
@@ -108,23 +108,32 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
 def _layer_costs(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> tuple[float, float]:
     """Median ms of a pre-verifier's call on four tokens, and of reading a token's probability, between forwards of the
     draft: they never find a warm cache."""
-    fast, draft = quick(layer), draft.fresh()
+    fast, draft = quick(layer), filled(draft, [0])
     config, calls, glances = layer.config, [], []
-    draft.start([[0]])
     hidden, embedded = torch.zeros(1, 4, config.draft_size), torch.zeros(1, 4, config.token_size)
     echoes = [[(0,) * len(SIZES)] * 4]
     for _ in range(repeats):
-        scores = draft.forward([Draft.root(0)])[0].float()[:, None].expand(1, 4, -1)
+        scores = draft.forward([0], [Draft.root(0)])[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
         state = fast.begin(torch.zeros(1, config.target_size), [[1.0, 1.0, 1.0]])
-        chances = chances_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
+        chances = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
         fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden, embedded)
         calls.append(perf_counter() - begun)
-        (scores,) = draft.forward([Draft.root(0)])
+        (scores,) = draft.forward([0], [Draft.root(0)])
         begun = perf_counter()
-        probabilities(Look([0], [[0]], scores))
+        last_probabilities(scores, [[0]])
         glances.append(perf_counter() - begun)
     return round(1000 * median(calls), 4), round(1000 * median(glances), 4)
+
+
+def filled(model: CausalLM, tokens: Sequence[int], rows: int = 1) -> CausalLM:
+    """A model with a cache of its own, in which the sequences 0, 1, .. hold these tokens."""
+    model = model.fresh()
+    for _ in model.prefill(tokens, len(tokens)):
+        pass
+    for id in range(rows):
+        model.join(id, len(tokens) + COUNTS[-1])
+    return model
 
 
 def usual_context(*models: CausalLM | None) -> int:
@@ -159,15 +168,14 @@ def forward_costs(
     counts = [count for count in counts if room is None or count <= room]
     if not counts:
         raise ValueError(f"a context of {model.context} has no room behind {context} tokens: choose fewer")
-    model = model.fresh()
-    model.start([[number % model.vocab_size for number in range(context)]] * rows)
+    model, ids = filled(model, [number % model.vocab_size for number in range(context)], rows), list(range(rows))
     drafts = {count: [Draft.chain(0, [0] * (count - 1))] * rows for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(-(-repeats // RUN)):
         for count, draft in drafts.items():
             for repeat in range(min(RUN, repeats) + 2):
                 begun = perf_counter()
-                model.forward(draft)
+                model.forward(ids, draft)
                 if model.device.type == "cuda":
                     torch.cuda.synchronize()
                 if repeat >= 2:  # the first ones warm up

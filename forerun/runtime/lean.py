@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from forerun.batch import ForwardBatch, causal
 from forerun.cache import KVCache
-from forerun.model import LeanForward
+from forerun.rows import LeanForward
 from forerun.runtime.packed import Product, product
 
 # Bigger models spend their time in the products, and copies of their weights would cost more than they bring.
@@ -27,9 +28,7 @@ _HOMES = {LlamaForCausalLM.__module__, "transformers.activations"}
 
 
 def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward | None:
-    """A function (ids [B, N], positions [B, N], cache, additive mask [B, 1, N, past + N] or None for causal, whether
-    the last position's logits are enough, whether the LM head's input is wanted) -> logits [B, N or 1, V] and that
-    input [B, N, d].
+    """The forward of a Llama, of the form that `LeanForward` says.
 
     None for a model that is no plain Llama, has layers of others, or, unless `any_size`, over LARGEST parameters. On a
     CPU it keeps copies of the weights, fused and laid out for few rows; on a GPU the model's own become views of the
@@ -69,18 +68,17 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
         normed, head, gain = layers.behind(base.norm.weight, model.lm_head.weight)
 
     def forward(
-        ids: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, last_only: bool, wanted: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        rows, new = ids.shape
-        x = functional.embedding(ids.reshape(-1), base.embed_tokens.weight)
-        x = layers(x, positions, cache, mask)
-        if last_only and not wanted:  # a prompt needs no logits, and they would be the largest tensor of all
-            x = x.view(rows, new, width)[:, -1]
+        batch: ForwardBatch, cache: KVCache, logits: bool, wanted: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        rows, new = batch.positions.shape
+        assert batch.ids is not None
+        x = functional.embedding(batch.ids.reshape(-1), base.embed_tokens.weight)
+        x = layers(x, batch, cache)
+        if not logits and not wanted:
+            return None, None
         x = normed(x)
-        hidden = (x if gain is None else x * gain).view(rows, -1, width) if wanted else None
-        if last_only:
-            x = x.view(rows, -1, width)[:, -1]
-        return head(x).view(rows, -1, vocabulary), hidden
+        hidden = (x if gain is None else x * gain).view(rows, new, width) if wanted else None
+        return head(x).view(rows, new, vocabulary) if logits else None, hidden
 
     return forward
 
@@ -139,14 +137,14 @@ class LeanLayers:
         factor = gain.float() * self.width**0.5
         return self.normed, product(weight.float() * factor, one_row=True), factor
 
-    def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
-        """States [B N, d] behind the layers from those before, at positions [B, N]; masks as in `lean_forward`."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """States [B N, d] behind the layers from those before."""
+        positions, mask = batch.positions, batch.mask
         rows, new = positions.shape
         heads, groups, size = self.heads, self.groups, self.size
+        assert not isinstance(mask, dict)
         if mask is None and new > 1:
-            past = cache.get_seq_length()
-            # Added, not boolean: attention would turn that into this in every layer.
-            mask = torch.full((new, past + new), -torch.inf, dtype=self.dtype, device=x.device).triu_(past + 1)
+            mask = causal(new, batch.end, self.dtype, x.device)
         folded = self.folds and heads != groups and mask is not None
         if folded:
             assert mask is not None

@@ -8,129 +8,80 @@ recorded, the same forward runs as it is, for tests.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forerun.batch import ForwardBatch, Inputs, facts, insides, places_and_mask
 from forerun.cache import KVCache
-from forerun.model import Ids, LeanForward
+from forerun.rows import LeanForward
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 STEP = 256  # by which what is looked at grows
 
 
 class Recorded:
-    """A lean forward whose keys and values stay in one place, so that graphs can be recorded over them.
-
-    The cache of whoever called last lives in that place; another's is moved out as it comes.
-    """
+    """A lean forward over one cache's buffers. Graphs are recorded anew when these move."""
 
     def __init__(self, forward: LeanForward) -> None:
         self.forward = forward
-        self.rows = self.capacity = 0
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.shapes: dict[tuple[int, int, int, bool], Shape] = {}
-        self.owner: weakref.ref[KVCache] | None = None
+        self.shapes: dict[tuple[int, int, int, bool], FixedShape] = {}
+        self.version = -1  # of the cache that the shapes were made for
         self.pool: Any = None  # what graphs use between replays, which is the same, as what they say is copied
 
-    def __call__(
-        self,
-        tokens: Ids,
-        depths: Sequence[Sequence[int]],
-        masks: Sequence[Tensor] | None,
-        cache: KVCache,
-        wanted: bool,
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Logits [B, N, V] of rows of new tokens as `CausalLM` has them, or a head's next states [B, 1, d]; and the LM
-        head's input [B, N, d] where that is wanted. None for more tokens than the widest shape has, and behind nothing,
-        where the cache has no layers yet."""
-        new, rows = max(map(len, depths)), len(depths)
-        if new > WIDTHS[-1] or not max(cache.lengths):
+    def fresh(self) -> Recorded:
+        """The same forward, for another cache."""
+        return Recorded(self.forward)
+
+    def __call__(self, inputs: Inputs, cache: KVCache, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
+        """Logits [B, N, V] of new tokens, or a head's next states [B, 1, d]; and the LM head's input [B, N, d] where
+        that is wanted. None for more tokens than the widest shape has, and before the cache's first forward."""
+        new, size = inputs.new, inputs.size
+        if new > WIDTHS[-1] or not cache.ready:
             return None
         width = next(width for width in WIDTHS if width >= new)
-        seen = -(-(max(cache.lengths) + width) // STEP) * STEP
-        self._move_in(cache, seen)
+        rows = min(1 << (size - 1).bit_length(), cache.rows_capacity)
+        lengths = cache.lengths[:rows] + [0] * (rows - len(cache.ids))
+        seen = -(-(max(lengths) + width) // STEP) * STEP
+        cache.reserve(rows, seen)
+        if cache.version != self.version:
+            self.shapes.clear()
+            self.version = cache.version
         key = rows, width, seen, wanted
         if key not in self.shapes:
-            layers = [StaticLayer(keys[:rows, :, :seen], values[:rows, :, :seen]) for keys, values in self._places()]
-            if self.keys[0].device.type == "cuda" and self.pool is None:
+            if cache.device.type == "cuda" and self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
-            like = tokens if isinstance(tokens, Tensor) and tokens.is_floating_point() else None
-            self.shapes[key] = Shape(self.forward, layers, width, wanted, self.pool, like)
-        logits, hidden = self.shapes[key](tokens, depths, masks, cache.lengths)
+            states = inputs.given if inputs.given is not None and inputs.given.is_floating_point() else None
+            self.shapes[key] = FixedShape(self.forward, cache, rows, width, seen, wanted, self.pool, states)
+        found, hidden = self.shapes[key](inputs, lengths)
         # Copies: the next replay writes where these are.
-        return logits[:, :new].clone(), hidden[:, :new].clone() if hidden is not None else None
-
-    def _places(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.keys, self.values, strict=True))
-
-    def _move_in(self, cache: KVCache, seen: int) -> None:
-        """Has the cache's layers live in our buffers."""
-        rows = len(cache.lengths)
-        owner = self.owner() if self.owner is not None else None
-        if owner is not None and owner is not cache:
-            for layer in owner.layers:
-                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-        longest = max(max(cache.lengths), 1)
-        if rows > self.rows or seen > self.capacity:
-            self.shapes.clear()
-            if seen > self.capacity:
-                self.capacity = max(seen, 2 * self.capacity)  # recording anew takes time
-            self.rows = max(rows, self.rows)
-            like = [(layer.keys, layer.values) for layer in cache.layers]
-            self.keys, self.values = (
-                [old[i].new_zeros(self.rows, old[i].shape[1], self.capacity, old[i].shape[3]) for old in like]
-                for i in (0, 1)
-            )
-        for layer, (keys, values) in zip(cache.layers, self._places(), strict=True):
-            if layer.keys.data_ptr() != keys.data_ptr() or len(layer.keys) != rows:
-                keys[:rows, :, :longest] = layer.keys[:, :, :longest]
-                values[:rows, :, :longest] = layer.values[:, :, :longest]
-                layer.keys, layer.values = keys[:rows], values[:rows]
-        self.owner = weakref.ref(cache)
+        return found[:size, :new].clone(), hidden[:size, :new].clone() if hidden is not None else None
 
 
-class StaticLayer:
-    """Keys and values [B, G, P, D] that a graph writes to and reads whole. Where, the mask knows too."""
-
-    slots: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
-        self.row = torch.arange(len(keys), device=keys.device)[:, None]
-
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys[self.row, :, self.slots] = keys.transpose(1, 2)
-        self.values[self.row, :, self.slots] = values.transpose(1, 2)
-        return self.keys, self.values
-
-
-class Shape:
+class FixedShape:
     """The forward of one shape, of tokens or of states [B, 1, d]."""
 
     def __init__(
         self,
         forward: LeanForward,
-        layers: list[StaticLayer],
+        cache: KVCache,
+        rows: int,
         width: int,
+        seen: int,
         wanted: bool,
         pool: Any,
         states: Tensor | None,
     ) -> None:
-        first = layers[0].keys
-        self.forward, self.layers, self.width, self.wanted = forward, layers, width, wanted
-        self.seen, self.dtype, device = first.shape[2], first.dtype, first.device
+        self.forward, self.cache, self.wanted = forward, cache, wanted
+        self.rows, self.width, self.seen, device = rows, width, seen, cache.device
         # Of each row its length, tokens, positions, and which of its new tokens see which.
-        self.given = torch.zeros(len(first), 1 + 2 * width + width**2, dtype=torch.long, device=device)
-        self.states = states.clone() if states is not None else None
-        self.causal = torch.ones(width, width, dtype=torch.long).tril()
+        self.given = torch.zeros(rows, 1 + 2 * width + width**2, dtype=torch.long, device=device)
+        self.states = states.new_zeros(rows, *states.shape[1:]) if states is not None else None
         self.graph: Any = None
         # What is made at the first call must not be made in the graph. These runs write where nothing is kept.
-        self.given[:, 0] = self.seen - width
+        self.given[:, 0] = seen - width
         if device.type != "cuda":
             self._run()
             return
@@ -146,40 +97,30 @@ class Shape:
                 self.found = self._run()
 
     def _run(self) -> tuple[Tensor, Tensor | None]:
-        rows, width = len(self.given), self.width
+        rows, width = self.rows, self.width
         lengths, ids, positions, inner = self.given.split([1, width, width, width**2], -1)
-        slots = lengths + torch.arange(width, device=lengths.device)
-        seen = (torch.arange(self.seen, device=lengths.device) < lengths)[:, None].repeat(1, width, 1)
-        seen.scatter_(2, slots[:, None].expand(-1, width, -1), inner.view(rows, width, width).bool())
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
-        mask = mask.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
-        cache: Any = self
-        for layer in self.layers:
-            layer.slots = slots
-        return self.forward(ids if self.states is None else self.states, positions, cache, mask, False, self.wanted)
+        inner = inner.view(rows, width, width).bool()
+        slots, mask = places_and_mask(lengths, positions, inner, self.seen, self.cache.dtype)
+        self.cache.begin(rows, 0, self.seen, slots)
+        tokens = None if self.states is not None else ids
+        batch = ForwardBatch(tokens, self.states, positions, 0, self.seen, slots, mask)
+        logits, hidden = self.forward(batch, self.cache, True, self.wanted)
+        assert logits is not None
+        return logits, hidden
 
-    def __call__(
-        self, tokens: Ids, depths: Sequence[Sequence[int]], masks: Sequence[Tensor] | None, lengths: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        width, there = self.width, isinstance(tokens, Tensor)
+    def __call__(self, inputs: Inputs, lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        width = self.width
         # New at every call, as the last one may still be on its way; torch keeps pinned memory for when it has come.
-        facts = torch.zeros(self.given.shape, dtype=torch.long, pin_memory=self.graph is not None)
-        for row, (places, length) in enumerate(zip(depths, lengths, strict=True)):
-            rest = width - len(places)
-            ids = [0] * len(places) if there else tokens[row]
-            inner = self.causal
-            if masks is not None:
-                inner = torch.eye(width, dtype=torch.long)
-                inner[: len(places), : len(places)] = masks[row]
-            # Padding takes a position that has been there.
-            begun = [length, *ids, *[0] * rest, *(length + place for place in places), *[max(length - 1, 0)] * rest]
-            facts[row, : 1 + 2 * width] = torch.tensor(begun)
-            facts[row, 1 + 2 * width :] = inner.flatten()
-        self.given.copy_(facts, non_blocking=True)
+        host = torch.zeros(self.given.shape, dtype=torch.long, pin_memory=self.graph is not None)
+        host[:, : 1 + 2 * width] = torch.tensor(facts(inputs, lengths, width))
+        host[:, 1 + 2 * width :] = insides(inputs, self.rows, width).flatten(1)
+        self.given.copy_(host, non_blocking=True)
+        given = inputs.given
         if self.states is not None:
-            self.states.copy_(tokens)  # type: ignore[arg-type]
-        elif isinstance(tokens, Tensor):
-            self.given[:, 1 : 1 + tokens.shape[1]] = tokens
+            assert given is not None
+            self.states[: len(given)] = given
+        elif given is not None:
+            self.given[: len(given), 1 : 1 + given.shape[1]] = given
         if self.graph is None:
             return self._run()
         with torch.cuda.device(self.given.device):

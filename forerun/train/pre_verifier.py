@@ -177,8 +177,8 @@ def _collect(
     """Drafts from every shard of the target's own output, this process's share of them; greedy shards have even
     numbers."""
     (work / "rollouts").mkdir(exist_ok=True)
-    law = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
-    samplers = [Sampler(), Sampler(False, target.processors(law, recipe.prompt))]
+    config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
+    samplers = [Sampler(), Sampler(False, target.processors(config, recipe.prompt))]
     sources = sorted((work / "own-output").glob("[0-9]*.safetensors"))
     begun, made = perf_counter(), 0
     for number, source in list(enumerate(sources))[sharing.rank :: sharing.count]:
@@ -234,9 +234,7 @@ def run(layer: PreVerifier, drafts: dict[str, Tensor], rows: Tensor, embeddings:
     taken = {name: drafts[name][rows].to(device) for name in ("target", "history", "log_q", "echoes")}
     hidden = drafts["hidden"][rows].to(device) if "hidden" in inputs else None
     embedded = embeddings[drafts["tokens"][rows].long().to(device)] if "token" in inputs else None
-    state = layer.begin(taken["target"], taken["history"])
-    logits, survival, _ = layer.step(state, taken["log_q"], taken["echoes"], hidden, embedded)
-    return logits, survival
+    return layer(**taken, hidden=hidden, embedded=embedded)
 
 
 def loss_of(layer: PreVerifier, logits: Tensor, accept: Tensor, weight: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drafts from many places of a text at once, with what the target thinks of every token of them."""
+"""Drafts from many places of a text at once, with the target's verdict on every token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from forerun.batch import additive
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import LEAST, USUAL, chances_of
+from forerun.nn.pre_verifier import LEAST, USUAL
+from forerun.probabilities import probabilities_of
 from forerun.sampling import Sampler
 
 
@@ -24,10 +26,10 @@ class Rollouts:
         accept: [N, G] the probability that the target accepts each token if it has accepted those before it; without
             sampling 0 or 1.
         hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
-        log_q: [N, G] their log-probabilities under the laws that they were chosen from.
+        log_q: [N, G] their log-probabilities under the distributions that they were chosen from.
         target: [N, D] the target's LM-head input that gave the anchor: the last that is known when drafting begins.
         history: [N, 3] how many tokens went well since the last rejection, before that, and before that; see `history`.
-        echoes: [N, G, 5] whether each token follows what was said before; see `forerun.nn.echo`.
+        echoes: [N, G, 5] whether each token follows what the text had before; see `forerun.nn.echo`.
         anchors: [N] their positions in the windows.
     """
 
@@ -89,7 +91,7 @@ def roll_out(
         tokens.append(chosen)
         accept.append(accepted)
         states.append(hidden)
-        log_q.append(chances_of(scores, chosen).clamp(min=LEAST).log())
+        log_q.append(probabilities_of(scores, chosen).clamp(min=LEAST).log())
         if step + 1 < depth:
             logits, hidden = follows.extend(chosen)
             if not sampler.greedy:
@@ -147,9 +149,9 @@ def echoes(windows: Tensor, anchors: Tensor, drafted: Tensor) -> Tensor:
         echo = Echo()
         places = anchors[row].tolist()
         for i in sorted(range(len(places)), key=places.__getitem__):
-            said = text[: places[i] + 1]
-            echo.hear(said)
-            found[row, i] = torch.tensor(echo.answers(said[-max(SIZES) :], drafted[row, i].tolist()))
+            before = text[: places[i] + 1]
+            echo.hear(before)
+            found[row, i] = torch.tensor(echo.answers(before[-max(SIZES) :], drafted[row, i].tolist()))
     return found.to(drafted.device)
 
 
@@ -169,10 +171,9 @@ class _Branches:
         self.model, self.depth = model, 0
         self.network: PreTrainedModel = model.model
         self.cache = DynamicCache()
-        with model.hearing():
+        with model.hearing() as heard:
             output = self.network(input_ids=windows, past_key_values=self.cache, use_cache=True)
-        assert model.hidden is not None
-        self.logits, self.hidden = output.logits, model.hidden  # [B, T, V], [B, T, d]
+        self.logits, self.hidden = output.logits, heard[0]  # [B, T, V], [B, T, d]
 
     def branch(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, A, V] and hidden states [B, A, d] at the positions `anchors` [B, A], where branches begin."""
@@ -189,15 +190,12 @@ class _Branches:
         """The same behind one more token [B, A] of every branch."""
         self.depth += 1
         self.seen = torch.cat([self.seen, self._own], -1)
-        mask = torch.zeros(self.seen.shape, dtype=self.network.dtype, device=tokens.device)
-        mask.masked_fill_(~self.seen, torch.finfo(self.network.dtype).min)
-        with self.model.hearing():
+        with self.model.hearing() as heard:
             output = self.network(
                 input_ids=tokens,
                 position_ids=self.anchors + self.depth,
-                attention_mask=mask[:, None],
+                attention_mask=additive(self.seen, self.network.dtype),
                 past_key_values=self.cache,
                 use_cache=True,
             )
-        assert self.model.hidden is not None
-        return output.logits, self.model.hidden
+        return output.logits, heard[0]

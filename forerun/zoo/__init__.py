@@ -8,16 +8,16 @@ EMBEDDED = "embedded"
 FOLDER = Path(__file__).parent / "weights"
 
 
-def bundled_head(target: object, kind: str | None) -> Path | None:
-    """The folder of the embedded target's head of that kind, None where there is none and for other targets."""
-    folder = FOLDER / (kind or "")
-    return folder if kind and target == EMBEDDED and (folder / "config.json").is_file() else None
+def bundled_head(target: object, form: str | None) -> Path | None:
+    """The folder of the embedded target's head of that form. None where there is none and for other targets."""
+    folder = FOLDER / (form or "")
+    return folder if form and target == EMBEDDED and (folder / "config.json").is_file() else None
 
 
 def resolve(source: str | Path, part: str) -> str | Path:
     """The folder or hub id that a user's name for a target or draft (`part`) stands for.
 
-    Raises ValueError for what can only be a path and is not there, so that no hub is asked for it.
+    Raises ValueError for what can only be a path and is not there: no hub is asked for it.
     """
     if source == EMBEDDED:
         return FOLDER / part

@@ -1,7 +1,7 @@
 """The corpus of the embedded pair: the standard library's own source, split by file.
 
-A file belongs to one split for good, by a hash of its path relative to the library's root, so the
-held-out files of one Python version stay held out on every other.
+A file's split follows from a hash of its path relative to the library's root. So the held-out files of one Python
+version stay held out on every other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def split_of(relative: str) -> Split:
 
 
 def source_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the split's files in path order; unreadable files are skipped.
+    """Yields (relative path, text) of the split's files in path order. Unreadable files are skipped.
 
     `root` is any source tree; by default this interpreter's standard library, with its tests where installed.
     """
@@ -53,16 +53,18 @@ def held_out_prompts(
     tokens: int = 128,
     root: Path | None = None,
 ) -> list[list[int]]:
-    """Prompts of `tokens` token ids from files of a split, one a file, each from the beginning of a function or class.
+    """Prompts of `tokens` token ids from files of a split, one a file.
 
-    Which one is picked by the hash of the file's path: the same for everybody who has the same Python.
+    Each begins at a function or class, picked by the hash of the file's path: the same for the same Python.
     """
     return [ids for _, _, ids in _prompts(tokenizer, split, tokens, root)[:count]]
 
 
 def spare_files(tokenizer: PreTrainedTokenizerBase, count: int = 40, tokens: int = 128) -> Iterator[str]:
-    """Texts of the validation files that none of its first `count` held-out prompts is from: neither the embedded pair
-    nor a choice of settings has seen them."""
+    """Texts of the validation files that give none of the first `count` held-out prompts.
+
+    Neither the embedded pair nor a choice of settings has seen them.
+    """
     taken = {relative for _, relative, _ in _prompts(tokenizer, "validation", tokens, None)[:count]}
     yield from (text for relative, text in source_files("validation") if relative not in taken)
 

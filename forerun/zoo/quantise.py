@@ -1,6 +1,6 @@
 """Weights in 8 or 6 bits with one scale a row, so that the embedded pair stays small in git.
 
-What is loaded *is* the model: the draft is distilled on, and every number measured with, the weights as restored.
+The restored weights *are* the model: the draft is distilled on them, and every number is measured with them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def unpack6(packed: Tensor) -> Tensor:
 
 
 def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str], bits: int = 8) -> None:
-    """Writes config.json and one safetensors file: matrices in 8 or 6 bits with scales, vectors in float32, buffers
-    as they are. In 6 bits the columns must come in fours."""
+    """Writes config.json and one safetensors file.
+
+    Matrices are in 8 or 6 bits with scales, vectors in float32, buffers as they are. In 6 bits the number of columns
+    must be a multiple of four.
+    """
     assert bits in (6, 8)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
@@ -57,7 +60,7 @@ def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str
 
 
 def load_quantised(folder: Path) -> LlamaForCausalLM:
-    """The float32 model that the stored weights stand for; tied weights are tied again."""
+    """The float32 model of the stored weights. Tied weights are tied again."""
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
     restore(model, folder)
     return model.eval()

@@ -41,7 +41,7 @@ def main() -> None:
     shown = Panel(Text(str(decoder.tokenizer.decode(prompt)), style="dim"), title="prompt (held-out stdlib code)")
     verdict = Text(f"the same tokens, {rates[1] / rates[0]:.2f} times as fast; green: drafted, red: corrected")
     console.print(Group(shown, grid, verdict))
-    Path(__file__).with_name("demo.svg").write_text(console.export_svg(title="forerun demo"))
+    (Path(__file__).parents[1] / "docs" / "demo.svg").write_text(console.export_svg(title="forerun demo"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Gains by how much an output repeats itself, from a run of `forerun bench` that has `lookup` among its methods: the
 tokens that prompt lookup gets accepted a forward say how much that is.
 
-    python docs/results/ouroboros/repetition.py OUT docs/results/ouroboros/repetition.png
+    python benchmarks/ouroboros/repetition.py OUT docs/results/ouroboros/repetition.png
 """
 
 from __future__ import annotations

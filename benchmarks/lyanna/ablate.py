@@ -1,5 +1,5 @@
 """What each part of Lyanna brings on the embedded target, all ways in turns on the same prompts:
-python docs/results/lyanna/ablate.py [--head FOLDER] [--other FOLDER ...] [--prompts 24] [--rounds 2]
+python benchmarks/lyanna/ablate.py [--head FOLDER] [--other FOLDER ...] [--prompts 24] [--rounds 2]
     [--split validation] [--out FILE.json]
 
 Smaller hot sets and a head without token information are made of the trained one by leaving out what they lack;
@@ -26,7 +26,7 @@ from forerun import Decoder, load
 from forerun.bench.report import versions
 from forerun.loading import load_head
 from forerun.methods import Eagle, Lyanna, Medusa, Method, PacerLyanna, method
-from forerun.nn.hidden import HiddenConfig, HiddenDrafter
+from forerun.nn.heads import HiddenConfig, HiddenDrafter
 from forerun.zoo import EMBEDDED, bundled_head
 from forerun.zoo.corpus import held_out_prompts
 
@@ -105,13 +105,14 @@ def main() -> None:
     asked = parser.parse_args()
     base = load(method="ar")
     decoders = {
-        name: Decoder(base.target, None, None, way, False, head=head)
+        name: Decoder(base.target, None, None, way, False, head=head, prefix_bytes=0)
         for name, (way, head) in ways(load_head(asked.head, base.target)).items()
     }
     for folder in asked.other:
         head = load_head(folder, base.target)
         own = KINDS[head.config.kind]
-        decoders[f"{own.name}, {Path(folder).name}"] = Decoder(base.target, None, None, own, False, head=head)
+        name = f"{own.name}, {Path(folder).name}"
+        decoders[name] = Decoder(base.target, None, None, own, False, head=head, prefix_bytes=0)
     prompts = held_out_prompts(base.tokenizer, asked.split, asked.prompts)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
     costs = None
@@ -122,13 +123,13 @@ def main() -> None:
         costs = decoder.costs or costs
     for _ in range(asked.rounds):
         for prompt in prompts:
-            said = None
+            reference = None
             for name, decoder in decoders.items():
                 begun = perf_counter()
                 result = decoder.generate(prompt, max_new_tokens=128, ignore_eos=True)
                 seconds = perf_counter() - begun
-                said = said or result.tokens
-                assert result.tokens == said, name
+                reference = reference or result.tokens
+                assert result.tokens == reference, name
                 steps = result.steps
                 runs[name].append(
                     {
@@ -140,13 +141,13 @@ def main() -> None:
                         "overhead": 1 - sum(step.forward_seconds for step in steps) / sum(s.seconds for s in steps),
                     }
                 )
-    reference = [run["rate"] for run in runs["chain of 8, no reuse"]]
+    chain = [run["rate"] for run in runs["chain of 8, no reuse"]]
     table = {}
     print("| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head | overhead |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, own in runs.items():
         row = {key: median(run[key] for run in own) for key in own[0]}
-        row["ratio"] = median(run["rate"] / each for run, each in zip(own, reference, strict=True))
+        row["ratio"] = median(run["rate"] / each for run, each in zip(own, chain, strict=True))
         row["tau"] = len(own) / sum(1 / run["tau"] for run in own)
         table[name] = {key: round(value, 4) for key, value in row.items()}
         print(

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The embedded pair at the costs of big models, on a machine with one GPU and no network: nine minutes at most.
 #
-#   OUT=results DATA=human_eval.jsonl bench/gpu.sh
+#   OUT=results DATA=human_eval.jsonl benchmarks/scale/gpu.sh
 #
 # Of OUT, a folder, limit.json and each part's results.json are what to keep. PYTHON, DEVICE, DTYPE, LIMIT (prompts),
 # TOKENS and the shapes may be set, which is how a CPU tries it (BIG=none leaves that part out).
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TRANSFORMERS_VERBOSITY=error
 PYTHON=${PYTHON:-python3} OUT=${OUT:-runs/gpu} DEVICE=${DEVICE:-cuda} DTYPE=${DTYPE:-bfloat16}
 LIMIT=${LIMIT:-20} TOKENS=${TOKENS:-128}
@@ -31,7 +31,7 @@ if [ "$DEVICE" != cpu ]; then
     | tee -a "$OUT/tests.txt"  # a matter of speed alone
 fi
 shapes=("$SMALL" "$SMALL_DRAFT"); [ "$BIG" != none ] && shapes+=("$BIG" "$BIG_DRAFT")
-"$PYTHON" bench/limit.py "$DEVICE" "$([ "$DTYPE" = float32 ] && echo 4 || echo 2)" "${shapes[@]}" | tee "$OUT/limit.json"
+"$PYTHON" benchmarks/scale/limit.py "$DEVICE" "$([ "$DTYPE" = float32 ] && echo 4 || echo 2)" "${shapes[@]}" | tee "$OUT/limit.json"
 
 [ "$BIG" != none ] && part 210 big --target-shape "$BIG" --draft-shape "$BIG_DRAFT" --limit "$LIMIT" \
   --methods ar,sd,pacer,pacer-ouroboros,lookup

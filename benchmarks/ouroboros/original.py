@@ -3,7 +3,7 @@
     python -m venv other
     other/bin/pip install --no-deps ourodec==0.1.0 transformers==4.37.1
     other/bin/pip install torch "tokenizers<0.19" "huggingface_hub<1" "numpy<2" regex requests tqdm pyyaml safetensors
-    python docs/results/ouroboros/original.py --python other/bin/python --out original.json
+    python benchmarks/ouroboros/original.py --python other/bin/python --out original.json
 
 The original's `KVCacheModelLade.rollback` counts on 32 layers; it is replaced by one that takes as many as there are.
 The other process loads both models through the original's own Llama class, in float32, with all threads, and waits for
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--ours", default="{}", help="settings of ouroboros, as JSON")
     args = parser.parse_args()
     import forerun
+    from forerun.bench.runners import forget_phrases
     from forerun.zoo.corpus import held_out_prompts
 
     ar = forerun.load(method="ar")
@@ -150,7 +151,8 @@ def main() -> None:
                     prompt = list(prompt)
                     if at == 1:
                         for decoder in ours.values():
-                            decoder.pools.clear()
+                            forget_phrases(decoder)
+                            decoder.close()  # with the KV of earlier prompts
                     row = {"dataset": dataset, "prompt": at - 1}
                     for each, decoder in ours.items():
                         begun = perf_counter()

@@ -1,5 +1,5 @@
 """The embedded target with twice its layers, the new ones adding nothing, and heads that belong to it:
-python docs/results/lyanna/deepen.py OUT HEAD_FOLDER ...
+python benchmarks/lyanna/deepen.py OUT HEAD_FOLDER ...
 
 It says what the embedded target says and costs what one of that depth costs: a head's layer is 1/32 of it.
 """

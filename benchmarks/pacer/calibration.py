@@ -30,8 +30,8 @@ def main() -> None:
     target, draft = (CausalLM(load_model(EMBEDDED, part)) for part in ("target", "draft"))
     layer: PreVerifier = load_pre_verifier(FOLDER / "pre-verifier", target, draft)
     prompts = held_out_prompts(load_tokenizer(EMBEDDED), "test", 40, 128)
-    law = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
-    drawn = Sampler(False, target.processors(law, 128))
+    config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
+    sampler = Sampler(False, target.processors(config, 128))
     decoder = Decoder(target.model, method=AR())
     for name, depth, options in (
         ("greedy", 20, {}),
@@ -39,7 +39,7 @@ def main() -> None:
     ):
         done = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True, **options)
         windows = torch.tensor([prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)])
-        parts = drafts_of(target, draft, windows, depth, drawn if options else Sampler())
+        parts = drafts_of(target, draft, windows, depth, sampler if options else Sampler())
         names = ("tokens", "accept", "hidden", "log_q", "target", "history", "echoes")
         drafts = {each: torch.cat([getattr(part, each) for part in parts]) for each in names}
         found = measure(layer, drafts, draft.model.get_input_embeddings().weight.detach())

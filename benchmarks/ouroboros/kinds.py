@@ -1,8 +1,8 @@
 """Prompts of four kinds, from code that repeats little to code that repeats much, and the plot over them.
 
-    python docs/results/ouroboros/kinds.py write KINDS            # code.jsonl, edit.jsonl, repeat.jsonl, tables.jsonl
+    python benchmarks/ouroboros/kinds.py write KINDS            # code.jsonl, edit.jsonl, repeat.jsonl, tables.jsonl
     forerun bench --dataset KINDS/code.jsonl,KINDS/edit.jsonl,KINDS/repeat.jsonl,KINDS/tables.jsonl --out OUT ...
-    python docs/results/ouroboros/kinds.py plot OUT docs/results/ouroboros/kinds.png
+    python benchmarks/ouroboros/kinds.py plot OUT docs/results/ouroboros/kinds.png
 
 All text is from files that nothing was trained on: the test split, and for tables the library's encodings, which the
 corpus leaves out.

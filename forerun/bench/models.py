@@ -1,0 +1,205 @@
+"""The prompts, models and decoders of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from forerun.api import Decoder
+from forerun.bench.choose import ASSISTED
+from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
+from forerun.bench.peers import Peers
+from forerun.bench.plan import Plan
+from forerun.bench.roofline import read_costs
+from forerun.bench.shapes import difference, expand, expand_head
+from forerun.bench.sizes import SHAPES
+from forerun.costs import Costs
+from forerun.files import read_text, write_text
+from forerun.lengths.oracle import Truth
+from forerun.loading import (
+    check_draft_tokenizer,
+    load_config,
+    load_head,
+    load_model,
+    load_pre_verifier,
+    load_tokenizer,
+)
+from forerun.methods import Lyanna, Pacer, SpecDec
+from forerun.model import CausalLM, context_of, fingerprint
+from forerun.nn.pre_verifier import PreVerifier
+from forerun.profiles import costs_of
+from forerun.runtime import prepare
+from forerun.runtime.costs import measure_costs
+from forerun.runtime.heads import HiddenLM
+from forerun.zoo import FOLDER, bundled_head
+
+
+def load_prompts(
+    plan: Plan, files: dict[str, list[Prompt]]
+) -> tuple[dict[str, list[Prompt]], PreTrainedTokenizerBase | None]:
+    """Token ids of every dataset's prompts, cut in front where they and the output exceed the context, and the
+    tokenizer where prompts or a draft needed one."""
+    sets = dict(files)
+    tokenizer = _tokenizer(plan, needed=_texts(files) or len(files) < len(plan.datasets))
+    front = front_of(tokenizer) if tokenizer is not None else ()
+    config = load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code)
+    contexts = [context_of(config)]
+    if any(name.startswith(ASSISTED) for name in plan.methods) and plan.draft is not None:
+        # Our drafter stops where its model's context ends; transformers' assistant does not.
+        draft = load_config(plan.draft, "draft", trust_remote_code=plan.trust_remote_code)
+        contexts.append(context_of(draft))
+        if draft.vocab_size != config.vocab_size:  # transformers refuses them after loading, ours allow padding
+            raise ValueError(
+                f"{ASSISTED} needs vocabularies of one size; the draft's has {draft.vocab_size} entries, the target's "
+                f"{config.vocab_size}"
+            )
+    context = min((each for each in contexts if each is not None), default=None)
+    longest = None if context is None else context - plan.max_new_tokens
+    if longest is not None and longest < 1:
+        raise ValueError(
+            f"max_new_tokens {plan.max_new_tokens} leaves no room for a prompt in the context of {context}"
+        )
+    datasets = {}
+    for name in plan.datasets:
+        if name in STDLIB:
+            assert tokenizer is not None
+            sets[name] = stdlib_prompts(name, tokenizer, plan.prompt_tokens, plan.limit)
+        try:
+            datasets[dataset_name(name)] = [
+                tokenised(prompt, tokenizer, longest, config.vocab_size, front) for prompt in sets[name]
+            ]
+        except ValueError as error:
+            raise ValueError(f"dataset {dataset_name(name)!r}: {error}") from None
+    return datasets, tokenizer
+
+
+def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
+    """The target's tokenizer, compared with the draft's; None where there is none and only the draft wanted one."""
+    if not needed and not plan.needs_draft:
+        return None
+    try:
+        tokenizer = load_tokenizer(plan.target, trust_remote_code=plan.trust_remote_code)
+    except ValueError:
+        if needed:
+            raise
+        return None  # it would only show which part of a vocabulary is padding
+    if plan.needs_draft and plan.draft is not None:
+        check_draft_tokenizer(tokenizer, plan.draft, trust_remote_code=plan.trust_remote_code)
+    return tokenizer
+
+
+def _texts(files: dict[str, list[Prompt]]) -> bool:
+    return any(prompt.text is not None for prompts in files.values() for prompt in prompts)
+
+
+def _how(plan: Plan) -> dict[str, Any]:
+    return {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
+
+
+def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
+    """The target, and the draft where a method of ours needs it, with their fast forwards."""
+    target = _ready(plan, "target")
+    if not any(method.needs_draft for method in plan.methods.values() if method is not None):
+        return target, None
+    assert plan.draft is not None
+    return target, _ready(plan, "draft")
+
+
+def _ready(plan: Plan, part: str) -> CausalLM:
+    """The plan's target or draft, in the shape that it asks for. Raises ValueError where that changes its logits."""
+    model, shape = load_model(getattr(plan, part), part, **_how(plan)), getattr(plan, f"{part}_shape")
+    if shape is None:
+        return prepare(model, in_place=True, graphs=plan.graphs)
+    big = expand(model, SHAPES[shape])
+    apart, allowed = difference(model, big), 1e-4 if model.dtype == torch.float32 else 0.05
+    if not apart <= allowed:
+        raise ValueError(f"the {part} in the shape of {shape} has other logits: they differ by {apart:.2g}")
+    ready = prepare(big, in_place=True, graphs=plan.graphs)
+    ready.fingerprint = fingerprint(model)  # what was trained for the small one is for this one as well
+    return ready
+
+
+def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | None, PreVerifier]:
+    """The trained layers that the plan's methods need, by what they are for; raises ValueError where one is missing."""
+    wanted = {method.layer for method in plan.methods.values() if method is not None and method.layer is not None}
+    folders: Sequence[str | Path] = plan.pre_verifier or [FOLDER / name for name in sorted(wanted)]
+    found: dict[str | None, PreVerifier] = {}
+    for folder in folders if wanted else ():
+        layer = load_pre_verifier(folder, target, draft)
+        seen = sorted({"hidden", "target", "token"} & set(layer.config.inputs))
+        if seen and (plan.target_shape or plan.draft_shape):
+            raise ValueError(f"{folder} looks at {seen[0]} states, which another shape makes wider; train one without")
+        found |= {each.layer: layer for each in (Pacer, SpecDec) if each.kind == layer.config.kind}
+    for name in sorted(wanted - set(found)):
+        raise ValueError(f"none of --pre-verifier is for {name}; `forerun train pre-verifier` makes one")
+    return found
+
+
+def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
+    """The heads over hidden states that the plan's methods need, by kind. Raises ValueError where one is missing."""
+    wanted = sorted({method.head for method in plan.methods.values() if method is not None and method.head})
+    bundled = [bundled_head(plan.target, kind) for kind in wanted]
+    folders = [*filter(None, bundled), *map(Path, plan.head)] if wanted else []
+    heads = [load_head(folder, target) for folder in folders]
+    if heads and plan.target_shape is not None:
+        small = load_model(plan.target, "target", **_how(plan))
+        heads = [expand_head(head, small, SHAPES[plan.target_shape]) for head in heads]
+    found: dict[str | None, HiddenLM] = {head.config.kind: HiddenLM(head, target) for head in heads}
+    for kind in wanted:
+        if kind not in found:
+            raise ValueError(f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one")
+    return found
+
+
+def load_peers(plan: Plan) -> Peers | None:
+    """Models of transformers' own, where the plan has methods of theirs: nothing of ours has touched these."""
+    theirs = [name for name, method in plan.methods.items() if method is None]
+    if not theirs:
+        return None
+    assistant = None
+    if any(name.startswith(ASSISTED) for name in theirs):
+        assert plan.draft is not None
+        assistant = load_model(plan.draft, "draft", **_how(plan))
+    return Peers(load_model(plan.target, "target", **_how(plan)), assistant, plan.params())
+
+
+def load_decoders(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path | None
+) -> tuple[dict[str, Decoder], CausalLM, Costs | None]:
+    """The methods of ours, on one target and one draft; the target; and what forwards cost: as the plan gives it, else
+    on this machine when the run began, where a method or a run with a folder wants to know."""
+    target, draft = load_pair(plan)
+    layers = load_layers(plan, target, draft) if draft is not None else {}
+    heads, truth = load_heads(plan, target), Truth()
+    costs = read_costs(plan.costs) if plan.costs is not None else None
+    kept = out / "costs.json" if out is not None and plan.costs is None else None
+    if kept is not None and kept.exists():
+        costs = costs_of(json.loads(read_text(kept)))
+    elif costs is None and (kept or any(each is not None and each.needs_costs for each in plan.methods.values())):
+        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
+        if kept is not None:
+            write_text(kept, json.dumps(asdict(costs)) + "\n")
+    decoders: dict[str, Decoder] = {}
+    for name, method in plan.methods.items():
+        if method is None:
+            continue
+        decoders[name] = decoder = Decoder(
+            target,
+            tokenizer,
+            draft if method.needs_draft else None,
+            method,
+            plan.guard,
+            pre_verifier=layers.get(method.layer),
+            head=heads.get(method.head),
+            max_rows=plan.rows,
+            prefix_bytes=0,  # a prompt that comes again is computed again
+        )
+        decoder.costs, decoder.truth = costs, truth
+        decoder.tokenizer = None  # making text is no part of what is measured
+    return decoders, target, costs

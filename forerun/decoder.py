@@ -1,0 +1,406 @@
+"""`Decoder`: a target with a method, for callers who want text and not an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+from typing import Any, overload
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from forerun import methods
+from forerun.costs import Costs
+from forerun.driver import Driver, Run
+from forerun.drafters.guard import Guarded, Pace
+from forerun.drafters.phrases import PhrasePool
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.split import Split
+from forerun.engine import Drafter, Engine, Step
+from forerun.generation import Generation, Request
+from forerun.lengths.oracle import Truth
+from forerun.loading import Prompt, check_vocabularies, encode, load_head, load_pre_verifier
+from forerun.methods import AR, Method, Parts
+from forerun.metrics import Stats, summarise
+from forerun.model import CausalLM
+from forerun.nn.heads import HiddenDrafter
+from forerun.nn.pre_verifier import PreVerifier
+from forerun.params import SamplingParams
+from forerun.requests import merged, requests, stop_strings
+from forerun.runtime import prepare
+from forerun.runtime.costs import head_costs, measure_costs
+from forerun.runtime.heads import HiddenLM
+from forerun.text import TextStream
+
+NO_DRAFT = "method {!r} needs a draft model: give a draft"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for one prompt.
+
+    Attributes:
+        text: the output alone, cut before a stop string; empty without a tokenizer.
+        tokens: output token ids, the end token included.
+        origins: where each token came from: draft, lookup, correction or bonus.
+        finish_reason: "stop" (end token, stop string or criterion) or "length".
+        stats: tau, alpha, tokens/s and the counts behind them. Its seconds are those of the whole call.
+        steps: the record of every target forward.
+    """
+
+    text: str
+    tokens: list[int]
+    origins: list[str]
+    finish_reason: str
+    stats: Stats
+    steps: list[Step]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream.
+
+    Attributes:
+        index: which prompt it belongs to.
+        text: new text; empty where a stop string may be in the making.
+        pieces: the same text as (text, origin of its token).
+        step: the target forward behind it, with the tokens committed.
+        finish_reason: set on the last chunk of a prompt.
+    """
+
+    index: int
+    text: str
+    pieces: list[tuple[str, str]]
+    step: Step
+    finish_reason: str | None
+
+
+class Decoder:
+    """A target, perhaps a draft, and a method.
+
+    All calls, from one thread or from many, share one engine: their sequences stand in one batch, and each gets what it
+    would get alone. An exception in a call's processor or criterion ends that call only.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel | CausalLM,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft: PreTrainedModel | CausalLM | None = None,
+        method: Method | None = None,
+        guard: bool | None = None,
+        sampling_method: Method | None = None,
+        pre_verifier: str | Path | PreVerifier | None = None,
+        head: str | Path | HiddenDrafter | HiddenLM | None = None,
+        *,
+        max_rows: int = 64,
+        max_queue: int | None = None,
+        kv_memory: int | None = None,
+        prefix_bytes: int = 2**28,
+    ) -> None:
+        """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of weights:
+        make a new Decoder when they have changed. A CausalLM is taken as it is, as is a HiddenLM; `CausalLM(model)`
+        runs transformers' own forward.
+
+        Args:
+            guard: that of `load`.
+            sampling_method: takes the place of `method` where tokens are sampled.
+            max_rows: sequences that are decoded at once; others wait.
+            max_queue: sequences that may wait, None for any number.
+            kv_memory: bytes for keys and values of the target, None for no bound.
+            prefix_bytes: bytes, of each model, for keys and values of earlier prompts, so that what a new prompt shares
+                with one of them is not computed again. 0 for none.
+
+        Raises:
+            ValueError: models that cannot run drafts, and pairs that do not fit together.
+        """
+        self.target = target if isinstance(target, CausalLM) else prepare(target)
+        self.draft = prepare(draft) if isinstance(draft, PreTrainedModel) else draft
+        if self.draft is not None and self.draft.device != self.target.device:
+            raise ValueError(
+                f"the draft is on {self.draft.device} and the target on {self.target.device}; put them on one"
+            )
+        self.tokenizer, self.guard = tokenizer, guard
+        self.max_rows, self.max_queue, self.kv_memory, self.prefix_bytes = max_rows, max_queue, kv_memory, prefix_bytes
+        self._paces: dict[tuple[Method, bool], Pace] = {}  # sampling costs and accepts otherwise than greedy decoding
+        self.pools: dict[tuple[int, int], PhrasePool] = {}  # phrases that outlive a call
+        self.truth = Truth()  # stays empty unless the method is an oracle
+        self.method = method or methods.method(methods.default_method(draft is not None, pre_verifier is not None))
+        self.sampling_method = sampling_method
+        self.costs: Costs | None = None  # measured when a method first asks for them
+        self.clocked = False  # whether they were, so that they are others in every process
+        self._made: dict[Any, Driver] = {}  # the driver in use, by what it was made of
+        self._making = Lock()
+        for each in (self.method, sampling_method):
+            if each is not None and each.needs_draft and self.draft is None:
+                raise ValueError(NO_DRAFT.format(each.name))
+        if self.draft is not None:
+            check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
+        self.pre_verifier: PreVerifier | None = None
+        for each in (self.method, sampling_method):
+            if each is not None and each.layer is not None:
+                self.pre_verifier = self.layer_for(each, self.pre_verifier or pre_verifier)
+        self.head: HiddenLM | None = None
+        for each in (self.method, sampling_method):
+            if each is not None and each.head is not None:
+                self.head = self.head_for(each, head)
+
+    def layer_for(self, method: Method, pre_verifier: str | Path | PreVerifier | None) -> PreVerifier | None:
+        """The trained layer that a method of this decoder needs, if any; raises ValueError where it is not given or
+        does not fit."""
+        if method.layer is None:
+            return None
+        if pre_verifier is None:
+            raise ValueError(
+                f"method {method.name!r} needs a pre-verifier: train one with `forerun train pre-verifier`"
+            )
+        assert self.draft is not None
+        return load_pre_verifier(pre_verifier, self.target, self.draft, method.kind)
+
+    def head_for(self, method: Method, head: str | Path | HiddenDrafter | HiddenLM | None) -> HiddenLM | None:
+        """The head that a method drafts with, if any; raises ValueError where it is not given or does not fit."""
+        if method.head is None:
+            return None
+        if head is None:
+            command = "forerun train lyanna" + ("" if method.head == "lyanna" else f" --kind {method.head}")
+            raise ValueError(f"method {method.name!r} needs a head: train one with `{command}`")
+        if isinstance(head, HiddenLM):
+            if head.kind != method.head:
+                raise ValueError(f"the head is of the kind {head.kind!r}; the method needs {method.head!r}")
+            return head
+        return HiddenLM(load_head(head, self.target, method.head), self.target)
+
+    def read_phrases(self, path: str | Path) -> None:
+        """Begins with the phrases of a file that `save_phrases` wrote; they are for greedy decoding.
+
+        Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and where the method has
+        no use for phrases of that form.
+        """
+        pool = PhrasePool.load(path, self.target.vocab_size)
+        shape = pool.span, pool.most
+        if shape != self._phrases():
+            raise ValueError(
+                f"the phrases in {path} have {shape[0]} tokens, {shape[1]} for each token at most; method "
+                f"{self.method.name!r} is set to {self._phrases()}: see ngram and guesses"
+            )
+        self.pools[shape] = pool
+
+    def save_phrases(self, path: str | Path) -> None:
+        """Writes what the method has gathered, for `read_phrases`: whole or not at all."""
+        shape = self._phrases()
+        self.pools.get(shape, PhrasePool(*shape)).save(path, self.target.vocab_size)
+
+    def _phrases(self) -> tuple[int, int]:
+        shape = self.method.phrases
+        if shape is None or not getattr(self.method, "warm", False):
+            raise ValueError(f"method {self.method.name!r} does not keep phrases between calls: see warm")
+        return shape
+
+    def method_for(self, greedy: bool) -> Method:
+        """What decodes: greedy and sampled output may have methods of their own."""
+        return self.method if greedy or self.sampling_method is None else self.sampling_method
+
+    @overload
+    def generate(
+        self,
+        prompts: str | list[int] | Tensor,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> Completion | list[Completion]:
+        """Generates to the end; a Completion for one prompt, a list of them for several.
+
+        Args:
+            prompts: text or token ids, one or many. Rows of a batch finish on their own.
+            params: SamplingParams (greedy by default) or a transformers GenerationConfig.
+            logits_processor: more of transformers' processors, behind those of `params`. They are called for drafted
+                tokens too, so they must depend on nothing but their arguments.
+            stopping_criteria: more of transformers' criteria, asked behind every token of each row by itself, with the
+                processed scores [1, V] that gave the token.
+            **options: fields of SamplingParams, given singly.
+
+        Raises:
+            ValueError: empty prompts, prompts that fill the context, settings that are unknown or out of range.
+            Exception: what a processor or criterion raises.
+        """
+        begun = perf_counter()
+        single, asked, params = self._requests(prompts, params, logits_processor, stopping_criteria, options)
+        steps: list[list[Step]] = [[] for _ in asked]
+        for batch in self.driver().run(asked):
+            for index, step in batch:
+                steps[index].append(step)
+        seconds = perf_counter() - begun
+        completions = []
+        for request, taken in zip(asked, steps, strict=True):
+            tokens = [token for step in taken for token in step.tokens]
+            origins = [origin for step in taken for origin in step.origins]
+            text = self._text(request, params)
+            if text is not None:
+                text.push(tokens, origins, finished=True)
+            reason = taken[-1].finish_reason
+            assert reason is not None
+            completions.append(
+                Completion(
+                    text=text.text if text is not None else "",
+                    tokens=tokens,
+                    origins=origins,
+                    finish_reason=reason,
+                    stats=summarise(taken, seconds),
+                    steps=taken,
+                )
+            )
+        return completions[0] if single else completions
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once.
+
+        Letting go of the stream, or an exception in it, ends its sequences.
+        """
+        _, asked, params = self._requests(prompts, params, logits_processor, stopping_criteria, options)
+        texts = [self._text(request, params) for request in asked]
+        return _chunks(self.driver().run(asked), texts)
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams | GenerationConfig | None = None, **options: Any
+    ) -> Request:
+        """A request for `engine`, from what `generate` takes."""
+        return self._requests(prompt, params, None, None, options)[1][0]
+
+    def _requests(
+        self,
+        prompts: Any,
+        params: SamplingParams | GenerationConfig | None,
+        processors: LogitsProcessorList | None,
+        criteria: StoppingCriteriaList | None,
+        options: dict[str, Any],
+    ) -> tuple[bool, list[Request], SamplingParams | GenerationConfig]:
+        single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
+        params = merged(params, options)
+        return single, requests(rows, params, self.target, self.tokenizer, processors, criteria), params
+
+    def _text(self, request: Request, params: SamplingParams | GenerationConfig) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, request.tokens, stop_strings(params))
+
+    def measure(self, method: Method) -> None:
+        """Measures the costs that a method reckons with, where they are not known yet."""
+        if not method.needs_costs:
+            return
+        if self.costs is None:
+            self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
+        if method.head is not None and self.head is not None and not self.costs.head:
+            self.costs, self.clocked = replace(self.costs, head=head_costs(self.head)), True
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that all calls share, for who adds requests and takes steps himself: in one thread, and with no
+        call of `generate` or `stream` under way."""
+        return self.driver().engine
+
+    def driver(self) -> Driver:
+        """The engine and its callers. Another one is made when a setting has changed; calls that are under way go on
+        with theirs."""
+        tried = [self.method, *([self.sampling_method] if self.sampling_method is not None else [])]
+        with self._making:
+            for each in tried:
+                self.measure(each)
+            parts = self.costs, self.pre_verifier, self.head, self.pools, self.truth
+            made_of = (*tried, self.guard, *map(id, parts))
+            if made_of not in self._made:
+                self.close()
+                drafters = [self._drafter(each) for each in tried]
+                self._made[made_of] = Driver(
+                    Engine(
+                        self.target.fresh(self.prefix_bytes),
+                        drafters[0] if len(drafters) == 1 else Split(*drafters),
+                        max_rows=self.max_rows,
+                        max_queue=self.max_queue,
+                        kv_memory=self.kv_memory,
+                    )
+                )
+            return self._made[made_of]
+
+    def close(self) -> None:
+        """Lets go of the engine with its buffers; the next call makes a new one."""
+        self._made.clear()
+
+    def _drafter(self, method: Method) -> Drafter:
+        draft = self.draft.fresh(self.prefix_bytes) if self.draft is not None else None
+        self.truth.find = self._plain
+        parts = Parts(
+            target=self.target,
+            draft=draft,
+            pre_verifier=self.pre_verifier,
+            costs=self.costs,
+            clocked=self.clocked,
+            truth=self.truth,
+            pools=self.pools,
+            head=self.head,
+        )
+        drafter = method.build(parts)
+        if self.guard is False or isinstance(method, AR):
+            return drafter
+        always = bool(self.guard)
+        paces = [self._paces.setdefault((method, greedy), Pace()) for greedy in (True, False)]
+        return Guarded(drafter, *paces, guards=lambda seq: always or seq.mode != "seeded")
+
+    def _plain(self, seq: Generation) -> list[int]:
+        """The target's own greedy output for a sequence, whatever its criteria."""
+        engine = Engine(self.target.fresh(), PlainDrafter())
+        engine.add(replace(seq.request, criteria=None, stop=None))
+        output: list[int] = []
+        while engine.busy:
+            output += (token for step in engine.step() for token in step.tokens)
+        return output
+
+
+def _chunks(run: Run, texts: list[TextStream | None]) -> Iterator[Chunk]:
+    try:
+        for batch in run:
+            for index, step in batch:
+                text = texts[index]
+                pieces = text.push(step.tokens, step.origins, step.finish_reason is not None) if text else []
+                yield Chunk(index, "".join(piece for piece, _ in pieces), pieces, step, step.finish_reason)
+    finally:
+        run.close()

@@ -1,0 +1,149 @@
+"""How deep a step drafts and how many nodes it takes, by what they are expected to bring. Pacer's idea
+(arXiv 2602.01274) applied to trees; the rule is ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from math import exp, log1p
+from operator import mul
+
+import numpy as np
+
+from forerun.costs import Costs
+from forerun.drafters.beams import Array
+
+_CERTAIN = 1 - 1e-6  # above this, log-odds are those of this
+
+
+class StepCosts:
+    """Milliseconds of a head's next state, and of target forwards by the number of nodes of each of `rows` rows."""
+
+    def __init__(self, costs: Costs, rows: int, nodes: int) -> None:
+        self.state = costs.heading(rows)
+        self.verify = [costs.verify(rows * (count + 1)) for count in range(nodes + 1)]
+
+
+@dataclass
+class Group:
+    """Rows that stop together. They are drafted for and verified together, so a step takes as long as the largest.
+
+    Attributes:
+        costs: of steps of so many rows.
+        fresh: whether the head has to draft states for any of them.
+        spent: ms of states so far.
+    """
+
+    rows: list[int]
+    costs: StepCosts
+    fresh: bool
+    spent: float = 0.0
+
+    @property
+    def state(self) -> float:
+        """ms of one more state."""
+        return self.costs.state if self.fresh else 0.0
+
+    def rate(self, survival: list[list[float]], ms: float = 0.0) -> tuple[float, int]:
+        """The most tokens a ms that a step can bring whose rows take their first nodes, and how many nodes of each row
+        that takes. `survival`: of each row the probabilities that its nodes are accepted, best first. `ms`: of states
+        beyond those made so far."""
+        spent, verify = self.spent + ms, self.costs.verify
+        tokens = float(len(survival))
+        most, size = tokens / (spent + verify[0]), 0
+        for count, chances in enumerate(zip_longest(*survival, fillvalue=0.0), 1):
+            tokens += sum(chances)
+            rate = tokens / (spent + verify[count])
+            if rate > most:
+                most, size = rate, count
+        return most, size
+
+
+class Budget:
+    """A `TreePolicy`: the depth and the number of nodes with the most expected tokens a ms, by the head's calibrated
+    probabilities and a table of costs.
+
+    Attributes:
+        block: how many states are made at a time.
+        deep: how many states each row has been given.
+    """
+
+    def __init__(
+        self, groups: list[Group], curves: list[list[float]], block: int, limits: list[int], ahead: list[int]
+    ) -> None:
+        """`curves`: the calibration (`HiddenConfig`). `limits`: how deep each row may go. `ahead`: how many places each
+        row's first logits were drafted ahead, beyond the first; 0 for new ones."""
+        self.groups, self.block, self.limits = groups, block, limits
+        # Of each row by depth.
+        self.curves = [[curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)] for at in ahead]
+        self.deep = [min(limit, block) for limit in limits]
+        for group in groups:
+            group.spent = self._deepest(group) * group.state
+        self.sure: list[list[float]] = [[] for _ in limits]  # survival of the best paths so far, best first
+        self.ends = [1.0 if limit else 0.0 for limit in limits]  # survival of chains; 0 where they have ended
+
+    def _deepest(self, group: Group) -> int:
+        return max(self.deep[row] for row in group.rows)
+
+    def gains(self, k: int, chances: Array) -> Array:
+        shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
+        odds = chances - np.log1p(-np.exp(chances).clip(max=_CERTAIN))
+        return -np.logaddexp(0, -shift - slope * odds)
+
+    def deeper(self, k: int, values: Array) -> list[bool]:
+        for row, survival in enumerate(np.exp(values).tolist()):
+            self.sure[row] = self._first([*self.sure[row], *survival])
+            self.ends[row] = survival[0] if k + 1 < self.limits[row] else 0.0
+        self._go_on(k)
+        return [end > 0 for end in self.ends]
+
+    def deeper_chains(self, k: int, chances: list[list[float]]) -> bool:
+        for row, own in enumerate(chances):
+            for place, chance in enumerate(own[: max(0, self.limits[row] - k)], k):
+                if not self.ends[row]:
+                    break
+                shift, slope, _ = self.curves[row][place]
+                odds = chance - log1p(-min(exp(chance), _CERTAIN))
+                self.ends[row] /= 1 + exp(min(-shift - slope * odds, 700.0))
+                self.sure[row].append(self.ends[row])
+            if k + len(own) >= self.limits[row]:
+                self.ends[row] = 0.0
+        self._go_on(k + len(chances[0]) - 1)
+        return any(self.ends)
+
+    def sizes(self) -> list[int]:
+        sizes = [0] * len(self.limits)
+        for group in self.groups:
+            _, size = group.rate([self.sure[row] for row in group.rows])
+            for row in group.rows:
+                sizes[row] = min(size, len(self.sure[row]))
+        return sizes
+
+    def _first(self, survival: list[float]) -> list[float]:
+        """As many of the best as a row may take."""
+        return sorted(survival, reverse=True)[: len(self.groups[0].costs.verify) - 1]
+
+    def _go_on(self, k: int) -> None:
+        """Ends rows that go no deeper than k + 1 places, and gives the others states."""
+        for group in self.groups:
+            going = [row for row in group.rows if self.ends[row]]
+            if not going or k + 1 < self._deepest(group):  # the states are there
+                continue
+            steps = min(self.block, max(self.limits[row] for row in going) - k - 1)
+            if self._pays(group, going, k + 1, steps):
+                group.spent += steps * group.state
+                for row in going:
+                    self.deep[row] = min(self.limits[row], self.deep[row] + steps)
+            else:
+                for row in going:
+                    self.ends[row] = 0.0
+
+    def _pays(self, group: Group, going: list[int], k: int, steps: int) -> bool:
+        """Whether so many states from depth k on are worth their time, if their tokens are right as often as usual."""
+        further = list(self.sure)
+        for row in going:
+            means = [mean for _, _, mean in self.curves[row][k : min(k + steps, self.limits[row])]]
+            usual = accumulate([self.ends[row], *means], mul)
+            further[row] = self._first([*self.sure[row], *list(usual)[1:]])
+        there, _ = group.rate([further[row] for row in group.rows], steps * group.state)
+        return there > group.rate([self.sure[row] for row in group.rows])[0]

@@ -1,0 +1,53 @@
+"""Two methods side by side: one for greedy sequences, one for sampled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from forerun.draft import Draft
+from forerun.engine import Drafter, Proposal
+from forerun.generation import Generation
+from forerun.sampling import Verdict
+
+
+class Split:
+    """Sends each sequence to the drafter of its kind; both draft in every step that has sequences of both."""
+
+    def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
+        self.drafters = {True: greedy, False: sampled}
+        self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
+
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        drafter = self.drafters[seq.greedy]
+        return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        drafts: dict[int, Draft] = {}
+        proposals = []
+        for greedy, drafter in self.drafters.items():
+            own = [seq for seq in seqs if seq.greedy == greedy]
+            if own:
+                proposals.append(drafter.propose(own))
+                drafts |= zip([seq.id for seq in own], proposals[-1].drafts, strict=True)
+        return Proposal(
+            [drafts[seq.id] for seq in seqs],
+            sum(each.forwards for each in proposals),
+            sum(each.forward_seconds for each in proposals),
+            sum(each.policy_seconds for each in proposals),
+        )
+
+    def observe(
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        for greedy, drafter in self.drafters.items():
+            own = [row for row, seq in enumerate(seqs) if seq.greedy == greedy]
+            if own:
+                states = [hidden[row] for row in own] if hidden is not None and drafter.wants_hidden else None
+                drafter.observe(
+                    [seqs[row] for row in own], [drafts[row] for row in own], [verdicts[row] for row in own], states
+                )
+
+    def drop(self, seq: Generation) -> None:
+        self.drafters[seq.greedy].drop(seq)

@@ -1,0 +1,160 @@
+"""A request, and the sequence that it becomes while it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from forerun.sampling import Sampler
+
+Mode = Literal["greedy", "sampled", "seeded"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an engine.
+
+    Attributes:
+        tokens: the prompt.
+        max_new_tokens: the most tokens to generate.
+        sampler: how a token follows from logits.
+        eos: tokens that end the sequence.
+        stop: asked after every token with all tokens so far; True ends the sequence (`forerun.text.StopStrings`).
+        criteria: Hugging Face stopping criteria, asked after every token with ids [1, n] and the processed scores
+            [1, V] that gave the token.
+        seed: what is sampled. None takes one from torch's own state; then the clock may change what is sampled, as it
+            may decide when drafts are used.
+        stream: which stream of random numbers of the seed, for rows that share a seed. Streams of neighbouring seeds
+            do not overlap.
+        generator: source of random numbers, instead of one made from `seed` and `stream`.
+    """
+
+    tokens: Sequence[int]
+    max_new_tokens: int = 256
+    sampler: Sampler = field(default_factory=Sampler)
+    eos: frozenset[int] = frozenset()
+    stop: Callable[[Sequence[int]], bool] | None = None
+    criteria: StoppingCriteriaList | None = None
+    seed: int | None = None
+    stream: int = 0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("a request needs at least one token")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+
+
+class Generation:
+    """One sequence while it is decoded.
+
+    Attributes:
+        id: of the request, unique in its engine.
+        tokens: prompt and output so far; grows.
+        prompt_length: how many of them are the prompt.
+        limit: total length at which it ends.
+        generator: source of random numbers of this sequence alone, so that its neighbours do not matter.
+        finish_reason: None while it runs, then "stop" (end token, stop string or criterion), "length", "abort" or
+            "error".
+        error: what a user's processor or criterion raised.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        id: int = 0,
+        device: torch.device | str = "cpu",
+        context: int | None = None,
+    ) -> None:
+        self.request, self.id = request, id
+        self.tokens = list(request.tokens)
+        self.prompt_length = len(self.tokens)
+        self.limit = self.prompt_length + request.max_new_tokens
+        if context:
+            self.limit = max(min(self.limit, context), self.prompt_length + 1)
+        self.sampler, self.eos = request.sampler, request.eos
+        self.finish_reason: str | None = None
+        self._error: Exception | None = None
+        self.generator = request.generator
+        if self.generator is None and not self.sampler.greedy:
+            seed = request.seed if request.seed is not None else int(torch.randint(2**62, (1,)))
+            self.generator = torch.Generator(device).manual_seed(stream_seed(seed, request.stream))
+        self._ids: Tensor | None = None  # the tokens again, for criteria
+
+    @property
+    def error(self) -> Exception | None:
+        return self._error
+
+    @error.setter
+    def error(self, error: Exception) -> None:
+        self._error, self.finish_reason = error, "error"
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampler.greedy
+
+    @property
+    def mode(self) -> Mode:
+        """How it is decoded: "seeded" is sampled in a way that no clock and no neighbour may change."""
+        if self.greedy:
+            return "greedy"
+        return "sampled" if self.request.seed is None else "seeded"
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self.limit - len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def extend(self, tokens: Sequence[int], scores: Callable[[int], Tensor]) -> int:
+        """Appends tokens up to the first that ends the sequence; returns how many.
+
+        `scores(i)` gives the processed scores [V] behind token i, for criteria. What a criterion raises ends the
+        sequence with the reason "error".
+        """
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            try:
+                stopped = token in self.eos or self._stopped(scores, count - 1)
+            except Exception as error:
+                self.error = error
+                return count
+            if stopped:
+                self.finish_reason = "stop"
+            elif not self.room:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return count
+        return len(tokens)
+
+    def cut(self, length: int) -> None:
+        """Takes back what came behind the first `length` tokens; the sequence runs again."""
+        del self.tokens[length:]
+        self._error = self.finish_reason = None
+
+    def _stopped(self, scores: Callable[[int], Tensor], at: int) -> bool:
+        if self.request.stop is not None and self.request.stop(self.tokens):
+            return True
+        if not self.request.criteria:
+            return False
+        found, count = scores(at)[None], len(self.tokens)
+        if self._ids is None:
+            self._ids = torch.empty(1, self.limit, dtype=torch.long, device=found.device)
+            self._ids[0, :count] = torch.tensor(self.tokens)
+        self._ids[0, count - 1] = self.tokens[-1]
+        return bool(self.request.criteria(self._ids[:, :count], found).any())  # type: ignore[arg-type]
+
+
+def stream_seed(seed: int, stream: int) -> int:
+    """The seed of one of many streams of random numbers (NumPy's SeedSequence): no two (seed, stream) share theirs."""
+    return int(np.random.SeedSequence(seed, spawn_key=(stream,)).generate_state(1, np.uint64)[0] >> np.uint64(1))

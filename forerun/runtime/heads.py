@@ -1,0 +1,225 @@
+"""Heads over hidden states with a cache, one row a sequence, as decoding needs them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.batch import ForwardBatch, Inputs, by_row, of_rows
+from forerun.cache import KVCache
+from forerun.model import CausalLM
+from forerun.nn.heads import HeadLayer, HiddenDrafter, MedusaBlock
+from forerun.rows import Rows
+from forerun.runtime.lean import LayerWeights, LeanLayers
+from forerun.runtime.packed import Product, product
+from forerun.runtime.recorded import Recorded
+
+LARGEST_TABLE = 2**26  # numbers
+
+
+class HiddenLM(Rows):
+    """A head of any kind, with the target's LM head for its hot set. It keeps copies of the weights: do not train the
+    head afterwards.
+
+    Attributes:
+        kind: see `forerun.nn.heads.KINDS`.
+        width: size of a state.
+        hot: [S] the tokens that it gives logits of.
+        logits: of states [n, d], logits [n, S] without token information.
+        information: of tokens [..], token information T [.., S] (lyanna). A table, or a product where that is too large.
+        states: how many places it predicts (medusa).
+        known: whether features are run with the tokens behind them.
+        curves: calibration, see `HiddenConfig`.
+        recorded: runs states one by one instead, where the target's forwards are recorded.
+    """
+
+    recorded: Recorded | None = None
+
+    @torch.no_grad()
+    def __init__(self, head: HiddenDrafter, target: CausalLM) -> None:
+        config = head.config
+        self.kind, self.width, self.states = config.kind, config.hidden_size, config.states
+        self.known = config.known or self.kind == "eagle"
+        self.device, self.dtype = target.device, target.dtype
+        self.hot = head.hot.to(self.device)
+        self.curves = config.curves
+        weight, bias = head_rows(target, self.hot, self.width)
+        self.logits = product(weight, bias if bias.any() else None, one_row=True)
+        self._depth = 0 if self.kind == "medusa" else config.num_hidden_layers
+        self._empty()
+        if self.kind == "medusa":
+            blocks = [block for block in head.blocks if isinstance(block, MedusaBlock)]
+            self.blocks = [
+                tuple(product(linear.weight.to(self.dtype), one_row=True) for linear in (block.up, block.down))
+                for block in blocks
+            ]
+            return
+        self.embeddings = target.model.get_input_embeddings()
+        fuse = head.fuse.weight.to(self.dtype)
+        self.both = product(fuse, one_row=True)
+        if self.kind == "lyanna":
+            self.alone = product(fuse[:, : self.width].contiguous(), one_row=True)
+            every = torch.arange(config.vocab_size, device=head.hot.device)
+            if config.vocab_size * config.hot_size <= LARGEST_TABLE:
+                table = head.token_information(every).to(self.dtype)
+                self.information: Product = functools.partial(functional.embedding, weight=table)
+            else:
+                tokens, answer = head.token_states(every).to(self.dtype), product(head.answer.weight.to(self.dtype))
+                self.information = lambda ids: answer(tokens[ids].flatten(0, -2)).view(*ids.shape, -1)
+        layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
+        weights: list[LayerWeights] = [
+            (
+                layer.before_attention.weight.to(self.dtype),
+                layer.qkv.weight.to(self.dtype),
+                layer.out.weight.to(self.dtype),
+                layer.before_mlp.weight.to(self.dtype),
+                layer.gate_up.weight.to(self.dtype),
+                layer.down.weight.to(self.dtype),
+            )
+            for layer in layers
+        ]
+        self.layers = LeanLayers(
+            weights,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.rms_norm_eps,
+            layers[0].frequencies(self.device),
+            config.max_position_embeddings,
+        )
+        self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
+        if target.recorded is not None and self.kind == "lyanna":
+            self.recorded = Recorded(self._step)
+
+    def _empty(self) -> None:
+        self.cache, self._prompt = KVCache(self._depth), KVCache(self._depth)
+
+    def fresh(self) -> HiddenLM:
+        """The same head with a cache of its own."""
+        other = copy.copy(self)
+        other._empty()
+        if self.recorded is not None:
+            other.recorded = Recorded(other._step)
+        return other
+
+    @torch.inference_mode()
+    def prefill(
+        self, id: int, features: Tensor, tokens: Sequence[int] | None, chunk: int, reserve: int = 0
+    ) -> Iterator[int]:
+        """Adds a sequence with features [n, d] and the tokens behind them, or without tokens. They run in a cache of
+        one row; after each chunk of at most `chunk` yields how many those were. Medusa runs none."""
+        if self.kind == "medusa":
+            return
+        prompt, count = self._prompt, len(features)
+        prompt.reset()
+        prompt.add(0, count)
+        for start in range(0, count, chunk):
+            part = features[start : start + chunk]
+            behind = None if tokens is None else [tokens[start : start + chunk]]
+            self._extend(prompt, [0], [part], behind)
+            yield len(part)
+        self.add(id, max(reserve, count))
+        if count:
+            self.cache.copy_in(id, prompt.view(0, count), count)
+
+    @torch.inference_mode()
+    def extend(
+        self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Runs and keeps the next states [n_r, d] of each sequence, at least one, with the tokens behind them or
+        without. Returns the head's states [R, d] behind each sequence's last one."""
+        return self._extend(self.cache, ids, states, tokens)
+
+    def _extend(
+        self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        counts, rows = [len(own) for own in states], [cache.row(id) for id in ids]
+        new = max(counts)
+        x = states[0]
+        if len(states) > 1:
+            x = torch.cat([functional.pad(own, (0, 0, 0, new - len(own))) for own in states])  # [R N, d]
+        if tokens is None:
+            x = self.alone(x)
+        else:
+            behind = torch.tensor([[*own, *[0] * (new - len(own))] for own in tokens], device=self.device)
+            x = self._fused(x, behind.flatten())
+        depths = [range(count) for count in counts]
+        x = self._run(Inputs(rows, depths, given=by_row(x.view(len(ids), new, -1), rows)), cache)
+        cache.commit(ids, depths)
+        # A GPU waits for numbers of rows to come from the host, but not for a slice.
+        if min(counts) == new:
+            return of_rows(x[:, -1], rows)
+        return x[rows, [count - 1 for count in counts]]
+
+    @torch.inference_mode()
+    def roll(self, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
+        """Runs and keeps states [R, d] without tokens behind them, then the states that come of them, and so on: the
+        `steps` states [R, d] that come."""
+        if steps < 1:
+            return []
+        rows, one, found = [self.cache.row(id) for id in ids], [range(1)] * len(ids), []
+        given = by_row(states, rows)[:, None]
+        for _ in range(steps):
+            inputs, step = Inputs(rows, one, given=given), None
+            if self.recorded is not None:
+                step = self.recorded(inputs, self.cache, False)
+            if step is None:
+                step = self._step(self._lay_out(inputs), self.cache)
+            given = step[0]
+            self.cache.commit(ids, one)
+            found.append(of_rows(given[:, 0], rows))
+        return found
+
+    def _step(self, batch: ForwardBatch, cache: KVCache, *_: bool) -> tuple[Tensor, None]:
+        """A lean forward (`forerun.rows`) from states [B, 1, d] to the next ones."""
+        assert batch.states is not None
+        x = self.alone(batch.states.flatten(0, 1))
+        return self._through(x, batch, cache).view(batch.states.shape), None
+
+    @torch.inference_mode()
+    def branch(self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
+        """Runs and keeps states [R, w, d] with the tokens [R, w] behind them, all of them `depth` places behind each
+        sequence's text. `seen` [R, w, P + w] bool: which of the P states that were kept last, and of themselves, each
+        one sees. Returns the states [R, w, d] behind them."""
+        width, rows = tokens.shape[1], [self.cache.row(id) for id in ids]
+        back = seen.shape[-1] - width
+        x = self._fused(states.flatten(0, 1), tokens.flatten()).view(states.shape)
+        x = self._run(Inputs(rows, [[depth - back] * width] * len(ids), list(seen), given=by_row(x, rows)), self.cache)
+        self.cache.commit(ids, [range(width)] * len(ids))
+        return of_rows(x, rows)
+
+    def _fused(self, x: Tensor, tokens: Tensor) -> Tensor:
+        embedded = self.embeddings(tokens).to(x.dtype)
+        return self.both(torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
+
+    def _run(self, inputs: Inputs, cache: KVCache) -> Tensor:
+        """States [B, N, d] behind inputs that have gone through the first matrix."""
+        batch = self._lay_out(inputs, cache)
+        assert batch.states is not None
+        return self._through(batch.states.flatten(0, 1), batch, cache).view(batch.states.shape)
+
+    def _through(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
+        batch = replace(batch, positions=batch.positions.clamp(max=self.layers.context - 1))
+        return self.layers.normed(self.layers(x, batch, cache)) * self.gain
+
+    @torch.inference_mode()
+    def ahead(self, states: Tensor, places: int) -> Tensor:
+        """States [B, K, d] of the next K places behind states [B, d] (medusa)."""
+        return torch.stack([states + down(functional.silu(up(states))) for up, down in self.blocks[:places]], 1)
+
+
+@torch.no_grad()
+def head_rows(target: CausalLM, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Weight [S, d] and bias [S] of the LM head for these tokens, whatever form its weights are stored in. `size` is
+    that of the states it reads."""
+    head = target.head
+    ones = torch.eye(size, dtype=target.dtype, device=target.device)
+    bias = head(ones.new_zeros(1, size))[0, tokens]
+    columns = [head(part)[:, tokens] - bias for part in ones.split(256)]
+    return torch.cat(columns).T.contiguous(), bias

@@ -1,0 +1,158 @@
+"""Losses of heads that draft from the target's hidden states, and figures of validation. The frozen target computes
+features on the fly; they are never written to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.model import CausalLM
+from forerun.nn.heads import HiddenDrafter
+
+if TYPE_CHECKING:
+    from forerun.train.heads import HeadRecipe
+
+REMEMBERED = 2**31  # bytes of features, those of 12,000 windows of the embedded target
+
+
+@torch.no_grad()
+def features_of(judge: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [B, T, d] and logits [B, T, V] of the target over tokens [B, T]."""
+    with judge.hearing() as heard:
+        logits = judge.model(input_ids=tokens, use_cache=False).logits
+    return heard[0].float(), logits.float()
+
+
+@torch.no_grad()
+def logits_of(judge: CausalLM, features: Tensor) -> Tensor:
+    """The LM head's logits of features."""
+    return judge.head(features.to(judge.model.dtype)).float()
+
+
+def judged(judge: CausalLM, windows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function that gives `features_of` of windows [N, T] by their indices [B].
+
+    Each window goes through the target once, where the features of all fit into REMEMBERED bytes and the LM head alone
+    makes the logits of them."""
+    features, logits = features_of(judge, windows[:1])
+    count, (length, size) = len(windows), features.shape[1:]
+    by_head = logits_of(judge, features)  # some models cap or scale their head's logits
+    if 2 * count * length * size > REMEMBERED or not torch.allclose(by_head, logits, atol=1e-2, rtol=1e-2):
+        return lambda rows: features_of(judge, windows[rows])
+    store = torch.empty(count, length, size, dtype=torch.bfloat16, device=windows.device)
+    stored = torch.zeros(count, dtype=torch.bool, device=windows.device)
+
+    def recall(rows: Tensor) -> tuple[Tensor, Tensor]:
+        new = rows[~stored[rows]].unique()
+        if len(new):
+            store[new] = features_of(judge, windows[new])[0].bfloat16()
+            stored[new] = True
+        features = store[rows].float()
+        return features, logits_of(judge, features)
+
+    return recall
+
+
+def loss_of(
+    drafter: HiddenDrafter,
+    head: tuple[Tensor, Tensor],
+    features: Tensor,
+    logits: Tensor,
+    tokens: Tensor,
+    embedded: Tensor | None,
+    recipe: HeadRecipe,
+) -> Tensor:
+    """Mean loss, a scalar, over all steps of drafts from all positions of windows [B, T]. `head`: the result of
+    `head_rows` for the hot set."""
+    weight, bias = (part.float() for part in head)
+    wanted = logits.softmax(-1)[..., drafter.hot]
+    losses = []
+    for k, (state, information) in enumerate(drafter.unrolled(features, embedded, tokens, recipe.unroll), 1):
+        plain = functional.linear(state, weight, bias)
+        if recipe.loss == "regression":
+            near = functional.smooth_l1_loss(state, features[:, k:])
+            losses.append(near + 0.1 * cross_entropy(plain, wanted[:, k:]))
+            if information is not None:
+                losses[-1] = losses[-1] + cross_entropy(plain.detach() + information, wanted[:, k:])
+        else:
+            losses.append(cross_entropy(plain if information is None else plain + information, wanted[:, k:]))
+    return torch.stack(losses).mean()
+
+
+def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Mean over logits [B, N, S] with probabilities [B, N, S], which may sum to less than 1."""
+    return -(wanted * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:
+    """The target's embeddings [B, T, d] of tokens, for heads that need them."""
+    if drafter.config.kind == "medusa":
+        return None
+    with torch.no_grad():
+        return judge.model.get_input_embeddings()(tokens).float()
+
+
+@torch.no_grad()
+def measure(
+    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], windows: Tensor, recipe: HeadRecipe
+) -> dict[str, Any]:
+    """Figures of greedy chains from every place of the output in windows [N, T].
+
+    "survival": for each k, the share of chains whose first k tokens are the target's argmax; "without_information": the
+    same without token information; "curves": see HiddenConfig.
+
+    The tokens in between are those of the window. Where one of them is not the target's argmax, a chain is not followed
+    further: survival is the product of the shares among those that are.
+    """
+    uses = ("survival", "without_information")
+    cases: dict[str, list[list[Tensor]]] = {use: [[] for _ in range(recipe.unroll)] for use in uses}
+    weight, bias = (part.float() for part in head)
+    for tokens in windows.to(judge.device).split(16):
+        features, logits = features_of(judge, tokens)
+        argmax = logits.argmax(-1)
+        unrolled = drafter.unrolled(features, embeddings_of(drafter, judge, tokens), tokens, recipe.unroll)
+        length = tokens.shape[1] - recipe.unroll
+        kept = argmax == tokens.roll(-1, 1)  # where the window goes on with the target's argmax
+        output = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
+        output[:, : recipe.prompt] = False
+        seen = dict.fromkeys(uses, output)
+        for k, (state, information) in enumerate(unrolled, 1):
+            plain = functional.linear(state, weight, bias)
+            for use in uses:
+                whole = plain + information if information is not None and use == "survival" else plain
+                chance, at = whole[:, :length].log_softmax(-1).max(-1)
+                hit = drafter.hot[at] == argmax[:, k : k + length]
+                odds = chance - torch.log1p(-chance.exp().clamp(max=1 - 1e-6))
+                cases[use][k - 1].append(torch.stack([odds, hit.float()], -1)[seen[use]])
+                seen[use] = seen[use] & hit & kept[:, k : k + length]
+    curves = [_curve(torch.cat(parts)) for parts in cases["survival"]]
+    shares = {
+        use: [float(torch.cat(parts)[:, 1].mean().nan_to_num(0.0)) for parts in each] for use, each in cases.items()
+    }
+    found = {use: [round(float(share), 4) for share in np.cumprod(each)] for use, each in shares.items()}
+    return found | {"curves": curves}
+
+
+@torch.enable_grad()
+def _curve(cases: Tensor) -> list[float]:
+    """(a, b, m) of HiddenConfig's curves, by logistic regression on cases [n, 2]: log-odds, and 1 for a right token."""
+    odds, hit = cases.unbind(-1)
+    if not len(odds) or not 0 < hit.mean() < 1:  # nothing to fit
+        return [0.0, 1.0, float(hit.mean()) if len(hit) else 0.0]
+    line = torch.tensor([0.0, 1.0], device=odds.device, requires_grad=True)
+    fit = torch.optim.LBFGS([line], max_iter=50, line_search_fn="strong_wolfe")
+
+    def miss() -> Tensor:
+        fit.zero_grad()
+        loss = functional.binary_cross_entropy_with_logits(line[0] + line[1] * odds, hit)
+        loss.backward()
+        return loss
+
+    fit.step(miss)  # type: ignore[arg-type]
+    shift, slope = line.tolist()
+    return [round(shift, 4), round(max(slope, 0.05), 4), round(float(hit.mean()), 4)]  # likelier must stay likelier

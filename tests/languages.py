@@ -1,0 +1,195 @@
+"""Toy languages whose every answer is known, with models, heads and layers whose weights are written by hand.
+
+A state is one number that is on: state t below VOCAB is what the target says of token t, the others are a head's own.
+What follows from each state is a row of a table, so a test can say exactly what a method must do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from forerun.model import CausalLM, fingerprint
+from forerun.nn.heads import HiddenConfig, HiddenDrafter
+from forerun.nn.pre_verifier import PreVerifier, PreVerifierConfig
+
+VOCAB, SIZE = 24, 64
+CONTEXT = 512
+RARE = 1e-4
+
+Row = int | Mapping[int, float]
+
+
+def logits(row: Row) -> Tensor:
+    """[VOCAB] of a distribution: one token, or tokens by probability. Others are RARE and have logit 0."""
+    chances = torch.full((VOCAB,), RARE)
+    for token, chance in {row: 0.9}.items() if isinstance(row, int) else row.items():
+        chances[token] = chance
+    return chances.log() - log(RARE)
+
+
+def cycle(tokens: Sequence[int]) -> dict[int, Row]:
+    """The language that says these tokens over and over."""
+    return dict(zip(tokens, [*tokens[1:], tokens[0]], strict=True))
+
+
+@torch.no_grad()
+def model(rows: Mapping[int, Row]) -> LlamaForCausalLM:
+    """A Llama whose next token follows from its last one. `rows`: of states, those of a head's own among them."""
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=SIZE,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).eval()
+    layer = made.model.layers[0]
+    for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+        weight.zero_()
+    made.model.embed_tokens.weight.copy_(torch.eye(VOCAB, SIZE))
+    made.lm_head.weight.zero_()
+    for state, row in rows.items():
+        made.lm_head.weight[:, state] = logits(row) / sqrt(SIZE)
+    return made
+
+
+@torch.no_grad()
+def counter(period: int, coins: int = 0) -> GPT2LMHeadModel:
+    """A GPT-2 that says n % period behind position n, whatever came before; behind every `coins`-th position it says
+    any of the first eight tokens."""
+    made = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=period,
+            n_embd=SIZE,
+            n_layer=1,
+            n_head=2,
+            n_positions=CONTEXT,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).eval()
+    block = made.transformer.h[0]
+    for part in (block.attn.c_proj, block.mlp.c_proj, made.transformer.wte):
+        part.weight.zero_()
+    places = torch.arange(CONTEXT) % period
+    made.transformer.wpe.weight.copy_(torch.eye(SIZE)[places])
+    made.lm_head.weight.copy_(3 * torch.eye(period, SIZE))
+    for place in range(0, period, coins) if coins else ():
+        made.lm_head.weight[:, place] = 0.0
+        made.lm_head.weight[:8, place] = 3.0
+    return made
+
+
+def moves(pairs: Mapping[int, int]) -> Tensor:
+    """[SIZE, SIZE] a matrix that turns each of these states into another one, and all others into nothing."""
+    matrix = torch.zeros(SIZE, SIZE)
+    for before, after in pairs.items():
+        matrix[after, before] = 1.0
+    return matrix
+
+
+@torch.no_grad()
+def head(
+    target: PreTrainedModel,
+    kind: str = "lyanna",
+    states: Mapping[int, int] | None = None,
+    tokens: Mapping[int, int] | None = None,
+    information: Mapping[int, Row] | None = None,
+    ahead: Sequence[Mapping[int, int]] = (),
+    **settings: Any,
+) -> nn.Module:
+    """A head that is a table: the next state follows from the state before by `states`, or from the token behind that
+    by `tokens`; `information` is the token information. `ahead`, for medusa: of each place, which state becomes which.
+    """
+    lm = CausalLM(target)
+    config = {
+        "hidden_size": SIZE,
+        "intermediate_size": SIZE,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": SIZE,
+        "rank": VOCAB,
+        "states": max(len(ahead), 1),
+        "vocab_size": VOCAB,
+        "hot_size": VOCAB,
+        "max_position_embeddings": CONTEXT,
+    }
+    made = HiddenDrafter(HiddenConfig(kind=kind, target=lm.fingerprint, **config | settings)).eval()
+    made.hot.copy_(torch.arange(VOCAB))
+    if kind == "medusa":
+        for block, pairs in zip(made.blocks, ahead, strict=True):
+            # A block adds down(silu(up(h))) to h, and silu of a large number is that number.
+            block.up.weight.copy_(2 * torch.eye(SIZE))
+            block.down.weight.copy_((moves(pairs) - torch.eye(SIZE)) / 2)
+        return made
+    for layer in made.layers:
+        layer.out.weight.zero_()
+        layer.down.weight.zero_()
+    made.fuse.weight.copy_(torch.cat([moves(states or {}), moves(tokens or {})], 1))
+    if kind == "lyanna":
+        made.embed.weight.copy_(torch.eye(VOCAB))
+        made.answer.weight.zero_()
+        for token, row in (information or {}).items():
+            made.answer.weight[:, token] = logits(row) / sqrt(VOCAB)
+    return made
+
+
+@torch.no_grad()
+def copying_head(target: PreTrainedModel, back: int) -> nn.Module:
+    """An eagle that says what came `back` tokens before, wherever it stands: its attention goes by distance alone.
+
+    State VOCAB + t is to say token t, and no other state but the target's own anything.
+    """
+    made = head(target, "eagle", rope_theta=100.0)
+    quiet, constant = 2 * VOCAB, SIZE - 1  # the token that it is given goes to quiet + t % 15; tokens below 15 only
+    fuse = torch.zeros(SIZE, SIZE)
+    for token in range(15):
+        fuse[quiet + token, token] = fuse[constant, token] = 1.0
+    made.fuse.weight.copy_(torch.cat([torch.zeros(SIZE, SIZE), fuse], 1))
+    (layer,) = made.layers
+    angles = -(back - 1) * layer.frequencies(torch.device("cpu"))  # an entry stands before the token that it answers
+    query, key = torch.cat([angles.cos(), angles.sin()]), torch.cat([torch.ones(SIZE // 2), torch.zeros(SIZE // 2)])
+    layer.qkv.weight.zero_()
+    layer.qkv.weight[:SIZE, constant], layer.qkv.weight[SIZE : 2 * SIZE, constant] = 5 * query, 5 * key
+    for token in range(15):
+        layer.qkv.weight[2 * SIZE + token, quiet + token] = 1.0
+        layer.out.weight[VOCAB + token, token] = 4.0
+    return made
+
+
+@torch.no_grad()
+def layer(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    bias: float,
+    units: Sequence[tuple[str, int, float, float]] = (),
+    inputs: Sequence[str] = ("confidence",),
+    kind: str = "survival",
+) -> PreVerifier:
+    """A pre-verifier that says bias + the sum of gain * relu(weight * input[index]) over units of (input, index,
+    weight, gain)."""
+    inputs = sorted({unit[0] for unit in units}) or inputs
+    width = max(len(units), 4)
+    config = PreVerifierConfig(SIZE, SIZE, SIZE, width=width, heads=1, inputs=inputs, kind=kind)
+    config.target, config.draft = fingerprint(target), fingerprint(draft)
+    made = PreVerifier(config).eval()
+    for parameter in made.parameters():
+        parameter.zero_()
+    made.middle.weight.copy_(torch.eye(width))
+    made.leave.bias.fill_(bias)
+    for at, (name, index, weight, gain) in enumerate(units):
+        made.enter[name].weight[at, index] = weight
+        made.leave.weight[0, at] = gain
+    return made

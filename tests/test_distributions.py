@@ -1,0 +1,74 @@
+"""Sampled output of methods with trained layers and heads follows the target's distribution, processors too."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from toys import COSTS, LAYERS, noisy_copy, p_value, random_head, random_layer, tiny
+from transformers import GenerationConfig, PreTrainedModel
+
+from forerun import Decoder
+from forerun.methods import METHODS, method
+from forerun.model import CausalLM
+
+VOCAB, ROWS, JOINT = 6, 1500, 3
+PROMPT = [1, 2, 3, 2, 1, 2]
+FITS = 1e-4
+METHOD_SETTINGS = {
+    "pacer": {"most": 3},
+    "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "most": 3},
+    "specdec++": {"most": 3},
+    "lyanna": {"depth": 3, "width": 2, "nodes": 5},
+    "pacer-lyanna": {"depth": 3, "nodes": 4, "block": 2},
+    "eagle": {"depth": 3, "width": 2, "nodes": 5},
+    "medusa": {"depth": 3, "width": 2, "nodes": 5},
+}
+CONFIGS = {
+    "top-p": {"temperature": 1.3, "top_p": 0.85},
+    "repetition penalty": {"temperature": 1.2, "repetition_penalty": 1.6},
+}
+
+
+@cache
+def target() -> PreTrainedModel:
+    return tiny("llama", vocab=VOCAB)
+
+
+@cache
+def joint(config: str) -> Tensor:
+    """[V] * JOINT: the exact distribution of the first tokens, by transformers' forwards and processors."""
+    model, found = target(), torch.ones([VOCAB] * JOINT)
+    settings = GenerationConfig(do_sample=True, max_new_tokens=JOINT, top_k=0, **CONFIGS[config])
+    processors = CausalLM(model).processors(settings, len(PROMPT))
+
+    def walk(prefix: tuple[int, ...]) -> None:
+        ids = torch.tensor([[*PROMPT, *prefix]])
+        with torch.no_grad():
+            scores = processors(ids, model(ids).logits[:, -1].float())
+        for token, probability in enumerate(scores[0].softmax(-1).tolist()):
+            found[(*prefix, token)] *= probability
+            if len(prefix) + 1 < JOINT:
+                walk((*prefix, token))
+
+    walk(())
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", METHOD_SETTINGS)
+def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) -> None:
+    model, draft = target(), noisy_copy(target(), 0.05)
+    layer = random_layer(model, draft, **LAYERS[name]) if name in LAYERS else None
+    kind = METHODS[name].head
+    head = random_head(CausalLM(model), hot=5, kind=kind) if kind else None
+    chosen = method(name, **METHOD_SETTINGS[name])
+    decoder = Decoder(model, None, draft, chosen, False, pre_verifier=layer, head=head, max_rows=250)
+    decoder.costs = COSTS
+    rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, seed=5, ignore_eos=True, **CONFIGS[config])
+    assert p_value([row.tokens[:JOINT] for row in rows], joint(config)) > FITS
+    # The machinery was at work: drafts were tested, and some were accepted and some not.
+    tested, accepted = (sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted"))
+    assert 0 < accepted < tested

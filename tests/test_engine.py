@@ -1,0 +1,406 @@
+"""Requests join and leave: what each is given, what is left behind, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import COSTS, LAYERS, VOCAB, TableLM, noisy_copy, random_head, random_layer, random_table, tiny, tokens_of
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import logits_process as hf
+
+from forerun import Decoder
+from forerun.drafters.plain import PlainDrafter
+from forerun.engine import Engine, QueueFull, Step
+from forerun.generation import Request
+from forerun.methods import METHODS, method
+from forerun.model import CausalLM
+from forerun.sampling import Sampler
+
+GREEDY_ONLY = [name for name in METHODS if "oracle" in name]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sd": {"gamma": 3},
+    "lookup": {"gamma": 4, "ngram": 2},
+    "ouroboros": {"gamma": 4, "window": 2, "guesses": 2, "ngram": 3, "suffixes": 2},
+    "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "rows": 2},
+    "lookahead": {"window": 2, "guesses": 2, "ngram": 3},
+    "lyanna": {"depth": 3, "width": 2, "nodes": 5},
+    "pacer-lyanna": {"depth": 4, "nodes": 5, "block": 2},
+    "eagle": {"depth": 3, "width": 2, "nodes": 5},
+    "medusa": {"depth": 3, "width": 2, "nodes": 5},
+}
+PROCESSORS: list[LogitsProcessorList | None] = [
+    None,
+    LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)]),
+    LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(1.4)]),
+]
+PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 42)), [11, 12, 11, 12, 11], list(range(30, 3, -1))]
+
+
+@cache
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return tiny("llama"), noisy_copy(tiny("llama"), 0.03)
+
+
+@cache
+def decoder(name: str) -> Decoder:
+    target, draft = models()
+    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
+    kind = METHODS[name].head
+    head = random_head(CausalLM(target), kind=kind) if kind else None
+    chosen = method(name, **SETTINGS.get(name, {}))
+    made = Decoder(target, None, draft, chosen, False, pre_verifier=layer, head=head, prefix_bytes=100_000)
+    made.costs = COSTS
+    return made
+
+
+def engine_of(name: str) -> Engine:
+    made = decoder(name)
+    made.close()
+    return made.engine
+
+
+def drain(engine: Engine) -> dict[int, list[Step]]:
+    found: dict[int, list[Step]] = {}
+    while engine.busy:
+        for step in engine.step():
+            found.setdefault(step.id, []).append(step)
+    return found
+
+
+def alone(name: str, request: Request) -> list[int]:
+    engine = engine_of(name)
+    id = engine.add(request)
+    return tokens_of(drain(engine)[id])
+
+
+def leftovers(thing: object, seen: set[int] | None = None) -> list[str]:
+    """Names of what an object of ours, or one that it holds, still keeps by sequence."""
+    seen = seen if seen is not None else set()
+    if id(thing) in seen or not type(thing).__module__.startswith("forerun"):
+        return []
+    seen.add(id(thing))
+    found = []
+    values = dict(getattr(thing, "__dict__", {}))
+    for slot in getattr(type(thing), "__slots__", ()):
+        values[slot] = getattr(thing, slot, None)
+    for name, value in values.items():
+        if name in ("rows", "ids", "lengths", "states", "_states", "_rows") and value and not isinstance(value, int):
+            found.append(f"{type(thing).__name__}.{name}")
+        for each in value.values() if isinstance(value, dict) else [value]:
+            found += leftovers(each, seen)
+    return found
+
+
+@given(data=st.data())
+@settings(max_examples=8)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObject) -> None:
+    """Arrivals, aborts, lengths, seeds, greedy and sampled, with and without processors, at random."""
+    requests, arrivals = [], []
+    for _ in range(data.draw(st.integers(2, 7))):
+        greedy = name in GREEDY_ONLY or data.draw(st.booleans())
+        processors = PROCESSORS[data.draw(st.integers(0, 2)) if name not in GREEDY_ONLY else 0]
+        requests.append(
+            Request(
+                data.draw(st.sampled_from(PROMPTS)),
+                data.draw(st.integers(1, 20)),
+                Sampler(greedy, processors),
+                frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
+                seed=None if greedy else data.draw(st.integers(0, 3)),
+                stream=data.draw(st.integers(0, 2)),
+            )
+        )
+        arrivals.append(data.draw(st.integers(0, 12)))
+    aborts = {index: data.draw(st.integers(1, 8)) for index in data.draw(st.sets(st.integers(0, len(requests) - 1)))}
+    wanted = [alone(name, request) for request in requests]
+    engine = engine_of(name)
+    engine.max_rows = data.draw(st.integers(1, 5))
+    ids: dict[int, int] = {}
+    steps: dict[int, list[Step]] = {}
+    turn = 0
+    while len(ids) < len(requests) or engine.busy:
+        for index, arrival in enumerate(arrivals):
+            if arrival <= turn and index not in ids:
+                ids[index] = engine.add(requests[index])
+                steps[ids[index]] = []
+        for index, id in ids.items():
+            if index in aborts and len(steps[id]) >= aborts[index] and steps[id][-1].finish_reason is None:
+                engine.abort(id)
+        for step in engine.step():
+            steps[step.id].append(step)
+        assert len(engine.running) <= engine.max_rows
+        gone = {id for index, id in ids.items() if steps[id] and steps[id][-1].finish_reason is not None}
+        assert not gone & set(engine.target.cache.ids)
+        turn += 1
+    for index, id in ids.items():
+        found, reason = tokens_of(steps[id]), steps[id][-1].finish_reason
+        if reason == "abort":
+            assert index in aborts and found == wanted[index][: len(found)]
+        else:
+            assert found == wanted[index] and reason in ("stop", "length")
+    assert not engine.target.cache.ids
+    assert not leftovers(engine.drafter)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_abort_frees_the_row_with_the_next_step(name: str) -> None:
+    engine = engine_of(name)
+    ids = [engine.add(Request(prompt, 30)) for prompt in PROMPTS[:3]]
+    for _ in range(3):
+        engine.step()
+    engine.abort(ids[1])
+    ended = [step for step in engine.step() if step.finish_reason == "abort"]
+    assert [step.id for step in ended] == [ids[1]]
+    assert ids[1] not in engine.target.cache.ids
+    # One that waits and one that is unknown or gone can be aborted too.
+    engine.max_rows = len(engine.running)
+    late = engine.add(Request(PROMPTS[0], 5))
+    for id in (late, ids[1], 12345):
+        engine.abort(id)
+    assert late in {step.id for step in engine.step() if step.finish_reason == "abort"}
+    engine.reset()
+    assert not engine.busy and not engine.target.cache.ids and not leftovers(engine.drafter)
+
+
+class Fails(LogitsProcessor, StoppingCriteria):
+    """A user's processor or criterion that raises behind so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise ZeroDivisionError("of the user")
+        return scores
+
+
+class NeverStops(Fails):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        super().__call__(input_ids, scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def failing(prompt: Sequence[int], how: str, greedy: bool) -> Request:
+    if how == "processor":
+        return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([Fails(len(prompt) + 6)])), seed=1)
+    return Request(prompt, 20, Sampler(greedy), criteria=StoppingCriteriaList([NeverStops(len(prompt) + 6)]), seed=1)
+
+
+@pytest.mark.parametrize("how", ["processor", "criterion"])
+@pytest.mark.parametrize("name", METHODS)
+def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> None:
+    good = [Request(PROMPTS[0], 20), Request(PROMPTS[2], 25)]
+    wanted = [alone(name, request) for request in good]
+    engine = engine_of(name)
+    greedy = name in GREEDY_ONLY
+    first = engine.add(good[0])
+    bad = engine.add(failing(PROMPTS[3], how, True))
+    worse = engine.add(failing(PROMPTS[4], how, greedy))
+    second = engine.add(good[1])
+    steps = drain(engine)
+    for id in (bad, worse):
+        assert steps[id][-1].finish_reason == "error"
+        assert isinstance(steps[id][-1].error, ZeroDivisionError)
+    assert [tokens_of(steps[id]) for id in (first, second)] == wanted
+    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+
+
+def test_an_interrupt_undoes_the_step_and_the_engine_goes_on() -> None:
+    for name in METHODS:
+        wanted = [alone(name, Request(prompt, 20)) for prompt in PROMPTS[:3]]
+        for place in ("target.forward", "target.commit", "drafter.propose", "drafter.observe", "target.prefill"):
+            engine = engine_of(name)
+            ids = [engine.add(Request(prompt, 20)) for prompt in PROMPTS[:3]]
+            steps: dict[int, list[Step]] = {id: [] for id in ids}
+            owner, what = place.split(".")
+            interrupt_once(getattr(engine, owner), what, after=0 if what == "prefill" else 2)
+            interrupted = 0
+            while engine.busy:
+                try:
+                    for step in engine.step():
+                        steps[step.id].append(step)
+                except KeyboardInterrupt:
+                    interrupted += 1
+            assert interrupted == 1
+            assert [tokens_of(steps[id]) for id in ids] == wanted, (name, place)
+            assert not engine.target.cache.ids and not leftovers(engine.drafter)
+
+
+def interrupt_once(owner: Any, name: str, after: int) -> None:
+    real: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = real(*args, **kwargs)
+        if calls == after + 1:
+            raise KeyboardInterrupt
+        return found
+
+    setattr(owner, name, interrupted)
+
+
+def test_threads_that_share_a_decoder_get_their_own_output() -> None:
+    made = decoder("sd")
+    made.close()
+    options: list[dict[str, Any]] = [
+        {"max_new_tokens": 6 + 3 * i} | ({"temperature": 1.0, "seed": i} if i % 2 else {}) for i in range(8)
+    ]
+    wanted = [made.generate(PROMPTS[i % 5], **options[i]).tokens for i in range(8)]
+    found: dict[int, list[list[int]]] = {}
+    rows: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(6):
+            if i == 3:
+                tokens = [t for chunk in made.stream(PROMPTS[3], **options[3]) for t in chunk.step.tokens]
+            else:
+                done = made.generate(PROMPTS[i % 5], **options[i])
+                tokens = done.tokens
+                rows.extend(step.rows for step in done.steps)
+            found.setdefault(i, []).append(tokens)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: [wanted[i]] * 6 for i in range(8)}
+    assert max(rows) > 1  # they stood in one batch
+    assert not made.engine.target.cache.ids
+
+
+def test_a_stream_that_is_let_go_frees_its_rows() -> None:
+    made = decoder("sd")
+    made.close()
+    engine = made.engine
+    for _ in range(5):
+        stream = made.stream(PROMPTS[:3], max_new_tokens=30)
+        next(stream)
+        del stream
+        made.stream(PROMPTS[:2], max_new_tokens=30)  # never begun
+    assert made.engine is engine
+    assert made.generate(PROMPTS[0], max_new_tokens=5).tokens
+    assert not engine.target.cache.ids and not engine.busy
+    with pytest.raises(ZeroDivisionError):
+        made.generate(PROMPTS[0], max_new_tokens=30, stopping_criteria=StoppingCriteriaList([NeverStops(8)]))
+    assert made.engine is engine and made.generate(PROMPTS[0], max_new_tokens=5).tokens
+
+
+def test_a_prefix_that_requests_share_is_computed_once() -> None:
+    target = tiny("llama", context=1024)
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(2, VOCAB, (600,), generator=generator).tolist()
+    prompts = [[*shared, 2 + i, 3, 4 + i] for i in range(16)]
+    plain = Decoder(target, method=method("ar"), prefix_bytes=0)
+    wanted = [plain.generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
+    for prefix_bytes in (2**26, 0):  # without a store the prompt before is known all the same
+        made = Decoder(target, draft=noisy_copy(target, 0.03), method=method("sd"), prefix_bytes=prefix_bytes)
+        assert [row.tokens for row in made.generate(prompts, max_new_tokens=8)] == wanted
+        assert 600 < made.engine.target.prefilled <= 1.2 * 600
+        assert 600 < made.engine.drafter.model.prefilled <= 1.2 * 600
+    # What a finished request said is a prefix too.
+    made = Decoder(target, method=method("ar"))
+    said = made.generate(prompts[0], max_new_tokens=30).tokens
+    before = made.engine.target.prefilled
+    turn = [*prompts[0], *said, 5, 6]
+    assert made.generate(turn, max_new_tokens=8).tokens == plain.generate(turn, max_new_tokens=8).tokens
+    assert made.engine.target.prefilled - before <= 4
+
+
+def test_several_sequences_of_one_prompt_need_one_prefill() -> None:
+    target = tiny("llama")
+    engine = Decoder(target, method=method("ar"), prefix_bytes=0).engine
+    ids = [engine.add(Request(PROMPTS[2], 6, Sampler(False), seed=3, stream=i)) for i in range(5)]
+    found = {id: tokens_of(steps) for id, steps in drain(engine).items()}
+    assert engine.target.prefilled == len(PROMPTS[2]) - 1
+    assert len({tuple(found[id]) for id in ids}) == 5
+    again = engine.add(Request(PROMPTS[2], 6, Sampler(False), seed=3, stream=2))
+    assert tokens_of(drain(engine)[again]) == found[ids[2]]
+    assert engine.target.prefilled == 2 * (len(PROMPTS[2]) - 1)  # nothing is kept without a prefix store
+
+
+def test_the_kv_budget_holds_and_a_request_that_can_never_fit_is_refused() -> None:
+    target = tiny("llama", context=2048)
+    wanted = [Decoder(target, method=method("ar")).generate(prompt, max_new_tokens=60).tokens for prompt in PROMPTS]
+    position = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their size, bytes
+    made = Decoder(target, draft=noisy_copy(target, 0.03), method=method("sd"), kv_memory=2 * 256 * position)
+    engine = made.engine
+    ids = [engine.add(Request(prompt, 60)) for prompt in PROMPTS]
+    steps: dict[int, list[Step]] = {id: [] for id in ids}
+    while engine.busy:
+        for step in engine.step():
+            steps[step.id].append(step)
+        assert len(engine.running) <= 2
+        assert engine.target.cache.allocated_bytes <= 2 * 256 * position
+    assert [tokens_of(steps[id]) for id in ids] == wanted
+    assert max(step.rows for own in steps.values() for step in own) == 2
+    with pytest.raises(ValueError, match="kv_memory"):
+        engine.add(Request(PROMPTS[0], 1500))
+    with pytest.raises(ValueError, match="kv_memory"):
+        made.generate(PROMPTS[0], max_new_tokens=1500)
+
+
+def test_the_queue_is_bounded_and_served_in_order() -> None:
+    engine = Engine(TableLM(random_table(8, 1)), PlainDrafter(), max_rows=2, max_queue=3)
+    ids = [engine.add(Request([1, 2], 3 + i)) for i in range(3)]
+    with pytest.raises(QueueFull):
+        engine.add(Request([1], 1))
+    first: list[int] = []
+    while engine.busy:
+        for step in engine.step():
+            if step.id not in first:
+                first.append(step.id)
+        if len(ids) < 6 and len(engine.waiting) < 3:
+            ids.append(engine.add(Request([1, 2], 2)))
+    assert first == ids
+    for name in ("max_rows", "max_queue", "kv_memory"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+            Engine(TableLM(random_table(8, 1)), PlainDrafter(), **{name: 0})
+
+
+def test_a_long_prompt_does_not_hold_up_those_that_run() -> None:
+    engine = Engine(TableLM(random_table(8, 1)), PlainDrafter(), chunk_seconds=1e-9)
+    running = engine.add(Request([1, 2], 100))
+    engine.step()
+    long = engine.add(Request([3] * 2000, 4))
+    seen, before = 0, engine.target.prefilled
+    while engine.busy:
+        steps = engine.step()
+        assert engine.target.prefilled - before <= 256  # a chunk, of which the first is not measured yet
+        before = engine.target.prefilled
+        if long in {step.id for step in steps}:
+            break
+        assert running in {step.id for step in steps}
+        seen += 1
+    assert seen >= 5
+
+
+def test_mistakes_are_refused_when_they_are_added() -> None:
+    engine = Decoder(tiny("llama"), method=method("ar")).engine
+    with pytest.raises(ValueError, match="at least one token"):
+        Request([], 5)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, not 0"):
+        Request([1], 0)
+    with pytest.raises(ValueError, match="fills the context of 256"):
+        engine.add(Request([1] * 256, 5))
+    assert not engine.busy
+
+
+def test_buffers_are_allocated_once() -> None:
+    made = decoder("sd")
+    made.close()
+    made.generate(PROMPTS * 2, max_new_tokens=30)
+    cache_, draft = made.engine.target.cache, made.engine.drafter.model.cache
+    versions = cache_.version, draft.version
+    for i in range(20):
+        made.generate(PROMPTS[i % 5 :] * 2, max_new_tokens=5 + i)
+    assert (cache_.version, draft.version) == versions

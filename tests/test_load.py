@@ -1,0 +1,244 @@
+"""Loads: closed loops, open ones, the servers they are put on, and `forerun bench --clients` as a process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from toys import noisy_copy, tiny
+
+from forerun.api import Decoder
+from forerun.bench.batching import BatchingServer
+from forerun.bench.choose import parse_methods
+from forerun.bench.load import (
+    EngineServer,
+    Event,
+    Job,
+    Load,
+    Served,
+    Server,
+    drive,
+    figures,
+    jobs_of,
+    middle,
+    rows_over_time,
+)
+from forerun.bench.peers import Peers
+from forerun.bench.plan import Plan
+from forerun.methods import AR, SD
+from forerun.params import SamplingParams
+
+PARAMS = SamplingParams(ignore_eos=True)
+PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]]
+
+
+class Clockwork:
+    """A server of `rows` rows, and its clock: each step takes 1 s and brings a token for each row."""
+
+    def __init__(self, rows: int = 1000) -> None:
+        self.now, self.rows = 100.0, rows
+        self.open: dict[int, list[int]] = {}
+        self.opened: list[int] = []
+        self.most: list[int] = []
+        self.timeouts: list[float | None] = []
+
+    def add(self, job: Job) -> int:
+        key = len(self.opened)
+        self.opened.append(key)
+        self.open[key] = list(range(job.new_tokens))
+        return key
+
+    def step(self, timeout: float | None) -> list[Event]:
+        self.most.append(len(self.open))
+        self.timeouts.append(timeout)
+        self.now += 1
+        events = []
+        for key in list(self.open)[: self.rows]:
+            tokens = self.open[key]
+            events.append(Event(key, self.now, [tokens.pop(0)], not tokens))
+            if not tokens:
+                del self.open[key]
+        return events
+
+    def drive(self, jobs: Sequence[Job], clients: int | None = None) -> list[Served]:
+        def sleep(seconds: float) -> None:
+            self.now += seconds
+
+        return drive(self, jobs, clients, lambda: self.now, sleep)
+
+
+def jobs(*lengths: int, dues: Sequence[float] = ()) -> list[Job]:
+    return [Job((1, 2), length, dues[at] if dues else 0.0, at) for at, length in enumerate(lengths)]
+
+
+def test_a_closed_loop_keeps_its_requests_open() -> None:
+    server = Clockwork()
+    served = server.drive(jobs(3, 1, 4, 1, 5, 2), 3)
+    assert server.most[:4] == [3] * 4  # until there are no more
+    assert server.opened == list(range(6)) and all(timeout is None for timeout in server.timeouts)
+    assert [one.tokens for one in served] == [list(range(n)) for n in (3, 1, 4, 1, 5, 2)]
+    assert [one.due for one in served] == [0, 0, 0, 1, 2, 3]  # each comes when another has ended
+    assert [one.times for one in served][3:] == [[2], [3, 4, 5, 6, 7], [4, 5]]
+
+
+def test_an_open_loop_goes_by_the_clock() -> None:
+    server = Clockwork(rows=1)
+    served = server.drive(jobs(2, 1, 1, dues=[0.0, 0.5, 30.0]))
+    assert [one.due for one in served] == [0.0, 0.5, 30.0]  # and not when the server had time for it
+    assert [one.times for one in served] == [[1, 2], [3], [31]]
+    assert server.most == [1, 2, 1, 1] and server.timeouts == [0.5, 29.0, 28.0, None]
+    found = figures(served)
+    assert (found["ttft_ms_p50"], found["ttft_ms_max"]) == (1000.0, 2500.0)
+    assert found["tokens"] == 4 and found["tokens_per_s"] == pytest.approx(4 / 31, abs=1e-3)
+    assert found["tpot_ms_p50"] == found["gap_ms_max"] == 1000.0
+
+
+def test_arrivals_and_lengths_follow_from_the_seed() -> None:
+    load = Load(rate=4.0)
+    many = jobs_of(load, PROMPTS, 2000, (16, 256), 5)
+    assert many == jobs_of(load, PROMPTS, 2000, (16, 256), 5) != jobs_of(load, PROMPTS, 2000, (16, 256), 6)
+    assert len(many) == 2000 and many[0].due == 0 and many == sorted(many, key=lambda job: job.due)
+    gaps = sorted(late.due - soon.due for soon, late in pairwise(many))
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 4, rel=0.1)
+    assert gaps[len(gaps) // 2] == pytest.approx(0.693 / 4, rel=0.15)  # exponential, not even
+    lengths = [job.new_tokens for job in many]
+    assert (min(lengths), max(lengths)) == (16, 256) and len({job.seed for job in many}) == 2000
+    closed = jobs_of(Load(clients=3), PROMPTS, 2000, (16, 256), 5)
+    assert [job.new_tokens for job in closed] == lengths and not any(job.due for job in closed)
+    assert [list(job.prompt) for job in closed[:5]] == [*PROMPTS, PROMPTS[0]]
+
+
+def test_figures_are_of_requests_and_of_rounds() -> None:
+    fast = Served(0.0, 0.5, [1, 2, 3], [1.0, 1.0, 2.0])  # two tokens of one step
+    slow = Served(1.0, 3.0, [4], [4.0])
+    found = figures([fast, slow])
+    assert (found["tokens_per_s"], found["seconds"]) == (1.0, 4.0)
+    assert (found["ttft_ms_p50"], found["ttft_ms_max"]) == (2000.0, 3000.0)
+    assert found["tpot_ms_p50"] == 500.0 and found["gap_ms_max"] == 1000.0  # the other has no second token
+    assert found["wait_ms_max"] == 2000.0
+    assert middle([found, found | {"tokens_per_s": 3.0}, found | {"tokens_per_s": 9.0}])["tokens_per_s"] == 3.0
+    assert rows_over_time([fast, slow], lambda one: one.due) == ([0.0, 1.0, 2.0, 4.0], [1, 2, 1, 0])
+
+
+def reference(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    decoder = Decoder(tiny("llama"), method=AR())
+    pairs = zip(prompts, lengths, strict=True)
+    return [decoder.generate(list(row), PARAMS, max_new_tokens=length).tokens for row, length in pairs]
+
+
+def test_an_engine_serves_what_its_method_generates() -> None:
+    target = tiny("llama")
+    decoder = Decoder(target, draft=noisy_copy(target, 0.02), method=SD(2), guard=False, prefix_bytes=0)
+    asked = jobs_of(Load(clients=2), PROMPTS, 4, (3, 9), 1)
+    wanted = reference([job.prompt for job in asked], [job.new_tokens for job in asked])
+    for clients in (2, 4):
+        served = drive(EngineServer(decoder, PARAMS), asked, clients)
+        assert [one.tokens for one in served] == wanted
+        for one in served:
+            assert one.begun is not None and one.due <= one.begun < one.times[0] <= one.times[-1]
+    assert not decoder.engine.busy
+
+
+def test_static_batches_begin_when_the_one_before_has_ended() -> None:
+    decoder = Decoder(tiny("llama"), method=AR(), prefix_bytes=0)
+    asked = [Job((3, 4, at), length, 0.0, 0) for at, length in enumerate((2, 9, 3, 5, 4))]
+    server, rows = EngineServer(decoder, PARAMS, batch=2), []
+    step = server.step
+
+    def watched(timeout: float | None) -> list[Event]:
+        events = step(timeout)
+        rows.append({event.key for event in events if event.tokens})
+        return events
+
+    server.step = watched  # type: ignore[method-assign]
+    served = drive(server, asked, 5)
+    assert [one.tokens for one in served] == reference([job.prompt for job in asked], (2, 9, 3, 5, 4))
+    assert [each for each in rows if each] == [{0, 1}] * 2 + [{1}] * 7 + [{2, 3}] * 3 + [{3}] * 2 + [{4}] * 4
+
+
+def test_transformers_own_continuous_batching_is_served_alike() -> None:
+    asked = jobs_of(Load(clients=3), PROMPTS, 4, (3, 9), 1)
+    server = BatchingServer(Peers(tiny("llama"), None, PARAMS), 4, 16)
+    try:
+        served = drive(server, asked, 3)
+    finally:
+        server.close()
+    assert [one.tokens for one in served] == reference([job.prompt for job in asked], [job.new_tokens for job in asked])
+    for one, job in zip(served, asked, strict=True):
+        assert one.begun is not None and one.begun <= one.times[0] and len(one.times) == job.new_tokens
+        assert one.times == sorted(one.times)
+
+
+def test_servers_are_of_one_kind() -> None:
+    each: list[Server] = [Clockwork(), EngineServer(Decoder(tiny("llama"), method=AR()), PARAMS)]
+    assert len(each) == 2
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "forerun", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+def test_a_run_under_load(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = bench(
+        *("--methods", "sd,static,static/sd,hf-batch", "--clients", "2,4", "--rate", "50", "--requests", "4"),
+        *("--new-tokens", "3:8", "--rounds", "2", "--prompt-tokens", "12", "--threads", "1", "--json"),
+        *("--out", str(out), "--method-arg", "sd.gamma=3"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert printed == json.loads((out / "results.json").read_text())
+    assert set(printed["clients"]) == {"2", "4"} and set(printed["rate"]) == {"50"}
+    assert {"tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"} <= set(printed["clients"]["4"])
+    assert printed["clients"]["4"]["method"] == "sd"
+    assert list(printed["methods"]) == ["ar", "sd", "static", "static/sd", "hf-batch"]
+    for name, method in printed["methods"].items():
+        assert set(method) == {"clients", "rate"}
+        for each in [*method["clients"].values(), *method["rate"].values()]:
+            assert each["exact_match"] == 1.0 and each["differences"] == [] and each["over"][name] == 1.0
+    arguments = printed["arguments"]
+    assert arguments["methods"]["static/sd"] == {"gamma": 3} and arguments["clients"] == [2, 4]
+    lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 5 * 2 and all(len(line["requests"]) == 4 for line in lines)
+    page = (out / "report.md").read_text()
+    assert "--clients 2 --clients 4 --rate 50.0" in page and "static/sd" in page and "rows-rate-50.png" in page
+    for name in ("clients-2", "clients-4", "rate-50"):
+        assert (out / f"rows-{name}.png").stat().st_size > 1000
+    again = bench("--clients", "2", "--out", str(out))
+    assert again.returncode == 2 and "holds a run already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "static"], "'static' needs --clients or --rate"),
+        (["--methods", "hf-batch"], "'hf-batch' needs --clients or --rate"),
+        (["--methods", "hf-ar", "--clients", "2"], "'hf-ar' is not for --clients and --rate; hf-batch is"),
+        (["--methods", "static/turbo", "--clients", "2"], "unknown method 'static/turbo'"),
+        (["--clients", "0"], "--clients must be at least 1"),
+        (["--clients", "two"], "--clients takes numbers"),
+        (["--rate", "0"], "and --rate above 0"),
+        (["--clients", "2", "--batch", "4"], "--batch is not for --clients"),
+        (["--clients", "2", "--profile"], "--profile"),
+        (["--clients", "2", "--new-tokens", "9:8"], "--new-tokens must be MIN:MAX with 1 <= MIN <= MAX"),
+        (["--clients", "2", "--new-tokens", "9"], "--new-tokens takes MIN:MAX, not '9'"),
+        (["--clients", "2", "--requests", "500"], "--requests 500 are more than the"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_static_batches_are_of_any_method() -> None:
+    found = parse_methods(["static", "static/sd", "hf-batch"], ["sd.gamma=2"], None, {})
+    assert found == {"ar": AR(), "static": AR(), "static/sd": SD(2), "hf-batch": None}
+    with pytest.raises(ValueError, match="'hf-batch' is for greedy decoding"):
+        Plan({"ar": AR(), "hf-batch": None}, clients=(2,), temperature=1.0)

@@ -1,0 +1,459 @@
+"""Each part of each method at work: in toy languages whose answers are known, drafts, acceptance and reuse are exactly
+what the part makes them. Without the part, or with an index wrong by one, they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log
+from time import sleep
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from languages import SIZE, VOCAB, copying_head, counter, cycle, head, layer, model
+from transformers import PreTrainedModel
+
+from forerun import Decoder
+from forerun.api import Completion
+from forerun.costs import Costs
+from forerun.drafters.plain import PlainDrafter
+from forerun.engine import Proposal
+from forerun.methods import Settings
+from forerun.methods.chains import AR, Pacer, SpecDec
+from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
+from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
+from forerun.metrics import Stats, total
+from forerun.model import CausalLM
+from forerun.runtime.heads import head_rows
+from forerun.train.head_losses import measure
+from forerun.train.heads import HeadRecipe
+
+TURN = 12  # the usual language says 0, 1, .., 11, 0, ..
+WRONG = 20  # nobody's token
+
+
+def run(
+    target: PreTrainedModel, method: Any, prompt: Sequence[int] = (11, 0), new: int = 120, **parts: Any
+) -> Completion:
+    """What a method makes of a prompt; the text must be the target's own."""
+    decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False, **parts)
+    decoder.costs = Costs({1: 1.0, 16: 1.5}, {1: 0.1}, head={1: 0.05})
+    done = decoder.generate(list(prompt), max_new_tokens=new, ignore_eos=True)
+    assert done.tokens == plain(target, tuple(prompt), new)
+    return done
+
+
+@lru_cache(maxsize=1)
+def plain(target: PreTrainedModel, prompt: tuple[int, ...], new: int) -> list[int]:
+    return Decoder(target, method=AR()).generate(list(prompt), max_new_tokens=new, ignore_eos=True).tokens
+
+
+def rooted(done: Completion, prompt: Sequence[int]) -> list[tuple[int, Any]]:
+    """Every step but the last, which the limit cuts, with the token that its draft stands behind."""
+    roots = [prompt[-1], *(step.tokens[-1] for step in done.steps)]
+    return list(zip(roots, done.steps, strict=False))[:-1]
+
+
+# Heads over hidden states
+
+
+def test_states_follow_from_states() -> None:
+    """The head counts on from the state before: every place is right, without any token information."""
+    target = model(cycle(range(TURN)))
+    counts = {i: (i + 1) % TURN for i in range(TURN)}
+    for tokens, states in (({i: i for i in range(TURN)}, counts), ({}, counts)):
+        done = run(target, Lyanna(depth=6, reuse="off"), [0, 1], head=head(target, states=states, tokens=tokens))
+        assert done.stats.acceptance_by_position == (1.0,) * 6
+        assert all(len(step.tokens) == 7 and step.draft_forwards == 6 for _, step in rooted(done, [1]))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_token_information_tells_what_states_cannot(width: int) -> None:
+    """All states are alike: only the token before tells the next one, at every place the token drafted there."""
+    target = model(cycle(range(TURN)))
+    blank = head(target, states={VOCAB: VOCAB}, tokens=dict.fromkeys(range(TURN), VOCAB))
+    told = head(
+        target,
+        states={VOCAB: VOCAB},
+        tokens=dict.fromkeys(range(TURN), VOCAB),
+        information=cycle(range(TURN)),
+    )
+    method = Lyanna(depth=6, width=width, nodes=16, reuse="off")
+    assert run(target, method, head=told).stats.acceptance_by_position == (1.0,) * 6
+    assert run(target, method, head=blank).stats.tau < 1.5
+
+
+def surprised(**settings: Any) -> tuple[PreTrainedModel, Any]:
+    """A target and a head that never foresees 4, goes on rightly behind it all the same, but is blind where the text
+    ends with 4: then it says WRONG, with little confidence, and nothing else."""
+    after = [VOCAB + i for i in range(TURN)]  # the head's state behind each token
+    unforeseen, blind = VOCAB + TURN, VOCAB + TURN + 1
+    rows = {unforeseen: WRONG, blind: {WRONG: 0.01}}
+    target = model(cycle(range(TURN)) | {after[i]: (i + 1) % TURN for i in range(TURN)} | rows)
+    states = {after[i]: after[(i + 1) % TURN] for i in range(TURN)}
+    tokens = dict(enumerate(after))
+    return target, head(
+        target,
+        states=states | {after[2]: unforeseen, unforeseen: after[4], blind: blind},
+        tokens=tokens | {3: unforeseen, 4: blind},
+        **settings,
+    )
+
+
+def left_over(done: Completion, prompt: Sequence[int], depth: int) -> list[tuple[int, Any]]:
+    """The steps behind 4, each with how many places the last draft had beyond it."""
+    steps = rooted(done, prompt)
+    drafted, passed, found = 0, 0, []
+    for root, step in steps:
+        if root == 4:
+            found.append((max(0, drafted - passed), step))
+        if step.draft_forwards:
+            drafted, passed = depth, 0
+        passed += step.accepted + 1
+    return found
+
+
+def test_old_logits_stand_in_for_blind_ones() -> None:
+    """Added to logits that say nothing of use, the logits of the step before are right as far as they go."""
+    target, made = surprised()
+    off = run(target, Lyanna(depth=8, reuse="off"), head=made)
+    assert "reused" not in off.origins
+    assert all(step.accepted == 0 for _, step in left_over(off, [0], 8))
+    for weight in (0.6, 0.01):
+        done = run(target, Lyanna(depth=8, reuse="add", weight=weight), head=made)
+        behind = left_over(done, [0], 8)
+        assert max(left for left, _ in behind) > 3 and len(behind) > 5
+        if weight == 0.01:  # too little to matter
+            assert all(step.accepted == 0 for _, step in behind)
+            continue
+        assert all(step.accepted == left for left, step in behind)
+        assert all(step.origins[:-1] == ("reused",) * left for left, step in behind)
+        assert done.stats.tau > 1.15 * off.stats.tau
+
+
+@pytest.mark.parametrize("reuse", ["branch", "free"])
+def test_old_logits_by_themselves(reuse: str) -> None:
+    """A branch of the old logits, or a draft of them alone, is right as far as they go; the latter runs no head."""
+    target, made = surprised()
+    done = run(target, Lyanna(depth=8, reuse=reuse, least=2), head=made)
+    behind = left_over(done, [0], 8)
+    assert max(left for left, _ in behind) > 3 and len(behind) > 5
+    for left, step in behind:
+        enough = left >= (2 if reuse == "free" else 1)
+        assert step.accepted == (left if enough else 0)
+        assert step.origins[:-1] == ("reused",) * step.accepted
+        assert (step.draft_forwards == 0) == (reuse == "free" and enough)
+
+
+@pytest.mark.parametrize("reuse", ["branch", "free"])
+def test_old_logits_take_the_token_that_came(reuse: str) -> None:
+    """Old states that say nothing, with the information of the token that the target said, find what follows."""
+    order = [(7 * i) % TURN for i in range(TURN)]
+    following = cycle(order)
+    after, wrong, blank = [VOCAB + i for i in range(TURN)], VOCAB + TURN, VOCAB + TURN + 1
+    # The first place is right, the second one wrong, and from then on only tokens tell.
+    target = model(following | {after[i]: row for i, row in following.items()} | {wrong: WRONG})
+    made = head(
+        target,
+        tokens=dict(enumerate(after)),
+        states=dict.fromkeys(after, wrong) | {wrong: blank, blank: blank},
+        information={token: {row: 0.02} for token, row in following.items()},
+    )
+    done = run(target, Lyanna(depth=6, reuse=reuse, least=2), [order[-1], order[0]], head=made)
+    steps = [step for _, step in rooted(done, [order[0]])]
+    # Of six places one is accepted and the next one rejected; four are left, and then a step begins anew.
+    assert [step.accepted for step in steps] == [1, 4] * (len(steps) // 2) + [1] * (len(steps) % 2)
+    assert all(step.origins[1:4] == ("reused",) * 3 for step in steps[1::2])
+
+
+EVEN = [[0.0, 1.0, 0.9]]
+SURE, HOPELESS = [3.0, 1.0, 0.9], [-20.0, 1.0, 0.9]  # of calibrations
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_calibration_says_how_deep(width: int) -> None:
+    """The head says the same of all places, and its calibration what that is worth at each."""
+    target = model(cycle(range(TURN)))
+    states, tokens = {i: (i + 1) % TURN for i in range(TURN)}, {i: i for i in range(TURN)}
+    for curves, deep in (([SURE], 12), ([SURE] * 4 + [HOPELESS], 4), ([HOPELESS], 0)):
+        made = head(target, states=states, tokens=tokens, curves=curves)
+        done = run(target, PacerLyanna(depth=12, width=width, nodes=12, block=2, reuse="off"), head=made)
+        assert {step.drafted for _, step in rooted(done, [0])} == {deep}
+
+
+def test_calibration_of_old_states_is_that_of_their_own_places() -> None:
+    """Six places are worth a token, of old states those that are left of the six."""
+    target, made = surprised(curves=[SURE] * 6 + [HOPELESS])
+    done = run(target, PacerLyanna(depth=8, block=8, reuse="free", least=2), head=made)
+    behind = [(left, step) for left, step in left_over(done, [0], 8) if left >= 2]
+    assert len(behind) > 5 and max(left for left, _ in behind) > 3
+    assert all(step.drafted == max(0, left - 2) for left, step in behind)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_eagle_knows_where_it_stands(width: int) -> None:
+    """Its attention goes a fixed way back, from drafted tokens too, in a text whose period is that way."""
+    target = model(cycle(range(9)) | {VOCAB + t: t for t in range(9)})
+    made = copying_head(target, 9)
+    prompt = [*range(9), *range(9)]
+    done = run(target, Eagle(depth=5, width=width, nodes=12), prompt, head=made, new=60)
+    assert done.stats.acceptance_by_position == (1.0,) * 5
+    for back in (8, 10):
+        wrong = copying_head(target, back)
+        assert run(target, Eagle(depth=5, width=width, nodes=5), prompt, head=wrong, new=20).stats.accepted == 0
+
+
+def test_a_beam_goes_on_from_its_own_parent() -> None:
+    """Of two beams the second goes on better and becomes the first. Both have the same token; what comes next is in
+    the state of its parent alone."""
+    root, second, token, last, first, other = 0, 1, 2, 3, 4, 5
+    forks, behind_first, behind_second, right, wrong = (VOCAB + i for i in range(5))
+    target = model(
+        cycle([root, second, token, last])
+        | {
+            forks: {first: 0.6, second: 0.4},
+            behind_first: {token: 0.55, other: 0.45},
+            behind_second: {token: 0.99},
+            right: last,
+            wrong: WRONG,
+        }
+    )
+    made = head(
+        target,
+        "eagle",
+        states={last: forks, behind_first: wrong, behind_second: right},
+        tokens={first: behind_first, second: behind_second},
+    )
+    prompt = [root, second, token, last, root]
+    done = run(target, Eagle(depth=3, width=2, nodes=6), prompt, head=made)
+    assert all(step.accepted == 3 for _, step in rooted(done, prompt))
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
+    """At every place the target takes the second of two tokens. The next draft follows from the state of the last
+    token that was accepted, and no token tells the head anything."""
+    told = {i: {(i + 1) % TURN: 0.4, (i + 1) % TURN + TURN: 0.6} for i in range(TURN)}
+    target = model(cycle(range(TURN)) | {VOCAB + i: row for i, row in told.items()})
+    states = {i: VOCAB + (i + 1) % TURN for i in range(TURN)}
+    states |= {VOCAB + i: VOCAB + (i + 1) % TURN for i in range(TURN)}
+    ahead = [{i: VOCAB + (i + k) % TURN for i in range(TURN)} for k in (1, 2)] if kind == "medusa" else []
+    made = head(target, kind, states=states, ahead=ahead)
+    method: Any = {
+        "lyanna": Lyanna(depth=2, width=2, nodes=6, reuse="off"),
+        "eagle": Eagle(depth=2, width=2, nodes=6),
+        "medusa": Medusa(depth=2, width=2, nodes=6),
+    }[kind]
+    done = run(target, method, [10, 11, 0], head=made)
+    assert all(step.accepted == 2 for _, step in rooted(done, [0]))
+    narrow: Any = {"lyanna": Lyanna(depth=2, reuse="off"), "eagle": Eagle(depth=2), "medusa": Medusa(depth=2)}[kind]
+    assert run(target, narrow, [10, 11, 0], head=made).stats.accepted == 0
+
+
+def test_a_medusas_places() -> None:
+    """Block k stands for k places behind the last state that is known, whose next token is known too."""
+    target = model(cycle(range(TURN)))
+    ahead = [{i: (i + k) % TURN for i in range(TURN)} for k in range(1, 6)]
+    done = run(target, Medusa(depth=5), [11, 0], head=head(target, "medusa", ahead=ahead))
+    assert done.stats.acceptance_by_position == (1.0,) * 5
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "token information", "eagle", "medusa"])
+def test_training_has_the_same_places(kind: str) -> None:
+    """Heads that drafts show to be right at every place are right in training as well, and wrong ones are not."""
+    period = 9 if kind == "eagle" else TURN
+    target = model(cycle(range(period)) | ({VOCAB + t: t for t in range(period)} if kind == "eagle" else {}))
+    counts, same = {i: (i + 1) % TURN for i in range(TURN)}, {i: i for i in range(TURN)}
+    made = {
+        "lyanna": lambda: head(target, states=counts, tokens=same),
+        "token information": lambda: head(target, information=cycle(range(TURN))),
+        "eagle": lambda: copying_head(target, period),
+        "medusa": lambda: head(target, "medusa", ahead=[{i: (i + k) % TURN for i in range(TURN)} for k in range(1, 5)]),
+    }[kind]()
+    judge, windows = CausalLM(target), torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)])
+    recipe = HeadRecipe(prompt=16, output=24, unroll=4)
+    found = measure(made, judge, head_rows(judge, made.hot, SIZE), windows, recipe)
+    assert found["survival"] == [1.0] * 4
+    assert (found["without_information"] == [1.0] * 4) == (kind != "token information")
+
+
+# Pacer
+
+
+def pair(wrong: dict[int, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target that goes round and round, and a draft that is wrong behind some tokens."""
+    return model(cycle(range(TURN))), model(cycle(range(TURN)) | wrong)
+
+
+def test_thresholds_grow_with_rho() -> None:
+    """A layer that says 0.6 of everything: with blocks of 2 the third threshold of 0.5, 0.55, 0.605 ends a draft."""
+    target, draft = pair({})
+    said = layer(target, draft, log(0.6 / 0.4))
+    for rho, length in ((1.0, 10), (1.1, 6), (1.25, 4), (0.9, 10)):
+        for score in ("last", "mean", "min"):
+            method = Pacer(block=2, threshold=0.5, rho=rho, score=score, most=10)
+            done = run(target, method, draft=draft, pre_verifier=said)
+            assert {step.drafted for _, step in rooted(done, [0])} == {length}
+
+
+def test_a_chance_of_rejection_adds_up() -> None:
+    """SpecDec++ multiplies what its head says of each token: 0.9 ** 4 is the first power below 0.7."""
+    target, draft = pair({})
+    said = layer(target, draft, log(0.9 / 0.1), inputs=["hidden"], kind="acceptance")
+    done = run(target, SpecDec(threshold=0.3), draft=draft, pre_verifier=said)
+    assert {step.drafted for _, step in rooted(done, [0])} == {4}
+
+
+@pytest.mark.parametrize("phrases", [False, True])
+def test_echoes_find_what_the_text_contradicts(phrases: bool) -> None:
+    """The draft is wrong behind 5, where the text has gone on otherwise before: each draft ends with that token."""
+    turn = [*range(6), 12, *range(6, TURN)]
+    target, draft = model(cycle(turn)), model(cycle(range(TURN)) | {12: 6})
+    said = layer(target, draft, 5.0, [("echoes", 4, -1.0, -10.0)])
+    settings: dict[str, Any] = {"block": 1, "threshold": 0.5, "most": 32}
+    method: Any = PacerOuroboros(**settings, suffixes=0) if phrases else Pacer(**settings)
+    done = run(target, method, [*turn, 0], draft=draft, pre_verifier=said)
+    steps = rooted(done, [0])
+    assert all((step.drafted, step.accepted) == (13, 12) for _, step in steps[1:])
+    assert (steps[0][1].drafted, steps[0][1].accepted) == (6, 5)
+
+
+def test_the_targets_state_announces_a_wrong_draft() -> None:
+    """The draft is wrong behind 0, and the state that gave 0 says so: such a draft ends with its first token."""
+    target, draft = pair({0: WRONG})
+    said = layer(target, draft, 5.0, [("target", 11, 1.0, -10.0)])
+    done = run(target, Pacer(block=1, threshold=0.5, most=10), draft=draft, pre_verifier=said)
+    steps = rooted(done, [0])[1:]
+    assert len(steps) > 15
+    assert all(step.drafted == (1 if root == 0 else 10) for root, step in steps)
+    assert {root for root, _ in steps} == {0, 1}
+
+
+@pytest.mark.parametrize("run_back", [0, 1, 2])
+@pytest.mark.parametrize("phrases", [False, True])
+def test_lengths_follow_earlier_runs(phrases: bool, run_back: int) -> None:
+    """A draft is long where the present run of accepted tokens, the one before or the one before that is 3 or more."""
+    target, draft = pair({0: WRONG, 1: WRONG, 4: WRONG})
+    said = layer(target, draft, -100 * log(1 + 2.5), [("history", run_back, 100.0, 1.0)])
+    settings: dict[str, Any] = {"block": 1, "threshold": 0.5, "most": 5}
+    method: Any = PacerOuroboros(**settings, suffixes=0) if phrases else Pacer(**settings)
+    done = run(target, method, draft=draft, pre_verifier=said)
+    runs = [0.0, 4.0, 4.0]
+    seen = set()
+    for _, step in rooted(done, [0]):
+        assert step.drafted == (5 if runs[run_back] > 2.5 else 1)
+        seen.add(step.drafted)
+        rejected = step.origins[-1] == "correction"
+        runs[0] += step.accepted + (not rejected)
+        if rejected:
+            runs = [0.0, *runs[:2]]
+    assert seen == {1, 5}
+
+
+# Phrases
+
+
+def test_lookahead_guesses_what_came_before() -> None:
+    """Where the text repeats itself, phrases of the pool are right to their ends."""
+    target = model(cycle(range(TURN)))
+    prompt = [*range(TURN), 0]
+    done = run(target, Lookahead(window=0, guesses=2, ngram=5), prompt)
+    assert all(step.accepted == 4 and step.origins[:4] == ("phrase",) * 4 for _, step in rooted(done, prompt))
+
+
+def test_lookahead_makes_phrases_of_its_window() -> None:
+    """A text that says nothing twice: phrases that are right can only come from the window, which has gone on from
+    other tokens of the prompt before the text came to them."""
+    target = model(cycle(range(VOCAB)))
+    prompt = [8] * 40 + [0]
+    done = run(target, Lookahead(window=6, guesses=3, ngram=4, warm=False), prompt, new=VOCAB - 2)
+    assert done.origins.count("phrase") >= 6
+
+
+def test_lookaheads_window_keeps_its_place() -> None:
+    """In a language of positions the window becomes right as long as it stands where it stood before."""
+    method = Lookahead(window=6, guesses=3, ngram=4, warm=False)
+    done = run(counter(60), method, [7, 3, 59, 7, 31], new=50)
+    assert done.origins.count("window") >= 24
+    # Where every fourth token is any of eight, what the window says behind it is right all the same.
+    stats = sampled(counter(60, 4), Lookahead(window=8, guesses=1, ngram=4, warm=False))
+    assert stats.tau > 2.15
+
+
+def test_phrases_fill_the_room_that_is_left() -> None:
+    """Six tokens may come, five of them drafted: a phrase of four and the token behind it, in one forward."""
+    target, draft = pair({})
+    prompt = [*range(TURN), 0]
+    for new, forwards in ((6, 1), (5, 1), (3, 1), (2, 1), (7, 2), (11, 2)):
+        done = run(target, Ouroboros(gamma=20, ngram=5, guesses=1, suffixes=0), prompt, new=new, draft=draft)
+        (step,) = done.steps
+        assert (step.drafted, step.draft_forwards) == (new - 1, forwards)
+
+
+def test_phrases_spare_draft_forwards() -> None:
+    """Of ten tokens five come with each forward; four more hang behind them for nothing."""
+    target, draft = pair({})
+    prompt = [*range(TURN), *range(TURN), 0]
+    done = run(target, Ouroboros(gamma=10, ngram=5, guesses=1, suffixes=1), prompt, draft=draft)
+    for _, step in rooted(done, prompt):
+        assert (step.drafted, step.draft_forwards, step.accepted) == (14, 2, 14)
+        assert step.origins[10:14] == ("phrase",) * 4
+
+
+def test_phrases_of_a_drafts_window() -> None:
+    """Where the text says nothing twice, the pool has nothing but what the window found: without it each of the 21
+    tokens would take a forward."""
+    target, draft = (model(cycle(range(VOCAB))) for _ in range(2))
+    method = Ouroboros(gamma=21, window=6, ngram=4, guesses=2, suffixes=0, sources="", warm=False)
+    (step,) = run(target, method, [8] * 40 + [0], new=22, draft=draft).steps
+    assert step.drafted == 21 and step.draft_forwards <= 17
+
+
+def test_a_drafts_window_stands_where_its_text_ends() -> None:
+    """In a language of positions the window's guesses are right if they keep their places, and only then."""
+    method = Ouroboros(gamma=12, window=8, ngram=4, guesses=0, suffixes=0, sources="", warm=False)
+    done = run(counter(60), method, [7, 3, 59, 7, 31], new=50, draft=counter(60))
+    assert done.stats.accepted == done.stats.drafted > 2.5 * done.stats.draft_forwards
+    stats = sampled(counter(60, 4), method, draft=counter(60, 4))
+    assert stats.draft_forwards < 0.45 * stats.drafted
+
+
+def sampled(target: PreTrainedModel, method: Any, **parts: Any) -> Stats:
+    """What eight samples of 50 tokens that do not repeat themselves come to."""
+    decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False)
+    prompt = [7, 3, 59, 7, 31]
+    done = [decoder.generate(prompt, max_new_tokens=50, temperature=1.0, seed=seed).stats for seed in range(8)]
+    return total(done)
+
+
+# The guard
+
+
+@dataclass(frozen=True)
+class Silent(Settings):
+    """A method that takes its time and then proposes nothing."""
+
+    name: ClassVar[str] = "silent"
+    asked: ClassVar[list[int]] = []
+
+    def build(self, parts: Any) -> Any:
+        return SilentDrafter()
+
+
+class SilentDrafter(PlainDrafter):
+    def propose(self, seqs: Any) -> Proposal:
+        Silent.asked.append(len(seqs))
+        sleep(0.02)
+        return super().propose(seqs)
+
+
+def test_an_empty_draft_is_no_failure() -> None:
+    """A drafter that has nothing to propose costs the guard's patience nothing: it is asked in every step but the first
+    two, however slow it is."""
+    Silent.asked.clear()
+    decoder = Decoder(model(cycle(range(TURN))), method=Silent(), guard=True)  # type: ignore[arg-type]
+    done = decoder.generate([11, 0], max_new_tokens=60, ignore_eos=True)
+    assert len(done.steps) == 60 and done.stats.drafted == 0
+    assert len(Silent.asked) == 58
