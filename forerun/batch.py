@@ -78,7 +78,7 @@ def lay_out(
     window: int | None = None,
     kinds: Sequence[str] | None = None,
 ) -> ForwardBatch:
-    """A batch of these entries, for a model of this device and dtype. The cache is told where they will go.
+    """A batch of these entries, for a model of this device and dtype. Tells the cache where they will go.
 
     `window`: how far attention sees back, None for everything; with `kinds`, layer types, only in sliding ones, and the
     mask is a dictionary by type.

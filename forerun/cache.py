@@ -105,14 +105,17 @@ class KVCache(Cache):
                     sources.append(start + node)
                     places.append(start + place)
             self.lengths[row] = start + len(path)
-        ready = self._ready() if rows else []
-        if ready:
-            row, source, place = torch.tensor([rows, sources, places], device=ready[0].keys.device)
-            for layer in ready:
-                layer.keys[row, :, place] = layer.keys[row, :, source]
-                layer.values[row, :, place] = layer.values[row, :, source]
+        if not rows:
+            return
+        moved = torch.tensor([rows, sources, places])
+        for layer in self._ready():
+            if moved.device != layer.keys.device:  # a device map may spread layers
+                moved = moved.to(layer.keys.device)
+            row, source, place = moved
+            layer.keys[row, :, place] = layer.keys[row, :, source]
+            layer.values[row, :, place] = layer.values[row, :, source]
 
-    def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+    def crop_to(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
         """Forgets the positions from `lengths[r]` on of each sequence."""
         for id, length in zip(ids, lengths, strict=True):
             assert 0 <= length <= self.length(id)
@@ -129,7 +132,7 @@ class KVCache(Cache):
     def copy_in(self, id: int, stored: Stored, length: int) -> None:
         """Makes the first `length` positions of what `view` gave all that a sequence has."""
         row = self._rows[id]
-        self.reserve(len(self.ids), length)
+        self.reserve(0, length)
         for layer, entry in zip(self.layers, stored, strict=True):
             if entry is not None and length:
                 layer.lazy_initialization(*entry)
@@ -143,7 +146,7 @@ class KVCache(Cache):
         """Called before a forward of the first `size` rows. New entries [B, G, N, D] go to `slots` [B, N], without
         them to `start` on in all rows. Attention is given the first `end` slots; `start` is the longest length."""
         if end > self.capacity or size > self.rows_capacity:  # no reservation was made, or too small a one
-            self.reserve(max(size, len(self.ids)), end)
+            self.reserve(size, end)
         self._start, self._end, self._slots = start, end, slots
         if size != self._size:
             self._size = size
@@ -195,14 +198,15 @@ class KVCache(Cache):
         if budget is None:
             return True
         rows = len(self.ids) if rows is None else rows
-        longest = _blocks(max([reserve, *self._reserves[:rows]]))
+        longest = _blocks(max([reserve, *self._reserves[:rows], *self.lengths[:rows]]))
         return (rows + 1) * longest * (position_bytes or self.position_bytes or 0) <= budget
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Has the buffers hold so many rows and positions; they are moved where they do not. What is committed stays.
-        Nothing is allocated before the first forward."""
+        """Has the buffers hold so many rows and positions; they are moved where they do not. What is committed stays,
+        provisional entries may be lost. Nothing is allocated before the first forward."""
         if rows <= self.rows_capacity and positions <= self.capacity:
             return
+        rows, positions = max(rows, len(self.ids)), max([positions, *self.lengths])
         needed, each = (rows, _blocks(positions)), self.position_bytes or 0
 
         def within(rows: int, positions: int) -> bool:
@@ -265,7 +269,7 @@ class KVLayer(CacheLayerMixin):
             self._keys, self._values = self.keys[: self.cache._size], self.values[: self.cache._size]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes [B, G, N, D] where `KVCache.begin` said; returns views [B, G, end, D]."""
+        """Writes [B, G, N, D] where `KVCache.begin` wants it; returns views [B, G, end, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, keys, values = self.cache, self._keys, self._values
@@ -276,6 +280,8 @@ class KVLayer(CacheLayerMixin):
             values.narrow(2, start, new).copy_(value_states)
         else:
             rows = cache._row_indexes[cache._size]
+            if slots.device != keys.device:  # a device map may spread layers
+                rows, slots = rows.to(keys.device), slots.to(keys.device)
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)

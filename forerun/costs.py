@@ -16,7 +16,7 @@ class Costs:
         policy: ms of one call of the length policy's layer, where it has one.
         glance: ms of reading off how probable a draft's token was to the draft.
         head: of a state of a head over hidden states with its logits, by the number of rows; none without a head.
-        drawing, judging: ms that a draft's token and a node of the target's forward take longer where tokens are sampled.
+        drawing, judging: ms that a draft's token and a node of the target's forward take longer in sampling.
     """
 
     target: dict[int, float]

@@ -20,11 +20,11 @@ from transformers import (
 
 from forerun import methods
 from forerun.costs import Costs
-from forerun.driver import Driver, Run
 from forerun.drafters.guard import Guarded, Pace
 from forerun.drafters.phrases import PhrasePool
 from forerun.drafters.plain import PlainDrafter
 from forerun.drafters.split import Split
+from forerun.driver import Driver, Run
 from forerun.engine import Drafter, Engine, Step
 from forerun.generation import Generation, Request
 from forerun.lengths.oracle import Truth

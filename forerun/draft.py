@@ -42,7 +42,7 @@ class Draft:
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft") -> Draft:
-        """One branch without siblings, sampled from the distributions `q` [len(tokens), V]; without them point masses."""
+        """One branch without siblings, sampled from the distributions `q` [len(tokens), V]; point masses without."""
         return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1))
 
     def __len__(self) -> int:

@@ -9,6 +9,8 @@ from threading import Lock
 from forerun.engine import Engine, Step
 from forerun.generation import Request
 
+PATIENCE = 0.01  # seconds to wait for a turn before looking into one's box again
+
 
 class Driver:
     """Shares an engine. There is no thread of its own: whoever waits for its steps takes a turn at the engine, and
@@ -32,15 +34,21 @@ class Driver:
         return run
 
     def advance(self, box: deque[Step]) -> None:
-        """A step of the engine, unless somebody else's has brought something for this box."""
-        with self._turn:
+        """A step of the engine. None where another caller is at it for long: its step may have filled this box."""
+        if not self._turn.acquire(timeout=PATIENCE):
+            return
+        try:
             if box:
                 return
+            if not self.engine.busy:
+                raise RuntimeError("the engine was reset while requests were under way")
             for step in self.engine.step():
                 if step.id in self._boxes:
                     self._boxes[step.id].append(step)
                     if step.finish_reason is not None:
                         self._boxes.pop(step.id, None)
+        finally:
+            self._turn.release()
 
     def forget(self, ids: Iterable[int]) -> None:
         """Aborts these requests. Takes no lock: it may be called while garbage is collected."""

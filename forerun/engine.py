@@ -3,107 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count, islice
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from forerun.draft import Draft
 from forerun.generation import Generation, Request
 from forerun.model import CausalLM
-from forerun.sampling import Verdict, accept, accept_greedy
+from forerun.sampling import Verdict
+from forerun.steps import Drafter, Proposal, Step
+from forerun.verify import committed, judge, origins, scores_behind
+
+__all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 
 SLACK = 64  # positions that a tree may need beyond a sequence's limit
 CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
 
 
-class QueueFull(RuntimeError):
+class QueueFullError(RuntimeError):
     """More requests wait than the engine allows."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What a drafter answers: one draft a sequence, and what they cost together."""
-
-    drafts: list[Draft]
-    forwards: int = 0  # draft model forwards, each for all sequences at once
-    forward_seconds: float = 0.0
-    policy_seconds: float = 0.0
-
-
-class Drafter(Protocol):
-    """A method. Its state belongs to a sequence; every call may be about others of those that were admitted.
-
-    Attributes:
-        wants_hidden: whether it is to be given the target's hidden states.
-    """
-
-    wants_hidden: bool
-
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        """A sequence joins. `hidden` [n - 1, d]: the target's LM-head inputs over all of its n tokens but the last,
-        where they are wanted. Runs its prompt: after each chunk of at most `chunk` tokens yields how many it ran."""
-        ...
-
-    def propose(self, seqs: list[Generation]) -> Proposal:
-        """One draft each, at most `seq.room - 1` deep (the target adds one token itself)."""
-        ...
-
-    def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
-        """What became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's LM-head inputs
-        at the nodes of each draft, where they are wanted."""
-        ...
-
-    def drop(self, seq: Generation) -> None:
-        """A sequence leaves: it has ended, or was never admitted to the end."""
-        ...
-
-
-@dataclass(frozen=True)
-class Step:
-    """One target forward, as one sequence saw it. Seconds are those of all its rows.
-
-    Attributes:
-        id: of the request.
-        number: of the engine's step; steps of one number shared the forward.
-        rows: how many sequences did.
-        tokens: tokens committed, cut at the end of the sequence.
-        origins: where each came from: draft, lookup, ..., correction or bonus.
-        rejected: drafted tokens that were not accepted.
-        drafted, tested, accepted: numbers of proposed tokens; of those that the target looked at, the first rejection
-            included and nothing behind it; of those that it accepted.
-        draft_forwards: forwards of the draft model.
-        draft_seconds, policy_seconds, verify_seconds: drafting without its length policy, that policy, and the target's
-            forward with its verdict.
-        forward_seconds: of all these, inside forwards of the two models; what is left of `seconds` is overhead. On a
-            GPU forwards return before they are done, and this is the time to start them.
-        finish_reason: of the sequence, where this is its last step.
-        error: what a user's processor or criterion raised, where that ended it.
-    """
-
-    id: int
-    number: int
-    rows: int
-    tokens: tuple[int, ...] = ()
-    origins: tuple[str, ...] = ()
-    rejected: tuple[int, ...] = ()
-    drafted: int = 0
-    tested: int = 0
-    accepted: int = 0
-    draft_forwards: int = 0
-    draft_seconds: float = 0.0
-    policy_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    seconds: float = 0.0
-    finish_reason: str | None = None
-    error: Exception | None = None
 
 
 class Engine:
@@ -143,7 +64,7 @@ class Engine:
         self.waiting: deque[Generation] = deque()
         self._ids, self._aborted = count(), deque[int]()
         self._prefilling: tuple[Generation, Iterator[int]] | None = None
-        self._rate = 0.0  # tokens of prefill a second
+        self._rate = 256 / chunk_seconds  # tokens of prefill a second, until it is measured
         self._number = 0
         self._ended: list[Step] = []  # of sequences that ended without a forward
         self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
@@ -151,20 +72,20 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether anything runs or waits."""
-        return bool(self.running or self.waiting or self._prefilling)
+        return bool(self.running or self.waiting or self._prefilling or self._ended)
 
     def add(self, request: Request) -> int:
         """Queues a request; returns its id, which its steps carry.
 
         Raises:
             ValueError: a prompt that fills the model's context, or a request that the KV budget can never hold.
-            QueueFull: `max_queue` requests wait.
+            QueueFullError: `max_queue` requests wait.
         """
         context = self.target.context
         if context is not None and len(request.tokens) >= context:
             raise ValueError(f"the prompt of {len(request.tokens)} tokens fills the context of {context}")
         if self.max_queue is not None and len(self.waiting) >= self.max_queue:
-            raise QueueFull(f"{len(self.waiting)} requests wait already; the queue holds {self.max_queue}")
+            raise QueueFullError(f"{len(self.waiting)} requests wait already; the queue holds {self.max_queue}")
         seq = Generation(request, next(self._ids), self.target.device, context)
         if not self._fits(seq, 0):
             raise ValueError(
@@ -206,7 +127,8 @@ class Engine:
     def reset(self) -> None:
         """Forgets all requests."""
         self._requeue(self.running)
-        self.waiting.clear()
+        for each in (self.waiting, self._aborted, self._ended):
+            each.clear()  # type: ignore[attr-defined]
 
     def _step(self, seqs: list[Generation]) -> list[Step]:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
@@ -219,7 +141,7 @@ class Engine:
         self.target.commit(ids, [verdict.path for verdict in verdicts])
         verified = perf_counter()
         counts = [
-            0 if seq.error else seq.extend(_committed(draft, verdict), lambda i, s=found, v=verdict: s()[v.path[i]])
+            0 if seq.error else seq.extend(committed(draft, verdict), partial(scores_behind, found, verdict))
             for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
         ]
         self.drafter.observe(seqs, drafts, verdicts, self.target.hidden)
@@ -240,7 +162,7 @@ class Engine:
             Step(
                 id=seq.id,
                 tokens=tuple(seq.tokens[len(seq.tokens) - count :]),
-                origins=_origins(draft, verdict)[:count],
+                origins=origins(draft, verdict)[:count],
                 rejected=tuple(draft.tokens[node] for node in range(1, len(draft)) if node not in verdict.path),
                 drafted=draft.drafted,
                 tested=verdict.tested,
@@ -263,19 +185,13 @@ class Engine:
         return seq.limit + SLACK
 
     def _admit(self) -> None:
-        """Prefills what waits, in its order, until a chunk's tokens are used up."""
-        chunk = left = self._chunk()
-        while left > 0:
+        """Prefills what waits, in its order, for about `chunk_seconds`."""
+        begun = perf_counter()
+        while self._prefilling is not None or self._next_fits():
             if self._prefilling is None:
-                if not self.waiting or len(self.running) >= self.max_rows:
-                    break
-                seq = self.waiting[0]
-                if self.running and (left < min(chunk, len(seq.tokens)) or not self._fits(seq, len(self.running))):
-                    break
-                self.waiting.popleft()
-                self._prefilling = seq, self._prefill(seq, chunk)
+                seq = self.waiting.popleft()
+                self._prefilling = seq, self._prefill(seq, self._chunk())
             seq, prefill = self._prefilling
-            begun = perf_counter()
             try:
                 done = next(prefill, None)
             except Exception as error:
@@ -286,13 +202,23 @@ class Engine:
             if done is None:
                 self._prefilling = None
                 self.running.append(seq)
-            else:
-                left -= done
-                if done >= CHUNKS[0]:
-                    self._rate = done / (perf_counter() - begun)
+            tokens = len(self.waiting[0].tokens) if done is None and self.waiting else CHUNKS[1]
+            if perf_counter() - begun + min(tokens, self._chunk()) / self._rate > self.chunk_seconds:
+                return
+
+    def _next_fits(self) -> bool:
+        """Whether the first of those that wait may be admitted."""
+        if not self.waiting or len(self.running) >= self.max_rows:
+            return False
+        return not self.running or self._fits(self.waiting[0], len(self.running))
 
     def _prefill(self, seq: Generation, chunk: int) -> Iterator[int]:
-        yield from self.target.prefill(seq.tokens[:-1], chunk)
+        begun = perf_counter()
+        for done in self.target.prefill(seq.tokens[:-1], chunk):
+            if done >= CHUNKS[0]:
+                self._rate = done / max(perf_counter() - begun, 1e-9)
+            yield done
+            begun = perf_counter()
         self.target.join(seq.id, self._reserve(seq))
         hidden = self.target.prompt_hidden
         if hidden is not None and self.target.prefixes is not None:
@@ -301,11 +227,8 @@ class Engine:
 
     def _chunk(self) -> int:
         """Tokens of prefill between two steps: a power of two, so that few sizes are in use."""
-        least, most = CHUNKS
-        size = 256
-        if self._rate:
-            size = 1 << int(max(self._rate * self.chunk_seconds, 1)).bit_length() - 1
-        return min(max(size, least), most)
+        size = 1 << int(max(self._rate * self.chunk_seconds, 1)).bit_length() - 1
+        return min(max(size, CHUNKS[0]), CHUNKS[1])
 
     # Leaving.
 
@@ -355,44 +278,3 @@ class Engine:
             self.drafter.drop(seq)
         self.target.reset()
         self.waiting.extendleft(reversed(begun))
-
-
-def judge(
-    seqs: Sequence[Generation], drafts: Sequence[Draft], logits: Sequence[Tensor]
-) -> tuple[list[Verdict], list[Callable[[], Tensor]]]:
-    """The target's verdicts on drafts, from its logits [N_r, V] of each, and what gives the processed scores [N_r, V].
-
-    What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing.
-    """
-    argmax = [row.argmax(-1) for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
-    found = iter(torch.cat(argmax).tolist() if argmax else [])  # a GPU is waited for once
-    verdicts, scores = [], []
-    for seq, draft, row in zip(seqs, drafts, logits, strict=True):
-        if seq.sampler.is_argmax:
-            verdicts.append(accept_greedy(draft, list(islice(found, len(draft)))))
-            scores.append(row.float)
-            continue
-        verdict, own = _judge(seq, draft, row)
-        verdicts.append(verdict)
-        scores.append(lambda own=own: own)
-    return verdicts, scores
-
-
-def _judge(seq: Generation, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
-    def prefix(node: int) -> list[int]:
-        return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]
-
-    try:
-        scores = seq.sampler.scores(logits, prefix)
-        return accept(draft, scores, seq.greedy, seq.generator), scores
-    except Exception as error:
-        seq.error = error
-        return Verdict([0], 0, 0, False), logits
-
-
-def _committed(draft: Draft, verdict: Verdict) -> list[int]:
-    return [*(draft.tokens[node] for node in verdict.path[1:]), verdict.token]
-
-
-def _origins(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
-    return (*(draft.origins[node] for node in verdict.path[1:]), "correction" if verdict.rejected else "bonus")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,6 @@ from forerun.rows import LeanForward, Rows
 from forerun.support import check_model, context_of
 
 __all__ = ["CausalLM", "LeanForward", "Rows", "context_of", "fingerprint", "same_model"]
-
-# (inputs, cache, whether the LM head's input is wanted) -> as `LeanForward`, None for what is left to the
-# other forward; see `forerun.runtime.recorded`.
-RecordedForward = Callable[[Inputs, KVCache, bool], tuple[Tensor, Tensor | None] | None]
 
 _PROMPT = 0  # the only sequence of a prompt cache
 
@@ -50,6 +46,8 @@ class CausalLM(Rows):
     keeps_hidden = False
     hidden: list[Tensor] | None = None
     recorded: Any = None
+    _prompt_tokens: list[int]  # what the prompt cache holds, and of it
+    _prompt_hidden: list[Tensor]  # [n, d] in parts
 
     def __init__(self, model: PreTrainedModel, forward: LeanForward | None = None) -> None:
         """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
@@ -147,7 +145,7 @@ class CausalLM(Rows):
             cache.copy_in(_PROMPT, entry.stored, held)
             self._prompt_hidden = [] if entry.hidden is None else [entry.hidden[:held]]
         else:
-            cache.crop([_PROMPT], [held])
+            cache.crop_to([_PROMPT], [held])
             self._prompt_hidden = [self.prompt_hidden[:held]] if self.prompt_hidden is not None else []
         self._prompt_tokens = tokens[:held]
         cache.reserve(1, len(tokens))
@@ -197,8 +195,7 @@ class CausalLM(Rows):
     def forget_prompt(self) -> None:
         """Empties the prompt cache. Its buffers stay."""
         self._prompt.reset()
-        self._prompt_tokens: list[int] = []
-        self._prompt_hidden: list[Tensor] = []
+        self._prompt_tokens, self._prompt_hidden = [], []
 
     def reset(self) -> None:
         self.cache.reset()

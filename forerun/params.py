@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from numbers import Integral, Real
 from typing import Any
 
@@ -44,15 +44,17 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("max_new_tokens", self.max_new_tokens, "at least 1", lambda n: n >= 1)
+        _check("max_new_tokens", self.max_new_tokens, Integral, lambda n: n >= 1, "at least 1")
         # Between 0 and 0.001 sampling would be greedy but for rounding, which overflows.
-        _number("temperature", self.temperature, "0 (greedy) or at least 0.001", lambda x: x == 0 or x >= 1e-3)
-        _whole("top_k", self.top_k, "0 (all) or more", lambda n: n >= 0)
-        _number("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
-        _number("min_p", self.min_p, "between 0 and 1", lambda x: 0 <= x <= 1)
-        _number("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
+        _check(
+            "temperature", self.temperature, Real, lambda x: x == 0 or 1e-3 <= x < inf, "0 (greedy) or at least 0.001"
+        )
+        _check("top_k", self.top_k, Integral, lambda n: n >= 0, "0 (all) or more")
+        _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
+        _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "between 0 and 1")
+        _check("repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < inf, "above 0")
         if self.seed is not None:
-            _whole("seed", self.seed, "0 or more and below 2**62", lambda n: 0 <= n < 2**62)
+            _check("seed", self.seed, Integral, lambda n: 0 <= n < 2**62, "0 or more and below 2**62")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -61,15 +63,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
 
 
-def _whole(name: str, value: Any, allowed: str, fits: Callable[[int], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} must be an integer, not {value!r}")
-    if not fits(int(value)):
-        raise ValueError(f"{name} must be {allowed}, not {value}")
-
-
-def _number(name: str, value: Any, allowed: str, fits: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number, not {value!r}")
-    if not (isfinite(value) and fits(float(value))):
+def _check(name: str, value: Any, type_: type, fits: Callable[[Any], bool], allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, type_):
+        raise ValueError(f"{name} must be {'an integer' if type_ is Integral else 'a number'}, not {value!r}")
+    if not fits(value):
         raise ValueError(f"{name} must be {allowed}, not {value}")

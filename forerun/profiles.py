@@ -101,7 +101,7 @@ def home() -> Path:
 
 
 def identity(source: str | Path, part: str) -> Any:
-    """Differs between models of one name: a hub id, or a folder's configuration and its weight files with their sizes."""
+    """Differs between models of one name: a hub id, or a folder's configuration and weight files with their sizes."""
     folder = resolve(source, part)
     if not isinstance(folder, Path):
         return folder

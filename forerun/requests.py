@@ -65,6 +65,7 @@ def requests(
     stop = stop_strings(config)
     if stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; give tokenizer=...")
+    stops = StopStrings(tokenizer, stop) if stop and tokenizer is not None else None
     criteria = StoppingCriteriaList(criteria or [])
     if config.max_time is not None:
         criteria.append(MaxTimeCriteria(config.max_time))
@@ -86,7 +87,7 @@ def requests(
                 max_new_tokens=limit - len(row),
                 sampler=sampler,
                 eos=eos,
-                stop=StopStrings(tokenizer, stop) if stop and tokenizer is not None else None,
+                stop=stops,
                 criteria=criteria or None,
                 seed=seed,
                 stream=i,

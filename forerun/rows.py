@@ -54,7 +54,7 @@ class Rows:
 
     def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
         """Shortens each sequence to its first `lengths[r]` positions."""
-        self.cache.crop(ids, lengths)
+        self.cache.crop_to(ids, lengths)
 
     def reset(self) -> None:
         """Forgets all sequences. Buffers stay."""

@@ -193,14 +193,14 @@ def test_criteria_are_given_the_scores_that_gave_the_token(decoders: dict[str, D
 
 
 def test_rows_of_a_batch_have_their_own_allowed_tokens(decoders: dict[str, Decoder]) -> None:
-    even = PrefixConstrainedLogitsProcessor(lambda row, ids: list(range(row, 300, 2)), 1)
+    even = PrefixConstrainedLogitsProcessor(lambda row, ids: list(range(row, decoders["ar"].target.vocab_size, 2)), 1)
     for name in ("ar", "sd", "lookup"):
         rows = decoders[name].generate(["def add", "def add"], logits_processor=LogitsProcessorList([even]))
         assert [{token % 2 for token in row.tokens} for row in rows] == [{0}, {1}]
 
 
 def test_processors_with_a_state_of_their_own_are_refused(decoders: dict[str, Decoder]) -> None:
-    marks = SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 64, 0, torch.device("cpu"))
+    marks = SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 64, 0, 64, torch.device("cpu"))
     with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor is not supported: it keeps state"):
         decoders["sd"].generate("def add", logits_processor=LogitsProcessorList([marks]))
 

@@ -97,7 +97,7 @@ def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
             elif call == "crop":
                 some = data.draw(st.lists(st.sampled_from(ids), unique=True), "rows")
                 lengths = [data.draw(st.integers(0, len(pair.lists[id]))) for id in some]
-                pair.cache.crop(some, lengths)
+                pair.cache.crop_to(some, lengths)
                 for id, length in zip(some, lengths, strict=True):
                     pair.lists[id] = pair.lists[id][:length]
             elif call == "drop":
@@ -183,7 +183,7 @@ def test_a_longer_length_cannot_be_cropped_to() -> None:
     pair.add(4)
     pair.commit(pair.forward({4: 2}), [[0, 1]])
     with pytest.raises(AssertionError):
-        pair.cache.crop([4], [3])
+        pair.cache.crop_to([4], [3])
 
 
 def test_a_sequence_has_one_row() -> None:

@@ -12,8 +12,8 @@ import pytest
 import forerun
 
 ROOT = Path(forerun.__file__).parent
-GROUND = {"draft", "sampling", "cache", "batch", "prefix", "model", "generation"}
-LOOP = GROUND | {"engine", "metrics"}
+GROUND = {"draft", "sampling", "cache", "batch", "prefix", "rows", "support", "fingerprint", "model", "generation"}
+LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
 METHODS = LOOP | {"costs", "probabilities", "nn", "lengths", "drafters", "methods", "params"}
 API = METHODS | {"text", "files", "runtime", "zoo", "loading", "profiles", "driver", "requests", "decoder", "api"}
 TOP = API | {"hf"}
@@ -28,10 +28,15 @@ ALLOWED: dict[str, set[str]] = {
     "probabilities": set(),
     "batch": {"cache"},
     "prefix": {"cache"},
+    "rows": {"batch", "cache"},
+    "support": set(),
+    "fingerprint": set(),
     "sampling": {"draft"},
-    "model": {"draft", "sampling", "cache", "batch", "prefix"},
+    "model": {"draft", "sampling", "cache", "batch", "prefix", "rows", "support", "fingerprint"},
     "generation": {"sampling"},
-    "engine": GROUND,  # no drafter, whatever the method
+    "steps": {"draft", "generation", "sampling"},
+    "verify": {"draft", "generation", "sampling"},
+    "engine": GROUND | {"steps", "verify"},  # no drafter, whatever the method
     "driver": {"engine", "generation"},
     "requests": GROUND | {"params", "text"},
     "metrics": {"engine"},

@@ -97,6 +97,8 @@ class EngineServer:
         self.begun: set[int] = set()
         self._count = count()
         forget_phrases(decoder)
+        if batch is not None:
+            decoder.engine.chunk_seconds = 60.0  # nobody decodes yet who would wait for the others' prompts
 
     def add(self, job: Job) -> int:
         params = replace(self.params, max_new_tokens=job.new_tokens, seed=job.seed)

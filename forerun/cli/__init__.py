@@ -61,7 +61,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     if _is_interrupt(sys.exception()):
         return
     while frame is not None:  # inside an import nothing is to be cleaned up, and torch's aborts at an exception
-        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+        if frame.f_globals.get("__name__") in ("importlib._bootstrap", "_frozen_importlib"):
             _leave()
         frame = frame.f_back
     raise KeyboardInterrupt

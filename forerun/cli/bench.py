@@ -143,7 +143,7 @@ def bench(
             results = run(plan, files, out, resume=resume, profile=profile, say=_progress)
     except KeyboardInterrupt:
         if out is not None and not plan.loaded:
-            print(f"forerun: interrupted; what is measured stays in {out}: go on with --resume", file=sys.stderr)
+            print(f"forerun: what is measured stays in {out}: go on with --resume", file=sys.stderr)
         raise
     _progress("")
     if as_json:

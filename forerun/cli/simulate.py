@@ -20,7 +20,8 @@ def simulate(
         ),
     ] = None,
     learn: Annotated[
-        Path | None, typer.Option(help="Without --costs: another run, to learn from it what takes time beside forwards.")
+        Path | None,
+        typer.Option(help="Without --costs: another run, to learn from it what takes time beside forwards."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:

@@ -24,7 +24,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def is_as_made(model: PreTrainedModel) -> bool:
-    """Whether copies of the weights will say what the model says: nothing is adapted, quantised, hooked or patched."""
+    """Whether copies of the weights give what the model gives: nothing is adapted, quantised, hooked or patched."""
     plain = all(type(parameter.data) is Tensor for parameter in model.parameters())
     return plain and all(map(is_untouched, model.modules()))
 

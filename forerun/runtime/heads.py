@@ -32,7 +32,7 @@ class HiddenLM(Rows):
         width: size of a state.
         hot: [S] the tokens that it gives logits of.
         logits: of states [n, d], logits [n, S] without token information.
-        information: of tokens [..], token information T [.., S] (lyanna). A table, or a product where that is too large.
+        information: of tokens [..], T [.., S] (lyanna). A table, or a product where that is too large.
         states: how many places it predicts (medusa).
         known: whether features are run with the tokens behind them.
         curves: calibration, see `HiddenConfig`.

@@ -67,9 +67,7 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
         )
         normed, head, gain = layers.behind(base.norm.weight, model.lm_head.weight)
 
-    def forward(
-        batch: ForwardBatch, cache: KVCache, logits: bool, wanted: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def forward(batch: ForwardBatch, cache: KVCache, logits: bool, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
         rows, new = batch.positions.shape
         assert batch.ids is not None
         x = functional.embedding(batch.ids.reshape(-1), base.embed_tokens.weight)

@@ -29,7 +29,7 @@ class Recorded:
         self.forward = forward
         self.shapes: dict[tuple[int, int, int, bool], FixedShape] = {}
         self.version = -1  # of the cache that the shapes were made for
-        self.pool: Any = None  # what graphs use between replays, which is the same, as what they say is copied
+        self.pool: Any = None  # memory of all graphs; they can share it, as their outputs are copied
 
     def fresh(self) -> Recorded:
         """The same forward, for another cache."""

@@ -1,0 +1,94 @@
+"""What passes between the engine, its drafter and its callers: proposals and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from forerun.draft import Draft
+from forerun.generation import Generation
+from forerun.sampling import Verdict
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter answers: one draft a sequence, and what they cost together."""
+
+    drafts: list[Draft]
+    forwards: int = 0  # draft model forwards, each for all sequences at once
+    forward_seconds: float = 0.0
+    policy_seconds: float = 0.0
+
+
+class Drafter(Protocol):
+    """A method. Its state belongs to a sequence; every call may be about others of those that were admitted.
+
+    Attributes:
+        wants_hidden: whether it is to be given the target's hidden states.
+    """
+
+    wants_hidden: bool
+
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        """A sequence joins. `hidden` [n - 1, d]: the target's LM-head inputs over all of its n tokens but the last,
+        where they are wanted. Runs its prompt: after each chunk of at most `chunk` tokens yields how many it ran."""
+        ...
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        """One draft each, at most `seq.room - 1` deep (the target adds one token itself)."""
+        ...
+
+    def observe(
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        """What became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's LM-head inputs
+        at the nodes of each draft, where they are wanted."""
+        ...
+
+    def drop(self, seq: Generation) -> None:
+        """A sequence leaves: it has ended, or was never admitted to the end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One target forward, as one sequence saw it. Seconds are those of all its rows.
+
+    Attributes:
+        id: of the request.
+        number: of the engine's step; steps of one number shared the forward.
+        rows: how many sequences did.
+        tokens: tokens committed, cut at the end of the sequence.
+        origins: where each came from: draft, lookup, ..., correction or bonus.
+        rejected: drafted tokens that were not accepted.
+        drafted, tested, accepted: numbers of proposed tokens; of those that the target looked at, the first rejection
+            included and nothing behind it; of those that it accepted.
+        draft_forwards: forwards of the draft model.
+        draft_seconds, policy_seconds, verify_seconds: drafting without its length policy, that policy, and the target's
+            forward with its verdict.
+        forward_seconds: of all these, inside forwards of the two models; what is left of `seconds` is overhead. On a
+            GPU forwards return before they are done, and this is the time to start them.
+        finish_reason: of the sequence, where this is its last step.
+        error: what a user's processor or criterion raised, where that ended it.
+    """
+
+    id: int
+    number: int
+    rows: int
+    tokens: tuple[int, ...] = ()
+    origins: tuple[str, ...] = ()
+    rejected: tuple[int, ...] = ()
+    drafted: int = 0
+    tested: int = 0
+    accepted: int = 0
+    draft_forwards: int = 0
+    draft_seconds: float = 0.0
+    policy_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    seconds: float = 0.0
+    finish_reason: str | None = None
+    error: Exception | None = None

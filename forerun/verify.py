@@ -1,0 +1,58 @@
+"""The target's verdicts on the drafts of many sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from forerun.draft import Draft
+from forerun.generation import Generation
+from forerun.sampling import Verdict, accept, accept_greedy
+
+
+def judge(
+    seqs: Sequence[Generation], drafts: Sequence[Draft], logits: Sequence[Tensor]
+) -> tuple[list[Verdict], list[Tensor]]:
+    """The target's verdicts on drafts, from its logits [N_r, V] of each, and the processed scores [N_r, V].
+
+    What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing.
+    """
+    argmax = [row.argmax(-1) for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
+    found = iter(torch.cat(argmax).tolist() if argmax else [])  # a GPU is waited for once
+    verdicts, scores = [], []
+    for seq, draft, row in zip(seqs, drafts, logits, strict=True):
+        if seq.sampler.is_argmax:
+            verdict = accept_greedy(draft, list(islice(found, len(draft))))
+        else:
+            verdict, row = _judge(seq, draft, row)
+        verdicts.append(verdict)
+        scores.append(row)
+    return verdicts, scores
+
+
+def _judge(seq: Generation, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
+    def prefix(node: int) -> list[int]:
+        return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]
+
+    try:
+        scores = seq.sampler.scores(logits, prefix)
+        return accept(draft, scores, seq.greedy, seq.generator), scores
+    except Exception as error:
+        seq.error = error
+        return Verdict([0], 0, 0, False), logits
+
+
+def committed(draft: Draft, verdict: Verdict) -> list[int]:
+    return [*(draft.tokens[node] for node in verdict.path[1:]), verdict.token]
+
+
+def scores_behind(scores: Tensor, verdict: Verdict, i: int) -> Tensor:
+    """The scores [V] that gave the i-th committed token."""
+    return scores[verdict.path[i]].float()
+
+
+def origins(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
+    return (*(draft.origins[node] for node in verdict.path[1:]), "correction" if verdict.rejected else "bonus")
