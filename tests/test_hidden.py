@@ -260,7 +260,7 @@ def lyanna(seqs: Sequence[Generation], reuse: str, width: int = 1, **settings: A
     return LyannaDrafter(head, DEPTH, width, 12 if width > 1 else DEPTH, reuse, **settings)
 
 
-@pytest.mark.parametrize("reuse", ["off", "add", "branch", "free"])
+@pytest.mark.parametrize("reuse", ["off", "add", "free"])
 def test_each_place_has_its_own_logits(reuse: str) -> None:
     """New ones and old ones, over three steps: P(x_{j+1} | x_j) = softmax(B_j + T(x_j))."""
     seq = sequence([3, 1, 4, 1, 5])
@@ -283,15 +283,9 @@ def test_each_place_has_its_own_logits(reuse: str) -> None:
         if reuse == "add":
             new[: len(old)] += 0.7 * old
         wanted = head.chain(seq.tokens[-1], new)
-        if reuse == "branch":
-            both = Draft.chain(seq.tokens[-1], wanted).merge(
-                Draft.chain(seq.tokens[-1], head.chain(seq.tokens[-1], old))
-            )
-            assert (draft.tokens, draft.parents) == (both.tokens, both.parents) and not draft.is_chain
-        else:
-            assert draft.tokens[1:] == wanted and draft.is_chain
+        assert draft.tokens[1:] == wanted and draft.is_chain
         marked = draft.origins.count("reused")
-        assert marked == {"off": 0, "add": len(old), "branch": len(draft) - 1 - DEPTH, "free": len(draft)}[reuse]
+        assert marked == {"off": 0, "add": len(old), "free": len(draft)}[reuse]
         old = old[accepted + 1 :] if reuse == "free" else head.table[run, last + accepted + 1 : last + DEPTH]
         answer(drafter, seq, draft, list(range(accepted + 1)), 9)
     assert head.runs == (1 if reuse == "free" else 3)
@@ -642,10 +636,8 @@ WAYS = {
     "free": Lyanna(depth=5, reuse="free", least=1),
     "plain, free": Lyanna(depth=5, reuse="free", least=1),
     "add": Lyanna(depth=5, reuse="add"),
-    "branch": Lyanna(depth=5, reuse="branch"),
     "tree": Lyanna(width=3, nodes=7, reuse="off"),
     "tree, free": Lyanna(depth=5, width=2, nodes=9, reuse="free", least=1),
-    "tree, branch": Lyanna(depth=5, width=2, nodes=9, reuse="branch"),
     "paced": PacerLyanna(depth=5, width=2, reuse="free", least=1),
     "paced chain": PacerLyanna(reuse="add"),
     "eagle": Eagle(),

@@ -107,10 +107,9 @@ def test_greedy_output_is_transformers_own(greedy: tuple[list[list[int]], list[l
 
 
 REUSED = {
-    **{reuse: {"reuse": reuse, "depth": 6} for reuse in ("off", "add", "branch")},
+    **{reuse: {"reuse": reuse, "depth": 6} for reuse in ("off", "add")},
     "own pass": {"reuse": "free", "least": 1, "depth": 6},
     "tree": {"reuse": "free", "width": 3, "nodes": 12},
-    "tree, branch": {"reuse": "branch", "width": 2, "nodes": 10, "depth": 6},
 }
 
 

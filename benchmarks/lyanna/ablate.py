@@ -58,7 +58,6 @@ def ways(head: HiddenDrafter) -> dict[str, tuple[Method, HiddenDrafter | None]]:
         **{f"hot set of {share:.0%}": (chain, hot(head, share)) for share in (0.125, 0.25, 0.5) if share < 1},
         **{f"chain of {depth}": (Lyanna(depth=depth, reuse="off"), head) for depth in (4, 6, 12)},
         **{f"old logits added, weight {w}": (Lyanna(reuse="add", weight=w), head) for w in (0.25, 1.0)},
-        "old logits as a branch": (Lyanna(reuse="branch"), head),
         "old logits in a pass of their own": (Lyanna(reuse="free", least=1), head),
         **{f"drafting from {least} old logits or more": (Lyanna(reuse="free", least=least), head) for least in (2, 3)},
         **{

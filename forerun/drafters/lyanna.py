@@ -46,7 +46,6 @@ class LyannaDrafter(HeadDrafter):
 
     `reuse` of the logits that an earlier step drafted for places behind the new root:
         "add": they are added to the new ones with `weight` (mode A of METHODS; ours). Their tokens count as reused.
-        "branch": they give a second branch beside the new draft (mode B).
         "free": where `least` or more are left, the draft is made from them alone and the head does not run (mode D;
             `least` 1 is mode C). Greedy sequences do so only where all of a step can, as the head runs anyway.
         "off": they are dropped.
@@ -87,11 +86,6 @@ class LyannaDrafter(HeadDrafter):
         origins = ["reused" if is_free else "draft" for is_free in free]
         drafts = grow(roots, logits, self.head.hot, deep, self.width, self.nodes, budget, origins)
         logits.close()
-        if self.reuse == "branch" and any(left):
-            limited = [min(pair) for pair in zip(limits, left, strict=True)]
-            again = StepLogits(self, seqs, [], limited, old)
-            more = grow(roots, again, self.head.hot, limited, 1, self.depth, None, ["reused"] * len(seqs))
-            drafts = [draft.merge(branch) for draft, branch in zip(drafts, more, strict=True)]
         for row in fresh:
             if self.reuse == "add":
                 for node, depth in enumerate(drafts[row].depths):

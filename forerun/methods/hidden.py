@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Those of the embedded target, for where none may be measured: seeded output must not depend on a clock.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
-REUSE = ("off", "add", "branch", "free")
+REUSE = ("off", "add", "free")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Lyanna(Heads):
     """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
     else the best `nodes` of a tree that is so many beams wide.
 
-    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft, "branch"
-    makes a second branch of it, "free" drafts from it alone where it holds `least` places or more, "off" drops it.
+    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft,
+    "free" drafts from it alone where it holds `least` places or more, "off" drops it.
     """
 
     reuse: str = "add"
