@@ -87,6 +87,12 @@ class KVCache(Cache):
             each[row] = each[last]
             each.pop()
 
+    def wipe(self, id: int) -> None:
+        """Zeros the row of a sequence, provisional entries too."""
+        for layer in self._ready() if id in self._rows else ():
+            layer.keys[self._rows[id]] = 0
+            layer.values[self._rows[id]] = 0
+
     def reset(self) -> None:
         """Forgets all rows. The buffers stay."""
         for each in (self.ids, self.lengths, self._reserves):

@@ -349,11 +349,10 @@ class Decoder:
             made_of = (*tried, self.guard, *map(id, parts))
             if made_of not in self._made:
                 self.close()
-                drafters = [self._drafter(each) for each in tried]
                 self._made[made_of] = Driver(
                     Engine(
                         self.target.fresh(self.prefix_bytes),
-                        drafters[0] if len(drafters) == 1 else Split(*drafters),
+                        self._drafter(tried),
                         max_rows=self.max_rows,
                         max_queue=self.max_queue,
                         kv_memory=self.kv_memory,
@@ -365,24 +364,27 @@ class Decoder:
         """Lets go of the engine with its buffers; the next call makes a new one."""
         self._made.clear()
 
-    def _drafter(self, method: Method) -> Drafter:
-        draft = self.draft.fresh(self.prefix_bytes) if self.draft is not None else None
+    def _drafter(self, tried: list[Method]) -> Drafter:
+        """What drafts by these methods: one for all sequences, or one for greedy ones and one for sampled ones."""
         self.truth.find = self._plain
-        parts = Parts(
-            target=self.target,
-            draft=draft,
-            pre_verifier=self.pre_verifier,
-            costs=self.costs,
-            clocked=self.clocked,
-            truth=self.truth,
-            pools=self.pools,
-            head=self.head,
-        )
-        drafter = method.build(parts)
-        if self.guard is False or isinstance(method, AR):
+        drafters = []
+        for method in tried:
+            parts = Parts(
+                target=self.target,
+                draft=self.draft.fresh(self.prefix_bytes) if self.draft is not None else None,
+                pre_verifier=self.pre_verifier,
+                costs=self.costs,
+                clocked=self.clocked,
+                truth=self.truth,
+                pools=self.pools,
+                head=self.head,
+            )
+            drafters.append(method.build(parts))
+        drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
+        if self.guard is False or all(isinstance(method, AR) for method in tried):
             return drafter
         always = bool(self.guard)
-        paces = [self._paces.setdefault((method, greedy), Pace()) for greedy in (True, False)]
+        paces = [self._paces.setdefault((self.method_for(greedy), greedy), Pace()) for greedy in (True, False)]
         return Guarded(drafter, *paces, guards=lambda seq: always or seq.mode != "seeded")
 
     def _plain(self, seq: Generation) -> list[int]:

@@ -26,8 +26,9 @@ class Driver:
         run = Run(self)
         try:
             for index, request in enumerate(requests):
-                id = self.engine.add(request)
+                id = self.engine.new_id()  # the box is there before the first step
                 run.open[id], self._boxes[id] = index, run.box
+                self.engine.add(request, id)
         except BaseException:
             run.close()
             raise
@@ -40,13 +41,15 @@ class Driver:
         try:
             if box:
                 return
-            if not self.engine.busy:
-                raise RuntimeError("the engine was reset while requests were under way")
-            for step in self.engine.step():
-                if step.id in self._boxes:
-                    self._boxes[step.id].append(step)
-                    if step.finish_reason is not None:
-                        self._boxes.pop(step.id, None)
+            assert self.engine.busy
+            self.engine.advance()
+            while self.engine.outbox:
+                box_of = self._boxes.get(self.engine.outbox[0].id)
+                step = self.engine.outbox.popleft()
+                if box_of is not None:
+                    box_of.append(step)
+                if step.finish_reason is not None:
+                    self._boxes.pop(step.id, None)
         finally:
             self._turn.release()
 

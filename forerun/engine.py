@@ -19,7 +19,6 @@ from forerun.verify import committed, judge, origins, scores_behind
 
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 
-SLACK = 64  # positions that a tree may need beyond a sequence's limit
 CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
 
 
@@ -39,6 +38,7 @@ class Engine:
     Attributes:
         running: sequences that are decoded.
         waiting: those that have not begun.
+        outbox: steps that nobody has fetched.
     """
 
     def __init__(
@@ -57,36 +57,43 @@ class Engine:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.target, self.drafter = target, drafter
-        target.keeps_hidden = drafter.wants_hidden
+        target.keeps_hidden = target.keeps_prompt = drafter.wants_hidden
         self.max_rows, self.max_queue, self.kv_memory = max_rows, max_queue, kv_memory
         self.chunk_seconds = chunk_seconds
         self.running: list[Generation] = []
         self.waiting: deque[Generation] = deque()
+        self.outbox: deque[Step] = deque()
         self._ids, self._aborted = count(), deque[int]()
         self._prefilling: tuple[Generation, Iterator[int]] | None = None
         self._rate = 256 / chunk_seconds  # tokens of prefill a second, until it is measured
         self._number = 0
-        self._ended: list[Step] = []  # of sequences that ended without a forward
+        self._begun: dict[int, Generation] = {}  # taken from the queue, their last step not yet in the outbox
+        self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the step under way
         self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
 
     @property
     def busy(self) -> bool:
         """Whether anything runs or waits."""
-        return bool(self.running or self.waiting or self._prefilling or self._ended)
+        return bool(self.running or self.waiting or self._prefilling or self.outbox)
 
-    def add(self, request: Request) -> int:
+    def new_id(self) -> int:
+        """An id for `add`, for who must know it before the request is there."""
+        return next(self._ids)
+
+    def add(self, request: Request, id: int | None = None) -> int:
         """Queues a request; returns its id, which its steps carry.
 
         Raises:
             ValueError: a prompt that fills the model's context, or a request that the KV budget can never hold.
-            QueueFullError: `max_queue` requests wait.
+            QueueFullError: `max_queue` requests wait for a row.
         """
         context = self.target.context
         if context is not None and len(request.tokens) >= context:
             raise ValueError(f"the prompt of {len(request.tokens)} tokens fills the context of {context}")
-        if self.max_queue is not None and len(self.waiting) >= self.max_queue:
+        free = max(0, self.max_rows - len(self.running) - bool(self._prefilling))
+        if self.max_queue is not None and len(self.waiting) >= self.max_queue + free:
             raise QueueFullError(f"{len(self.waiting)} requests wait already; the queue holds {self.max_queue}")
-        seq = Generation(request, next(self._ids), self.target.device, context)
+        seq = Generation(request, self.new_id() if id is None else id, self.target.device, context)
         if not self._fits(seq, 0):
             raise ValueError(
                 f"the prompt and its new tokens need {self._reserve(seq)} positions of keys and values, more than the "
@@ -99,38 +106,48 @@ class Engine:
         """Ends a request with the next step; nothing happens where it has ended."""
         self._aborted.append(id)
 
-    @torch.inference_mode()
     def step(self) -> list[Step]:
         """Admits what fits, then one draft and one target forward for all running sequences: a Step for each of them.
 
         Without anything to do, an empty list. An exception in a sequence's processor or criterion, or while it is
         admitted, ends that sequence alone. Any other, KeyboardInterrupt included, undoes the step: sequences go back
-        to the front of the queue with what they had, and the engine can be used on.
+        to the front of the queue with what they had, and the engine can be used on. Their drafters begin anew.
         """
-        seqs = self.running
-        lengths = [len(seq.tokens) for seq in seqs]
+        self.advance()
+        return [self.outbox.popleft() for _ in range(len(self.outbox))]
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """`step`, with the steps left in `outbox`."""
         try:
             self._leave_aborted()
             self._admit()
-            seqs = self.running
-            lengths = [len(seq.tokens) for seq in seqs]
-            steps = self._step(seqs) if seqs else []
+            if self.running:
+                for seq in self.running:
+                    state = None if seq.generator is None else seq.generator.get_state()
+                    self._before[seq.id] = len(seq.tokens), state
+                self._step(self.running)
+                self._before.clear()
         except BaseException:
-            seqs = [seq for seq in seqs if seq.finish_reason != "abort"]
-            for seq, length in zip(seqs, lengths, strict=False):
-                seq.cut(length)
-            self._requeue(seqs)
+            self._undo()
             raise
-        ended, self._ended = self._ended, []
-        return ended + steps
 
-    def reset(self) -> None:
-        """Forgets all requests."""
-        self._requeue(self.running)
-        for each in (self.waiting, self._aborted, self._ended):
-            each.clear()  # type: ignore[attr-defined]
+    def _undo(self) -> None:
+        """Gives up all rows. Sequences that have begun wait again, as they were before the step."""
+        delivered = {step.id for step in self.outbox if step.finish_reason is not None}
+        waiting = {seq.id for seq in list(self.waiting)}
+        begun = [self._begun[id] for id in sorted(self._begun) if id not in delivered | waiting]
+        for seq in [*self._begun.values(), *self.running]:
+            self.drafter.drop(seq)
+            if seq.id in self._before and seq.id not in delivered:
+                seq.cut(*self._before[seq.id])
+        self.target.reset()
+        self.running, self._prefilling = [], None
+        for each in (self._begun, self._before, self._features):
+            each.clear()
+        self.waiting.extendleft(reversed(begun))
 
-    def _step(self, seqs: list[Generation]) -> list[Step]:
+    def _step(self, seqs: list[Generation]) -> None:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
         proposal = self.drafter.propose(seqs)
         drafts = proposal.drafts
@@ -145,8 +162,9 @@ class Engine:
             for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
         ]
         self.drafter.observe(seqs, drafts, verdicts, self.target.hidden)
-        self._keep_features(seqs, verdicts)
-        self._leave([seq for seq in seqs if seq.finish_reason is not None])
+        self._add_features(seqs, verdicts)
+        ended = {seq.id: row for seq, row in zip(seqs, logits, strict=True) if seq.finish_reason is not None}
+        self._leave([seq for seq in seqs if seq.id in ended], [not row.sum().isfinite() for row in ended.values()])
         self._number += 1
         shared = {
             "number": self._number,
@@ -158,7 +176,7 @@ class Engine:
             "forward_seconds": proposal.forward_seconds + forwarded - proposed,
             "seconds": perf_counter() - begun,
         }
-        return [
+        self.outbox += [
             Step(
                 id=seq.id,
                 tokens=tuple(seq.tokens[len(seq.tokens) - count :]),
@@ -173,6 +191,8 @@ class Engine:
             )
             for seq, draft, verdict, count in zip(seqs, drafts, verdicts, counts, strict=True)
         ]
+        for id in ended:
+            del self._begun[id]
 
     # Joining.
 
@@ -180,30 +200,33 @@ class Engine:
         """Whether the KV budget holds a sequence's whole reservation beside so many rows."""
         return self.kv_memory is None or self.target.fits(rows, self._reserve(seq), self.kv_memory)
 
-    @staticmethod
-    def _reserve(seq: Generation) -> int:
-        return seq.limit + SLACK
+    def _reserve(self, seq: Generation) -> int:
+        return seq.limit + self.drafter.spread
 
     def _admit(self) -> None:
-        """Prefills what waits, in its order, for about `chunk_seconds`."""
-        begun = perf_counter()
+        """Prefills what waits, in its order, for about `chunk_seconds`; where nothing runs, at most a large chunk."""
+        begun, left, idle = perf_counter(), CHUNKS[1], not self.running
         while self._prefilling is not None or self._next_fits():
             if self._prefilling is None:
-                seq = self.waiting.popleft()
+                seq = self._begun[self.waiting[0].id] = self.waiting[0]
+                self.waiting.popleft()
                 self._prefilling = seq, self._prefill(seq, self._chunk())
             seq, prefill = self._prefilling
             try:
                 done = next(prefill, None)
             except Exception as error:
                 seq.error, self._prefilling = error, None
-                self._leave([seq])
-                self._ended.append(Step(seq.id, self._number, 0, finish_reason="error", error=error))
+                self._leave([seq], [True])
+                self.outbox.append(Step(seq.id, self._number, 0, finish_reason="error", error=error))
+                del self._begun[seq.id]
                 continue
             if done is None:
                 self._prefilling = None
                 self.running.append(seq)
+            left -= done or 0
             tokens = len(self.waiting[0].tokens) if done is None and self.waiting else CHUNKS[1]
-            if perf_counter() - begun + min(tokens, self._chunk()) / self._rate > self.chunk_seconds:
+            late = perf_counter() - begun + min(tokens, self._chunk()) / self._rate > self.chunk_seconds
+            if left <= 0 if idle else late:
                 return
 
     def _next_fits(self) -> bool:
@@ -232,20 +255,23 @@ class Engine:
 
     # Leaving.
 
-    def _keep_features(self, seqs: list[Generation], verdicts: list[Verdict]) -> None:
+    def _add_features(self, seqs: list[Generation], verdicts: list[Verdict]) -> None:
         if not self._features or self.target.hidden is None:
             return
         for seq, verdict, hidden in zip(seqs, verdicts, self.target.hidden, strict=True):
             if seq.id in self._features:
                 self._features[seq.id].append(hidden[verdict.path])
 
-    def _leave(self, seqs: Sequence[Generation]) -> None:
-        for seq in seqs:
-            if seq.finish_reason in ("stop", "length", "abort"):
+    def _leave(self, seqs: Sequence[Generation], wipe: Sequence[bool]) -> None:
+        """`wipe`: whose keys and values may not be numbers. Masks hide what is left behind, but 0 times NaN is NaN."""
+        for seq, broken in zip(seqs, wipe, strict=True):
+            if seq.finish_reason in ("stop", "length", "abort") and not broken:
                 features = self._features.get(seq.id)
                 self.target.park(seq.id, seq.tokens, torch.cat(features) if features else None)
             self._features.pop(seq.id, None)
             self.drafter.drop(seq)
+            if broken:
+                self.target.wipe(seq.id)
             self.target.drop(seq.id)
         gone = {seq.id for seq in seqs}
         self.running = [seq for seq in self.running if seq.id not in gone]
@@ -253,28 +279,21 @@ class Engine:
             self.target.forget_prompt()
 
     def _leave_aborted(self) -> None:
-        gone = {self._aborted.popleft() for _ in range(len(self._aborted))}
+        gone = set(self._aborted)
         if not gone:
             return
-        leaving = [seq for seq in self.running if seq.id in gone]
+        leaving = [seq for seq in self._begun.values() if seq.id in gone]
         if self._prefilling is not None and self._prefilling[0].id in gone:
-            leaving.append(self._prefilling[0])
             self._prefilling[1].close()  # type: ignore[attr-defined]
             self._prefilling = None
         queued = [seq for seq in list(self.waiting) if seq.id in gone]
         for seq in queued:
             self.waiting.remove(seq)
-        for seq in leaving + queued:
+        for seq in leaving:
             seq.finish_reason = "abort"
-            self._ended.append(Step(seq.id, self._number, 0, finish_reason="abort"))
-        self._leave(leaving)
-
-    def _requeue(self, seqs: list[Generation]) -> None:
-        """Gives up all rows; these sequences and the one that is prefilled wait again."""
-        begun = [*seqs, *([self._prefilling[0]] if self._prefilling is not None else [])]
-        self.running, self._prefilling = [], None
-        self._features.clear()
-        for seq in begun:
-            self.drafter.drop(seq)
-        self.target.reset()
-        self.waiting.extendleft(reversed(begun))
+        self._leave(leaving, [False] * len(leaving))
+        for seq in leaving + queued:
+            self.outbox.append(Step(seq.id, self._number, 0, finish_reason="abort"))
+            self._begun.pop(seq.id, None)
+        while self._aborted and self._aborted[0] in gone:
+            self._aborted.popleft()

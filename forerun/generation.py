@@ -137,9 +137,11 @@ class Generation:
                 return count
         return len(tokens)
 
-    def cut(self, length: int) -> None:
-        """Takes back what came behind the first `length` tokens; the sequence runs again."""
+    def cut(self, length: int, state: Tensor | None) -> None:
+        """Takes back what came behind the first `length` tokens, and sets the generator's state; it runs again."""
         del self.tokens[length:]
+        if self.generator is not None and state is not None:
+            self.generator.set_state(state)
         self._error = self.finish_reason = None
 
     def _stopped(self, scores: Callable[[int], Tensor], at: int) -> bool:
@@ -156,5 +158,9 @@ class Generation:
 
 
 def stream_seed(seed: int, stream: int) -> int:
-    """The seed of one of many streams of random numbers (NumPy's SeedSequence): no two (seed, stream) share theirs."""
+    """The seed of one of many streams of random numbers, by NumPy's SeedSequence.
+
+    Neighbouring seeds and streams have nothing in common. torch's generator on a CPU knows 2**32 seeds, so of a million
+    streams some hundred pairs are the same.
+    """
     return int(np.random.SeedSequence(seed, spawn_key=(stream,)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -36,14 +36,15 @@ class CausalLM(Rows):
     or chunked layers, attention that takes no additive mask, modelling code without `position_ids`.
 
     Attributes:
-        keeps_hidden: whether forwards leave in `hidden` what the LM head was given. Set it before any prompt is run.
+        keeps_hidden: whether forwards leave in `hidden` what the LM head was given.
+        keeps_prompt: whether `prefill` leaves it in `prompt_hidden`. Set it before any prompt is run.
         hidden: [N_r, d] of each sequence of the last such forward.
         recorded: runs forwards of a few tokens instead (`forerun.runtime.recorded`), if anything does.
         prefixes: KV of prompts and of finished sequences, None to keep none.
         prefilled: tokens of prompts that were run so far.
     """
 
-    keeps_hidden = False
+    keeps_hidden = keeps_prompt = False
     hidden: list[Tensor] | None = None
     recorded: Any = None
     _prompt_tokens: list[int]  # what the prompt cache holds, and of it
@@ -138,8 +139,8 @@ class CausalLM(Rows):
         tokens, cache = list(tokens), self._prompt
         if _PROMPT not in cache:
             cache.add(_PROMPT, len(tokens))
-        held = 0 if self.keeps_hidden and self.prompt_hidden is None else common(self._prompt_tokens, tokens)
-        stored = self.prefixes.find(tokens, held, self.keeps_hidden) if self.prefixes is not None else None
+        held = common(self._prompt_tokens, tokens)
+        stored = self.prefixes.find(tokens, held, self.keeps_prompt) if self.prefixes is not None else None
         if stored is not None:
             entry, held = stored
             cache.copy_in(_PROMPT, entry.stored, held)
@@ -166,7 +167,7 @@ class CausalLM(Rows):
     @property
     def prompt_hidden(self) -> Tensor | None:
         """[n, d] LM head's inputs over the prefilled prompt, where they are kept."""
-        if not self.keeps_hidden:
+        if not self.keeps_prompt:
             return None
         if len(self._prompt_hidden) != 1:
             size = getattr(self.head, "in_features", self.config.hidden_size)
@@ -262,7 +263,7 @@ class CausalLM(Rows):
     def _run(self, inputs: Inputs, cache: KVCache, logits: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """Logits [B, N, V] of padded rows where they are wanted (else they may be of any positions), and the LM head's
         inputs [B, N, d] where these are kept."""
-        wanted = self.keeps_hidden
+        wanted = self.keeps_hidden if logits else self.keeps_prompt
         if self.recorded is not None and logits:
             found = self.recorded(inputs, cache, wanted)
             if found is not None:

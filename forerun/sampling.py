@@ -123,7 +123,7 @@ def next_tokens(
         The tokens [R], the processed scores [R, V], and the distributions [R, V] that tokens were sampled from, None
         where all rows are greedy.
     Raises:
-        RowError: a row's processor raised.
+        RowError: a row's processor raised, or left no token to sample.
     """
     first = samplers[0]
     if all(sampler is first for sampler in samplers) and first.prefix_free:
@@ -141,11 +141,12 @@ def next_tokens(
     argmax = scores.argmax(-1).tolist() if any(sampler.greedy for sampler in samplers) else []
     if all(sampler.greedy for sampler in samplers):
         return argmax, scores, None
-    probabilities = scores.softmax(-1)
-    tokens = [
-        argmax[r] if sampler.greedy else sample(probabilities[r], generator)
-        for r, (sampler, generator) in enumerate(zip(samplers, generators, strict=True))
-    ]
+    probabilities, tokens = scores.softmax(-1), []
+    for r, (sampler, generator) in enumerate(zip(samplers, generators, strict=True)):
+        try:
+            tokens.append(argmax[r] if sampler.greedy else sample(probabilities[r], generator))
+        except ValueError as error:  # the processors left nothing to sample
+            raise RowError(r) from error
     return tokens, scores, probabilities
 
 

@@ -28,9 +28,11 @@ class Drafter(Protocol):
 
     Attributes:
         wants_hidden: whether it is to be given the target's hidden states.
+        spread: nodes that a draft may have beyond a chain that fills the sequence's room.
     """
 
     wants_hidden: bool
+    spread: int
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         """A sequence joins. `hidden` [n - 1, d]: the target's LM-head inputs over all of its n tokens but the last,

@@ -14,7 +14,7 @@ from forerun import Decoder
 from forerun.methods import METHODS, method
 from forerun.model import CausalLM
 
-VOCAB, ROWS, JOINT = 6, 1500, 3
+VOCAB, ROWS, JOINT = 6, 700, 3
 PROMPT = [1, 2, 3, 2, 1, 2]
 FITS = 1e-4
 METHOD_SETTINGS = {

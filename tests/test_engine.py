@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -167,7 +168,9 @@ def test_an_abort_frees_the_row_with_the_next_step(name: str) -> None:
     for id in (late, ids[1], 12345):
         engine.abort(id)
     assert late in {step.id for step in engine.step() if step.finish_reason == "abort"}
-    engine.reset()
+    for id in ids:
+        engine.abort(id)
+    drain(engine)
     assert not engine.busy and not engine.target.cache.ids and not leftovers(engine.drafter)
 
 
@@ -219,25 +222,48 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
     assert not engine.target.cache.ids and not leftovers(engine.drafter)
 
 
-def test_an_interrupt_undoes_the_step_and_the_engine_goes_on() -> None:
-    for name in METHODS:
-        wanted = [alone(name, Request(prompt, 20)) for prompt in PROMPTS[:3]]
-        for place in ("target.forward", "target.commit", "drafter.propose", "drafter.observe", "target.prefill"):
-            engine = engine_of(name)
-            ids = [engine.add(Request(prompt, 20)) for prompt in PROMPTS[:3]]
-            steps: dict[int, list[Step]] = {id: [] for id in ids}
-            owner, what = place.split(".")
-            interrupt_once(getattr(engine, owner), what, after=0 if what == "prefill" else 2)
-            interrupted = 0
-            while engine.busy:
-                try:
-                    for step in engine.step():
-                        steps[step.id].append(step)
-                except KeyboardInterrupt:
-                    interrupted += 1
-            assert interrupted == 1
-            assert [tokens_of(steps[id]) for id in ids] == wanted, (name, place)
-            assert not engine.target.cache.ids and not leftovers(engine.drafter)
+@given(data=st.data())
+@settings(max_examples=6)
+@pytest.mark.parametrize("name", METHODS)
+def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st.DataObject) -> None:
+    """Anywhere, with aborts, failures and sampled rows beside."""
+    greedy = name in GREEDY_ONLY
+    requests = [
+        Request(PROMPTS[0], 12),
+        Request(PROMPTS[2], 14, Sampler(greedy), seed=3),
+        Request(PROMPTS[3], 10),
+        Request(PROMPTS[1], 9, Sampler(greedy, PROCESSORS[1] if not greedy else None), seed=4, stream=1),
+    ]
+    wanted = [alone(name, request) for request in requests]
+    engine = engine_of(name)
+    steps: dict[int, list[Step]] = {}
+    ids = [engine.add(request) for request in requests[:2]]
+    aborted, bad = engine.add(Request(PROMPTS[4], 20)), engine.add(failing(PROMPTS[3], "processor", True))
+    ids += [engine.add(request) for request in requests[2:]]
+    owner = data.draw(st.sampled_from(["target", "drafter", "engine"]))
+    names = {
+        "target": ["forward", "commit", "prefill", "join", "drop", "park"],
+        "drafter": ["admit", "propose", "observe", "drop"],
+        "engine": ["_leave", "_admit", "_leave_aborted", "_add_features"],
+    }
+    place = data.draw(st.sampled_from(names[owner]))
+    interrupt_once({"engine": engine}.get(owner) or getattr(engine, owner), place, data.draw(st.integers(0, 5)))
+    turn = 0
+    while engine.busy:
+        turn += 1
+        if turn == 3:
+            engine.abort(aborted)
+        with suppress(KeyboardInterrupt):
+            engine.advance()
+        while engine.outbox:
+            step = engine.outbox.popleft()
+            steps.setdefault(step.id, []).append(step)
+    # Drafters begin anew, so sampled tokens may use other random numbers where drafts depend on what was before.
+    for id, request, tokens in zip(ids, requests, wanted, strict=True):
+        found = tokens_of(steps[id])
+        assert found == tokens if request.sampler.greedy or name == "ar" else len(found) == len(tokens), (owner, place)
+    assert [steps[id][-1].finish_reason for id in (aborted, bad)] == ["abort", "error"]
+    assert not engine.target.cache.ids and not leftovers(engine.drafter)
 
 
 def interrupt_once(owner: Any, name: str, after: int) -> None:
@@ -253,6 +279,61 @@ def interrupt_once(owner: Any, name: str, after: int) -> None:
         return found
 
     setattr(owner, name, interrupted)
+
+
+class Nothing(LogitsProcessor):
+    """Leaves no token to sample behind so many."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= self.length else scores
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in GREEDY_ONLY])
+def test_a_sequence_with_nothing_to_sample_ends_alone(name: str) -> None:
+    wanted = alone(name, Request(PROMPTS[0], 20))
+    engine = engine_of(name)
+    good = engine.add(Request(PROMPTS[0], 20))
+    bad = engine.add(Request(PROMPTS[1], 20, Sampler(False, LogitsProcessorList([Nothing(4)])), seed=1))
+    steps = drain(engine)
+    assert tokens_of(steps[good]) == wanted
+    assert isinstance(steps[bad][-1].error, ValueError) and len(tokens_of(steps[bad])) <= 3
+
+
+def test_what_is_not_a_number_does_not_outlive_its_request() -> None:
+    target = tiny("llama")
+    engine = Decoder(target, method=method("ar"), prefix_bytes=0).engine
+    wanted = [alone("ar", Request(prompt, 20)) for prompt in (PROMPTS[0], PROMPTS[2])]
+    first = engine.add(Request(PROMPTS[4], 30))
+    for _ in range(3):
+        engine.step()
+    with torch.inference_mode():
+        for layer in engine.target.cache.layers:
+            layer.values[0] = torch.nan
+    steps = drain(engine)
+    assert steps[first][-1].finish_reason == "length"
+    ids = [engine.add(Request(prompt, 20)) for prompt in (PROMPTS[0], PROMPTS[2])]
+    steps = drain(engine)
+    assert [tokens_of(steps[id]) for id in ids] == wanted
+
+
+def test_a_draft_that_shows_its_states_finds_its_prefixes() -> None:
+    made = decoder("pacer")
+    made.close()
+    first = made.generate(PROMPTS[2], max_new_tokens=20)
+    model = made.engine.drafter.model
+    before = model.prefilled
+    made.generate([*PROMPTS[2], *first.tokens, 5, 6], max_new_tokens=5)
+    assert model.prefilled - before < 15
+
+
+def test_free_rows_count_where_the_queue_is_bounded() -> None:
+    made = Decoder(tiny("llama"), method=method("ar"), max_queue=4, max_rows=10)
+    assert len(made.generate([PROMPTS[0]] * 14, max_new_tokens=3)) == 14
+    with pytest.raises(QueueFullError):
+        made.generate([PROMPTS[0]] * 15, max_new_tokens=3)
 
 
 def test_threads_that_share_a_decoder_get_their_own_output() -> None:
@@ -359,7 +440,7 @@ def test_the_kv_budget_holds_and_a_request_that_can_never_fit_is_refused() -> No
 
 def test_the_queue_is_bounded_and_served_in_order() -> None:
     engine = Engine(TableLM(random_table(8, 1)), PlainDrafter(), max_rows=2, max_queue=3)
-    ids = [engine.add(Request([1, 2], 3 + i)) for i in range(3)]
+    ids = [engine.add(Request([1, 2], 3 + i)) for i in range(5)]  # two rows are free
     with pytest.raises(QueueFullError):
         engine.add(Request([1], 1))
     first: list[int] = []
@@ -367,7 +448,7 @@ def test_the_queue_is_bounded_and_served_in_order() -> None:
         for step in engine.step():
             if step.id not in first:
                 first.append(step.id)
-        if len(ids) < 6 and len(engine.waiting) < 3:
+        if len(ids) < 8 and len(engine.waiting) < 3:
             ids.append(engine.add(Request([1, 2], 2)))
     assert first == ids
     for name in ("max_rows", "max_queue", "kv_memory"):

@@ -148,7 +148,7 @@ def test_rolling_on_is_running_the_argmax_token_again_and_again(architecture: st
     one, other = CausalLM(tiny(architecture)), CausalLM(tiny(architecture))
     ids = [4, 2, 9][: len(chains)]
     for lm in (one, other):
-        lm.keeps_hidden = True
+        lm.keeps_hidden = lm.keeps_prompt = True
         join_all(lm, dict(zip([2, 9, 4], [[1, 2, 3], [4] * 20, [5]], strict=True)))
     tokens, logits, hidden = one.roll(ids, chains, 4, few)
     assert tokens.shape == (len(chains), 4) and int(tokens.max()) < few
@@ -279,7 +279,7 @@ def test_longrope_ends_where_its_factors_would_change() -> None:
 def test_hidden_states_are_what_the_head_was_given(architecture: str) -> None:
     prompt = [5, 6, 7, 8, 3, 2, 1]
     lm = CausalLM(tiny(architecture))
-    lm.keeps_hidden = True
+    lm.keeps_hidden = lm.keeps_prompt = True
     lm.prefill([], 4)
     assert len(lm.prompt_hidden) == 0
     join_all(lm, {1: prompt[:3]})
@@ -301,7 +301,7 @@ def test_the_lean_forward_keeps_the_same_hidden_states(lengths: list[int]) -> No
     both = [CausalLM(model), prepare(model)]
     rows = {id: [5, 6, 7][:length] for id, length in enumerate(lengths)}
     for each in both:
-        each.keeps_hidden = True
+        each.keeps_hidden = each.keeps_prompt = True
         join_all(each, rows)
     assert both[1]._forward is not None
     torch.testing.assert_close(both[1].prompt_hidden, both[0].prompt_hidden, rtol=1e-4, atol=1e-4)
@@ -316,7 +316,7 @@ def test_the_lean_forward_keeps_the_same_hidden_states(lengths: list[int]) -> No
 def test_a_long_prompt_makes_no_logits_of_all_its_tokens(architecture: str, hidden: bool) -> None:
     model = tiny(architecture, vocab=20_000, context=4096)  # logits of the prompt would take 320 MB
     for lm in (CausalLM(model), prepare(model)):
-        lm.keeps_hidden = hidden
+        lm.keeps_hidden = lm.keeps_prompt = hidden
         seen: list[int] = []
         hook = lm.head.register_forward_hook(lambda module, given, found, seen=seen: seen.append(found.shape[1]))
         prompt = [number % 20_000 for number in range(4000)]

@@ -114,7 +114,7 @@ def alone(lm: CausalLM, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tens
 def test_what_is_known_of_a_prompt_is_not_run_again(architecture: str, hidden: bool, lean: bool) -> None:
     plain = CausalLM(model(architecture))
     lm = (prepare(model(architecture)) if lean else plain).fresh(prefix_bytes=10**6)
-    lm.keeps_hidden = hidden
+    lm.keeps_hidden = lm.keeps_prompt = hidden
     first, second = [*HALF, 1, 2, 3], [*HALF, 4, 5]
     assert prefilled(lm, first, 4) == len(first)
     lm.join(1)
@@ -161,7 +161,7 @@ def test_sixteen_prompts_with_a_shared_beginning_run_it_once() -> None:
 def test_a_hit_without_hidden_states_is_none_where_they_are_wanted() -> None:
     lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
     assert prefilled(lm, HALF) == len(HALF)
-    lm.keeps_hidden = True
+    lm.keeps_hidden = lm.keeps_prompt = True
     lm.forget_prompt()
     assert prefilled(lm, HALF) == len(HALF)
     lm.join(3)
@@ -172,7 +172,7 @@ def test_a_hit_without_hidden_states_is_none_where_they_are_wanted() -> None:
 
 def test_a_prefill_that_is_given_up_leaves_a_usable_prompt_cache() -> None:
     lm = CausalLM(model("llama"))
-    lm.keeps_hidden = True
+    lm.keeps_hidden = lm.keeps_prompt = True
     begun = lm.prefill(HALF, 3)
     next(begun)
     begun.close()
@@ -190,7 +190,7 @@ def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(da
     architecture = data.draw(st.sampled_from(["llama", "qwen3", "mistral", "gemma3"]))
     kind = data.draw(st.sampled_from([CausalLM, prepare]))
     lm = kind(model(architecture)).fresh(data.draw(st.sampled_from([0, 3000, 10**6])))
-    lm.keeps_hidden = data.draw(st.booleans())
+    lm.keeps_hidden = lm.keeps_prompt = data.draw(st.booleans())
     plain, generator = CausalLM(model(architecture)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows: dict[int, list[int]] = {}
     for id in range(data.draw(st.integers(2, 7), "calls")):

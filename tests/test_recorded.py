@@ -57,7 +57,7 @@ def test_fixed_shapes_equal_the_stock_forward(
     generator = torch.Generator().manual_seed(len(lengths))
     prompts = {3 * i: torch.randint(VOCAB, (n,), generator=generator).tolist() for i, n in enumerate(lengths)}
     for lm in (plain, quick):
-        lm.keeps_hidden = True
+        lm.keeps_hidden = lm.keeps_prompt = True
         join_all(lm, prompts, reserve=20)
     ids = list(prompts)
     for turn in range(3):
@@ -116,7 +116,7 @@ def test_rolling_on_over_fixed_shapes_is_the_same(device: str) -> None:
         found = []
         for lm in (plain, quick):
             lm.reset()
-            lm.keeps_hidden = True
+            lm.keeps_hidden = lm.keeps_prompt = True
             join_all(lm, dict(enumerate([[1, 2, 3], [4] * 6, [5]])))
             lm.extend([1], [[9]])
             found.append(lm.roll(ids, chains, 9, VOCAB))
@@ -153,7 +153,7 @@ def test_sixteen_bits_are_near_the_stock_forward() -> None:
     model = llama("cpu").to(torch.bfloat16)  # type: ignore[arg-type]
     plain, quick = CausalLM(model), replayed(model)
     for lm in (plain, quick):
-        lm.keeps_hidden = True
+        lm.keeps_hidden = lm.keeps_prompt = True
         join_all(lm, {0: [5, 9, 3, 7, 7, 2]})
     for chain in ([4], [1, 2, 3]):
         ours, theirs = (lm.extend([0], [chain])[0].float() for lm in (quick, plain))

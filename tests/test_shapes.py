@@ -74,7 +74,7 @@ def test_a_head_says_in_another_shape_what_it_said(kind: str, shape: ModelShape,
     )
     heads = []
     for target, each in ((CausalLM(model), head), (CausalLM(big), wide)):
-        target.keeps_hidden = True
+        target.keeps_hidden = target.keeps_prompt = True
         target.add(0, 8)
         target.extend([0], [[5, 7, 9, 11, 2]])
         assert target.hidden is not None

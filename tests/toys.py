@@ -209,7 +209,7 @@ class TableLM:
     context = None
     device = torch.device("cpu")
     dtype = torch.float32
-    keeps_hidden = False
+    keeps_hidden = keeps_prompt = False
     hidden = prompt_hidden = prefixes = None
     prefilled = 0
 
@@ -245,6 +245,9 @@ class TableLM:
 
     def drop(self, id: int) -> None:
         self.rows.pop(id, None)
+
+    def wipe(self, id: int) -> None:
+        pass
 
     def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None) -> None:
         pass

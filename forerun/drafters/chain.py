@@ -59,6 +59,7 @@ class ChainDrafter:
         self.wants_hidden = policy.wants_target
         model.keeps_hidden = policy.wants_draft
         self.vocab_size = vocab_size or model.vocab_size
+        self.spread = 0
         self.slack = 0  # positions that a draft's forward may need beyond a sequence's limit
         self._present: set[int] = set()
         self._open: set[int] = set()  # whose rows hold drafted tokens

@@ -136,7 +136,7 @@ class Guarded:
         sampling costs more, and accepts otherwise."""
         self.drafter, self.guards = drafter, guards
         self.paces = {True: pace, False: sampled if sampled is not None else Pace(pace.clock)}
-        self.wants_hidden = drafter.wants_hidden
+        self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
         self._inside: dict[int, bool] = {}  # whether the drafter has admitted each sequence
         self._admitting = False  # whether it is running a prompt, one at a time
         self._asked: set[int] = set()  # the sequences that drafted in this step
@@ -170,9 +170,14 @@ class Guarded:
         self._asked = {seq.id for seq in asked}
         self._length, self._begun = sum(len(seq.tokens) for seq in seqs), pace.clock()
         for seq in late:
-            for _ in self.drafter.admit(seq, None, len(seq.tokens)):
-                pass
-            self._inside[seq.id] = True
+            try:
+                for _ in self.drafter.admit(seq, None, len(seq.tokens)):
+                    pass
+                self._inside[seq.id] = True
+            except Exception as error:  # ends that sequence alone
+                seq.error = error
+                asked.remove(seq)
+                self._asked.discard(seq.id)
         if late and self._judge is not None:
             now = pace.clock()
             pace.charge(len(seqs), now - self._begun)

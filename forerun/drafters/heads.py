@@ -30,6 +30,7 @@ class HeadDrafter:
 
     def __init__(self, head: HiddenLM, depth: int, width: int, nodes: int) -> None:
         self.head, self.depth, self.width, self.nodes = head, depth, width, nodes
+        self.spread = nodes if width > 1 else 0
         self.features: dict[int, Tensor] = {}
         self.seconds, self.forwards = 0.0, 0
 

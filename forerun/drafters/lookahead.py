@@ -17,7 +17,7 @@ from forerun.sampling import Verdict
 
 
 @dataclass
-class _Row:
+class _Text:
     """What belongs to one sequence; its text is in the pool up to `learnt`."""
 
     pool: PhrasePool
@@ -33,16 +33,15 @@ class LookaheadDrafter:
     sequences outlive them; every other sequence has a pool of its own.
     """
 
-    wants_hidden = False
-
     def __init__(self, width: int, guesses: int, span: int, pool: PhrasePool | None = None) -> None:
         self.width, self.guesses, self.span, self.pool = width, guesses, span, pool
-        self.rows: dict[int, _Row] = {}
+        self.wants_hidden, self.spread = False, (width + guesses) * span
+        self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         pool = self.pool if self.pool is not None and seq.greedy else PhrasePool(self.span, self.guesses)
         window = Window(self.width, self.span, seq.tokens, Random(0))
-        self.rows[seq.id] = _Row(pool, window, pool.learn(seq.tokens))
+        self.rows[seq.id] = _Text(pool, window, pool.learn(seq.tokens))
         return ()
 
     def propose(self, seqs: list[Generation]) -> Proposal:

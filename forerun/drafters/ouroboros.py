@@ -80,7 +80,7 @@ class OuroborosDrafter(ChainDrafter):
         super().__init__(model, policy, vocab_size)
         self.width, self.guesses, self.shape = width, guesses, shape
         self.suffixes, self.sources, self.pool, self.most_greedy = suffixes, sources, pool, most_greedy
-        self.slack = (width + guesses) * shape[0]
+        self.slack, self.spread = (width + guesses) * shape[0], suffixes * shape[0]
         self.rows: dict[int, _Row] = {}
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:

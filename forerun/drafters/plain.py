@@ -16,6 +16,7 @@ class PlainDrafter:
     """Autoregressive decoding: every draft is the bare root."""
 
     wants_hidden = False
+    spread = 0
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         return ()

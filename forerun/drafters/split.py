@@ -18,6 +18,7 @@ class Split:
     def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
         self.drafters = {True: greedy, False: sampled}
         self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
+        self.spread = max(greedy.spread, sampled.spread)
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         drafter = self.drafters[seq.greedy]
