@@ -306,14 +306,14 @@ def test_what_is_not_a_number_does_not_outlive_its_request() -> None:
     target = tiny("llama")
     engine = Decoder(target, method=method("ar"), prefix_bytes=0).engine
     wanted = [alone("ar", Request(prompt, 20)) for prompt in (PROMPTS[0], PROMPTS[2])]
-    first = engine.add(Request(PROMPTS[4], 30))
+    first, second = (engine.add(Request(PROMPTS[4], 30)) for _ in range(2))  # buffers for two rows
     for _ in range(3):
         engine.step()
     with torch.inference_mode():
         for layer in engine.target.cache.layers:
-            layer.values[0] = torch.nan
+            layer.values[:2] = torch.nan
     steps = drain(engine)
-    assert steps[first][-1].finish_reason == "length"
+    assert [steps[id][-1].finish_reason for id in (first, second)] == ["length", "length"]
     ids = [engine.add(Request(prompt, 20)) for prompt in (PROMPTS[0], PROMPTS[2])]
     steps = drain(engine)
     assert [tokens_of(steps[id]) for id in ids] == wanted
