@@ -31,9 +31,10 @@ def plot_rows(methods: dict[str, list[Served]], path: Path) -> None:
     for (name, served), own in zip(methods.items(), axes[:, 0], strict=True):
         own.step(*rows_over_time(served, lambda one: one.due), where="post", color="#adb5bd", label="open")
         own.step(*rows_over_time(served, lambda one: one.times[0]), where="post", color="#264653", label="decoding")
-        own.set(ylabel=name, ylim=(0, None))
+        own.set(ylim=(0, None))
+        own.set_title(name, loc="left", fontsize="small")
     axes[0, 0].legend(fontsize=8)
-    axes[-1, 0].set_xlabel("seconds; above: requests")
+    axes[-1, 0].set_xlabel("seconds")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
