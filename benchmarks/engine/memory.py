@@ -1,6 +1,6 @@
 """Resident memory while many requests go through one engine, from several threads.
 
-    python benchmarks/engine/memory.py [--requests 500] [--threads 4] [--method pacer-ouroboros]
+    python benchmarks/engine/memory.py [--requests 500] [--threads 4] [--method pacer-ouroboros] [--prefix-bytes N]
 
 Every fourth request is a stream that is let go in the middle. The last line is one JSON object: resident MB after each
 tenth of the requests, and after the decoder was deleted and garbage collected.
@@ -25,9 +25,9 @@ def resident() -> float:
     return round(pages * 4096 / 1e6, 1)
 
 
-def serve(requests: int, threads: int, method: str) -> list[float]:
+def serve(requests: int, threads: int, method: str, prefix_bytes: int) -> list[float]:
     """Resident MB at the start and after each tenth of the requests."""
-    decoder = forerun.load(method=method)
+    decoder = forerun.load(method=method, prefix_bytes=prefix_bytes)
     prompts = held_out_prompts(decoder.tokenizer, "test", count=40)
     found, lock, done = [resident()], threading.Lock(), 0
 
@@ -61,8 +61,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--method", default="pacer-ouroboros")
+    parser.add_argument("--prefix-bytes", type=int, default=2**28)
     asked = parser.parse_args()
-    found = serve(asked.requests, asked.threads, asked.method)
+    found = serve(asked.requests, asked.threads, asked.method, asked.prefix_bytes)
     gc.collect()
     print(json.dumps({"resident_mb": found, "after_del_mb": resident(), "arguments": vars(asked)}))
 
