@@ -257,10 +257,7 @@ class Decoder:
         """
         begun = perf_counter()
         single, asked, params = self._requests(prompts, params, logits_processor, stopping_criteria, options)
-        steps: list[list[Step]] = [[] for _ in asked]
-        for batch in self.driver().run(asked):
-            for index, step in batch:
-                steps[index].append(step)
+        steps = self.driver().run(asked).collect()
         seconds = perf_counter() - begun
         completions = []
         for request, taken in zip(asked, steps, strict=True):
@@ -389,12 +386,9 @@ class Decoder:
 
     def _plain(self, seq: Generation) -> list[int]:
         """The target's own greedy output for a sequence, whatever its criteria."""
-        engine = Engine(self.target.fresh(), PlainDrafter())
-        engine.add(replace(seq.request, criteria=None, stop=None))
-        output: list[int] = []
-        while engine.busy:
-            output += (token for step in engine.step() for token in step.tokens)
-        return output
+        driver = Driver(Engine(self.target.fresh(), PlainDrafter()))
+        (steps,) = driver.run([replace(seq.request, criteria=None, stop=None)]).collect()
+        return [token for step in steps for token in step.tokens]
 
 
 def _chunks(run: Run, texts: list[TextStream | None]) -> Iterator[Chunk]:

@@ -92,6 +92,14 @@ class Run:
             raise
         return found
 
+    def collect(self) -> list[list[Step]]:
+        """All steps of each request, when all have ended."""
+        steps: list[list[Step]] = [[] for _ in self.open]
+        for batch in self:
+            for index, step in batch:
+                steps[index].append(step)
+        return steps
+
     def _taken(self) -> list[Step]:
         return [self.box.popleft() for _ in range(len(self.box))]
 

@@ -22,6 +22,16 @@ class Proposal:
     forward_seconds: float = 0.0
     policy_seconds: float = 0.0
 
+    @classmethod
+    def together(cls, drafts: list[Draft], parts: list[Proposal]) -> Proposal:
+        """These drafts, at the cost of all parts that they come from."""
+        return cls(
+            drafts,
+            sum(each.forwards for each in parts),
+            sum(each.forward_seconds for each in parts),
+            sum(each.policy_seconds for each in parts),
+        )
+
 
 class Drafter(Protocol):
     """A method. Its state belongs to a sequence; every call may be about others of those that were admitted.

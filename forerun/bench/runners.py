@@ -62,22 +62,16 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
             forget_phrases(decoder)
             seen.clear()
         seen.update(now)
-        length, engine = warm_up or params.max_new_tokens, decoder.engine
+        length, driver = warm_up or params.max_new_tokens, decoder.driver()
         begun = perf_counter()
         requests = [
             decoder.request(list(prompt), replace(params, seed=seed, max_new_tokens=length))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        found: dict[int, list[Step]] = {engine.add(request): [] for request in requests}
-        while engine.busy:
-            for step in engine.step():
-                if step.error is not None:
-                    raise step.error
-                found[step.id].append(step)
+        rows = driver.run(requests).collect()
         seconds = perf_counter() - begun
         if close:
             decoder.close()
-        rows = list(found.values())
         return Outcome(
             tokens=[[token for step in row for token in step.tokens] for row in rows],
             seconds=seconds,

@@ -108,12 +108,7 @@ class OuroborosDrafter(ChainDrafter):
             chain.seq.id: draft
             for chain, draft in zip([*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True)
         }
-        return Proposal(
-            [drafts[seq.id] for seq in seqs],
-            sum(each.forwards for each in proposals),
-            sum(each.forward_seconds for each in proposals),
-            sum(each.policy_seconds for each in proposals),
-        )
+        return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
         """Drafts for all chains, each at its own pace."""

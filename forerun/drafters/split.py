@@ -32,12 +32,7 @@ class Split:
             if own:
                 proposals.append(drafter.propose(own))
                 drafts |= zip([seq.id for seq in own], proposals[-1].drafts, strict=True)
-        return Proposal(
-            [drafts[seq.id] for seq in seqs],
-            sum(each.forwards for each in proposals),
-            sum(each.forward_seconds for each in proposals),
-            sum(each.policy_seconds for each in proposals),
-        )
+        return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
     def observe(
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
