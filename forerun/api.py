@@ -33,6 +33,8 @@ def load(
     method: str | Method | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     dtype: str | torch.dtype | None = None,
+    weights: str | None = None,
+    draft_weights: str | None = None,
     device: str | None = None,
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
@@ -51,7 +53,7 @@ def load(
     """Loads a target, and a draft if there is one, for decoding by `method`.
 
     Args:
-        target: hub id, folder or model; "embedded" is the pair that comes with the package.
+        target: hub id, folder, GGUF file or model; "embedded" is the pair that comes with the package.
         draft: likewise; with the embedded target its own draft is the default.
         method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
@@ -59,6 +61,10 @@ def load(
             "lookup" without. Models that are given as objects, `device_map` and fast=False have no such profiles.
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
+        weights: what the target's are stored as on a CPU: "float32", "bfloat16", "int8", "int4" (blocks of 32 with a
+            scale and a least value). The model in few bits is the target then, and what is decoded is its output.
+            Default, "auto": as a GGUF file has them, else by `dtype`.
+        draft_weights: likewise of the draft, where any bits are lossless. Default: 8 bits for large drafts on a CPU.
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
@@ -92,7 +98,7 @@ def load(
     costs, drawing = None, None
     named = [isinstance(source, str | Path) for source in (target, draft) if source is not None]
     if all(named) and fast and device_map is None and (unnamed or chosen.needs_costs):
-        profile = profiles.find(target, draft, device, dtype)  # type: ignore[arg-type]
+        profile = profiles.find(target, draft, device, dtype, weights, draft_weights)  # type: ignore[arg-type]
         costs = profile.costs if profile is not None else None
         if profile is not None and unnamed:
             drawing = profile.sampling.build() if profile.sampling else chosen
@@ -117,7 +123,7 @@ def load(
     how["trust_remote_code"] = trust_remote_code
 
     def ready(source: str | Path | PreTrainedModel, part: str) -> CausalLM:
-        model = load_model(source, part, **how)
+        model = load_model(source, part, weights=weights if part == "target" else draft_weights, **how)
         # A model that nobody else holds need not survive the packing of its weights.
         return prepare(model, fast, isinstance(source, str | Path), graphs)
 

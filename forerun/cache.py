@@ -158,8 +158,9 @@ class KVCache(Cache):
             self._size = size
             for layer in self.layers:
                 layer.use()
-        if slots is not None and size not in self._row_indexes:
-            self._row_indexes[size] = torch.arange(size, device=slots.device)[:, None]
+        if size not in self._row_indexes:
+            device = self.device if slots is None and self.ready else None if slots is None else slots.device
+            self._row_indexes[size] = torch.arange(size, device=device)[:, None]
 
     # Memory.
 
@@ -236,6 +237,7 @@ class KVLayer(CacheLayerMixin):
     is_croppable = False  # not through transformers: rows have lengths of their own
     keys: Tensor  # [rows capacity, G, capacity, D]
     values: Tensor
+    both: Tensor | None  # [rows capacity, 2 G, capacity, D], of which these are the halves
 
     def __init__(self, cache: KVCache, is_sliding: bool) -> None:
         super().__init__()
@@ -247,12 +249,21 @@ class KVLayer(CacheLayerMixin):
         if self.is_initialized:
             return
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (self._buffer(states) for states in (key_states, value_states))
+        self._allocate(key_states, value_states)
         self.is_initialized = True
         self.use()
 
-    def _buffer(self, like: Tensor) -> Tensor:
-        shape = (self.cache.rows_capacity, like.shape[-3], self.cache.capacity, like.shape[-1])
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Buffers for states like these: one for both, where they are of one size."""
+        self.both = None
+        if keys.shape[-1] != values.shape[-1] or keys.shape[-3] != values.shape[-3]:
+            self.keys, self.values = (self._buffer(states, states.shape[-3]) for states in (keys, values))
+            return
+        self.both = self._buffer(keys, 2 * keys.shape[-3])
+        self.keys, self.values = self.both.chunk(2, 1)
+
+    def _buffer(self, like: Tensor, groups: int) -> Tensor:
+        shape = (self.cache.rows_capacity, groups, self.cache.capacity, like.shape[-1])
         size = prod(shape) * like.element_size()
         if like.device.type != "cpu" or size < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
             return like.new_zeros(shape)
@@ -263,7 +274,7 @@ class KVLayer(CacheLayerMixin):
     def move(self) -> None:
         """Copies what is committed into buffers of the cache's capacity."""
         old = self.keys, self.values
-        self.keys, self.values = (self._buffer(each) for each in old)
+        self._allocate(*old)
         for row, length in enumerate(self.cache.lengths):
             self.keys[row, :, :length] = old[0][row, :, :length]
             self.values[row, :, :length] = old[1][row, :, :length]
@@ -273,24 +284,45 @@ class KVLayer(CacheLayerMixin):
         """Looks at the rows of the forward under way."""
         if self.is_initialized:
             self._keys, self._values = self.keys[: self.cache._size], self.values[: self.cache._size]
+            self._both = self.both[: self.cache._size] if self.both is not None else None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Writes [B, G, N, D] where `KVCache.begin` wants it; returns views [B, G, end, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache, keys, values = self.cache, self._keys, self._values
-        slots, end = cache._slots, cache._end
-        if slots is None:
+        cache = self.cache
+        if cache._slots is None:
             start, new = cache._start, key_states.shape[2]
-            keys.narrow(2, start, new).copy_(key_states)
-            values.narrow(2, start, new).copy_(value_states)
+            self._keys.narrow(2, start, new).copy_(key_states)
+            self._values.narrow(2, start, new).copy_(value_states)
         else:
-            rows = cache._row_indexes[cache._size]
-            if slots.device != keys.device:  # a device map may spread layers
-                rows, slots = rows.to(keys.device), slots.to(keys.device)
-            keys[rows, :, slots] = key_states.transpose(1, 2)
-            values[rows, :, slots] = value_states.transpose(1, 2)
-        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+            slots, rows = cache._slots, cache._row_indexes[cache._size]
+            if slots.device != self.keys.device:  # a device map may spread layers
+                rows, slots = rows.to(self.keys.device), slots.to(self.keys.device)
+            self._keys[rows, :, slots] = key_states.transpose(1, 2)
+            self._values[rows, :, slots] = value_states.transpose(1, 2)
+        return self._keys.narrow(2, 0, cache._end), self._values.narrow(2, 0, cache._end)
+
+    def update_both(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of keys and values in one tensor [B, N, 2 G, D]."""
+        cache = self.cache
+        if not self.is_initialized:
+            self.lazy_initialization(*states.transpose(1, 2).chunk(2, 1))
+        assert self._both is not None
+        if cache._slots is None:
+            self._both.narrow(2, cache._start, states.shape[1]).copy_(states.transpose(1, 2))
+        else:
+            self.put_both(states, cache._slots)
+        return self.seen()
+
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, capacity, D] of the rows of the forward under way."""
+        return self._keys, self._values
+
+    def put_both(self, states: Tensor, slots: Tensor) -> None:
+        """Writes keys and values [B, N, 2 G, D] into slots [B, N] of the rows of the forward under way."""
+        assert self._both is not None
+        self._both[self.cache._row_indexes[self.cache._size], :, slots] = states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache._end, 0

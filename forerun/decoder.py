@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -38,6 +38,7 @@ from forerun.params import SamplingParams
 from forerun.requests import merged, requests, stop_strings
 from forerun.runtime import prepare
 from forerun.runtime.costs import head_costs, measure_costs
+from forerun.runtime.facts import facts_of
 from forerun.runtime.heads import HiddenLM
 from forerun.text import TextStream
 
@@ -328,6 +329,17 @@ class Decoder:
             self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
         if method.head is not None and self.head is not None and not self.costs.head:
             self.costs, self.clocked = replace(self.costs, head=head_costs(self.head)), True
+
+    def info(self) -> dict[str, Any]:
+        """The method with its settings, and of each model what its weights are stored as, with bytes, the kernel that
+        multiplies with them, and `exact`: "bitwise" where a token's logits have the same bits whether it is verified
+        or decoded alone, "rounding" where they may differ by rounding."""
+        models = {"target": self.target, "draft": self.draft}
+        return {
+            "method": self.method.name,
+            "settings": asdict(self.method),
+            **{part: facts_of(model) for part, model in models.items() if model is not None},
+        }
 
     @property
     def engine(self) -> Engine:

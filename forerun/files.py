@@ -21,3 +21,8 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def home() -> Path:
+    """Where forerun keeps files: $FORERUN_HOME, else ~/.cache/forerun."""
+    return Path(os.path.expanduser(os.environ.get("FORERUN_HOME") or "~/.cache/forerun"))

@@ -20,14 +20,16 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor | None]:
-    """By name. Linear layers that keep their weights in a form of their own have None in their place."""
+    """By name. Linear layers and embeddings that keep their weights in a form of their own have None in their
+    place."""
     found: dict[str, Tensor | None] = {
         name: weight for name, weight in model.named_parameters() if weight.numel() and not weight.is_meta
     }
     tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None  # named by its embeddings
     for path, module in model.named_modules():
         plain = isinstance(getattr(module, "weight", None), nn.Parameter)
-        if hasattr(module, "in_features") and not plain and module is not tied:
+        stored = hasattr(module, "in_features") or hasattr(module, "num_embeddings")
+        if stored and not plain and module is not tied:
             found[f"{path}.weight"] = None
             bias = getattr(module, "bias", None)
             if isinstance(bias, Tensor) and f"{path}.bias" not in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -20,9 +21,13 @@ from transformers import (
 )
 
 from forerun.fingerprint import same_model
+from forerun.gguf import find, gguf_config, gguf_tokenizer, load_gguf
+from forerun.kinds import check_kind
 from forerun.model import CausalLM, context_of
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
+from forerun.runtime import is_as_made
+from forerun.runtime.bits import BLOCK, store
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
 
@@ -30,6 +35,8 @@ Prompt = str | Sequence[int]
 _Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
 DeviceMap = str | dict[str, Any] | int | torch.device
 
+FEW = 50_000_000  # parameters up to which a draft stays in float32 on a CPU: its time goes elsewhere
+_LOG = logging.getLogger("forerun")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 # Where tokenizers of equal vocabularies differ: spaces, digits, case, contractions, normal forms, rare characters.
@@ -79,20 +86,24 @@ def load_model(
     part: str,
     *,
     dtype: str | torch.dtype | None = None,
+    weights: str | None = None,
     device: str | None = None,
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a hub id or folder.
+    """The model of a hub id, folder or GGUF file.
 
     Args:
         part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
         dtype: default: float32 on a CPU, what the checkpoint has elsewhere.
+        weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.runtime.bits.KINDS`. "auto" and
+            None: as a GGUF file has them, else by `dtype`; but a draft of over FEW parameters in 8 bits.
         device_map: transformers places the weights. Without one they go to `device`.
 
     Raises:
         ValueError: no such folder, device or dtype; a configuration or weights that are missing, broken or do not
-            belong together; a device map without the package it needs.
+            belong together; a device map without the package it needs; weights in few bits that are not for a CPU, or
+            whose blocks do not fit.
     """
     if not isinstance(source, str | Path):
         return source
@@ -106,6 +117,32 @@ def load_model(
         raise ValueError(f"cannot use device {device!r}: {_first_line(error)}") from None
     if device.partition(":")[0] == "meta":
         raise ValueError("cannot use device 'meta': it computes nothing")
+    weights = None if weights == "auto" else weights
+    on_cpu = "cpu" in (device.partition(":")[0], str(device_map))
+    if weights is not None:
+        check_kind(weights)
+        if dtype is not None:
+            raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
+    file = find(source) if isinstance(source, Path) else None
+    few = weights in ("int4", "int8") or (file is not None and weights is None)
+    if few and (not on_cpu or device_map is not None):
+        where = device if device_map is None else f"device_map {device_map!r}"
+        raise ValueError(
+            f"the {part} {name!r} in {weights or 'the bits of its file'} needs a CPU: there is no kernel for {where}; "
+            "choose weights float32 or bfloat16"
+        )
+    if file is not None:
+        if dtype is not None:
+            raise ValueError(f"{part} {name!r} is a GGUF file: give weights, not dtype")
+        model, note = load_gguf(file, weights)
+        if note is not None:
+            _LOG.warning(note)
+        return model if on_cpu else nn.Module.to(model, device)
+    stored = weights if on_cpu and device_map is None and weights != "float32" else None
+    if weights is not None:
+        dtype = torch.float32 if on_cpu else weights
+    elif dtype is None and part == "draft" and on_cpu and device_map is None:
+        stored = "auto"
     dtype = dtype or (torch.float32 if "cpu" in (device, str(device_map)) else "auto")
     if isinstance(dtype, str) and dtype != "auto":
         named = getattr(torch, dtype, None)
@@ -116,7 +153,7 @@ def load_model(
         if device_map is not None:
             raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
         restored: Any = load_quantised(Path(source))
-        return restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype)
+        return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
     placed = {} if device_map is None else {"device_map": device_map}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -128,7 +165,15 @@ def load_model(
     if found["missing_keys"]:  # transformers fills these with random numbers
         first, *rest = sorted(found["missing_keys"])
         raise ValueError(f"cannot load {part} {name!r}: no weights for {first}" + f" and {len(rest)} more" * bool(rest))
-    return model if placed else model.to(device)
+    return model if placed else _kept(model.to(device), stored)
+
+
+def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
+    """A float32 model stored as `kind`. "auto", for drafts: in 8 bits where it is large and can be."""
+    if kind == "auto":
+        fits = all(each.in_features % BLOCK == 0 for each in model.modules() if type(each) is nn.Linear)
+        kind = "int8" if model.num_parameters() > FEW and fits and is_as_made(model) else None
+    return model if kind is None else store(model, kind)
 
 
 def load_pre_verifier(
@@ -216,6 +261,9 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The text configuration of a hub id or folder, without its weights. Raises ValueError for none or a broken one."""
     folder = resolve(source, part)
+    file = find(folder) if isinstance(folder, Path) else None
+    if file is not None:
+        return gguf_config(file)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return config.get_text_config(decoder=True)
@@ -228,6 +276,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder. Raises ValueError where there is none."""
     folder = resolve(source, part)
+    file = find(folder) if isinstance(folder, Path) else None
+    if file is not None:
+        return gguf_tokenizer(file)
     # Without this, transformers makes up an empty tokenizer for some configurations.
     if not _may_have_tokenizer(folder):
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: the folder has no tokenizer files")
@@ -239,7 +290,9 @@ def load_tokenizer(
 
 def _may_have_tokenizer(source: str | Path) -> bool:
     """False for folders without tokenizer files. Hub ids may always have one."""
-    return not isinstance(source, Path) or any(any(source.glob(pattern)) for pattern in _TOKENIZER_FILES)
+    if not isinstance(source, Path) or find(source) is not None:
+        return True
+    return any(any(source.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:

@@ -40,6 +40,7 @@ class CausalLM(Rows):
         keeps_prompt: whether `prefill` leaves it in `prompt_hidden`. Set it before any prompt is run.
         hidden: [N_r, d] of each sequence of the last such forward.
         recorded: runs forwards of a few tokens instead (`forerun.runtime.recorded`), if anything does.
+        exact: "bitwise" where a token's logits have the same bits whatever is run beside it, else "rounding".
         prefixes: KV of prompts and of finished sequences, None to keep none.
         prefilled: tokens of prompts that were run so far.
     """
@@ -55,7 +56,9 @@ class CausalLM(Rows):
         check_model(model)
         self._forward = forward
         self.model = model.eval()
-        self.device, self.dtype = model.device, model.dtype  # transformers looks through the parameters at every asking
+        # transformers looks through the parameters at every asking.
+        self.device, self.dtype = model.device, getattr(forward, "dtype", model.dtype)
+        self.exact = getattr(forward, "exact", "rounding")
         self.config = config = model.config.get_text_config(decoder=True)
         self.context = context_of(config)  # the longest sequence that the positions allow
         self.fingerprint = fingerprint(model)  # now, as packed weights no longer tell
@@ -268,9 +271,12 @@ class CausalLM(Rows):
             found = self.recorded(inputs, cache, wanted)
             if found is not None:
                 return found
+        forward = self._forward
+        if forward is not None:
+            own = getattr(forward, "lay_out", None)
+            batch = own(inputs, cache) if own is not None else self._lay_out(inputs, cache)
+            return forward(batch, cache, logits, wanted)
         batch = self._lay_out(inputs, cache)
-        if self._forward is not None:
-            return self._forward(batch, cache, logits, wanted)
         given: dict[str, Any] = {} if logits or wanted else self._last_logits
         with self.hearing(wanted, one=not logits) as heard:
             output = self.model(

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forerun.costs import Costs
-from forerun.files import read_text, write_text
+from forerun.files import home, read_text, write_text
 from forerun.methods import Method, method
 from forerun.zoo import EMBEDDED, FOLDER, resolve
 
 Mode = Literal["greedy", "sampling"]
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Pair:
     Attributes:
         target, draft: names, for people to read; no draft where none was given.
         device: "cpu" or the name of the GPU.
-        dtype: of the weights; "auto" is what the checkpoint has.
+        dtype: of the weights, or what they are stored as; "auto" is what the checkpoint has.
         threads: of a CPU; 0 elsewhere.
         models: differs between models of one name, see `identity`.
     """
@@ -95,16 +95,13 @@ class Profile:
         return self.sampling if temperature else self.greedy
 
 
-def home() -> Path:
-    """Where forerun keeps files: $FORERUN_HOME, else ~/.cache/forerun."""
-    return Path(os.path.expanduser(os.environ.get("FORERUN_HOME") or "~/.cache/forerun"))
-
-
 def identity(source: str | Path, part: str) -> Any:
     """Differs between models of one name: a hub id, or a folder's configuration and weight files with their sizes."""
     folder = resolve(source, part)
     if not isinstance(folder, Path):
         return folder
+    if folder.is_file():
+        return {folder.name: folder.stat().st_size}
     config = folder / "config.json"
     weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES)
     return {
@@ -113,7 +110,14 @@ def identity(source: str | Path, part: str) -> Any:
     }
 
 
-def pair_of(target: str | Path, draft: str | Path | None, device: str | None, dtype: Any) -> Pair:
+def pair_of(
+    target: str | Path,
+    draft: str | Path | None,
+    device: str | None,
+    dtype: Any,
+    weights: str | None = None,
+    draft_weights: str | None = None,
+) -> Pair:
     """The pair on the device and with the dtype that `forerun.load` would give it, and with torch's present number of
     threads. Raises ValueError for folders that are not there."""
     import torch
@@ -124,26 +128,34 @@ def pair_of(target: str | Path, draft: str | Path | None, device: str | None, dt
     if kind == "cuda":
         with suppress(RuntimeError, AssertionError, ValueError):  # loading will report what is wrong with the device
             shown = torch.cuda.get_device_name(device if ":" in device else None)
+    stored = str(dtype or weights or ("float32" if kind == "cpu" else "auto")).removeprefix("torch.")
     models: dict[str, Any] = {}
     for part, source in (("target", target), ("draft", draft)):
         if source is not None:
             # Fine-tuned copies of one model differ only inside their files: the folder distinguishes them.
             folder = Path(source).expanduser()
-            where = None if source == EMBEDDED or not folder.is_dir() else str(folder.resolve())
+            where = None if source == EMBEDDED or not folder.exists() else str(folder.resolve())
             models[part] = [where, identity(source, part)]
     return Pair(
         target=_name(target),
         draft=_name(draft) if draft is not None else None,
         device=shown,
-        dtype=str(dtype or ("float32" if kind == "cpu" else "auto")).removeprefix("torch."),
+        dtype=", ".join([stored, *([f"draft {draft_weights}"] if draft_weights else [])]),
         threads=torch.get_num_threads() if kind == "cpu" else 0,
         models=hashlib.sha256(json.dumps(models).encode()).hexdigest()[:16],
     )
 
 
-def find(target: str | Path, draft: str | Path | None, device: str | None, dtype: Any) -> Profile | None:
+def find(
+    target: str | Path,
+    draft: str | Path | None,
+    device: str | None,
+    dtype: Any,
+    weights: str | None = None,
+    draft_weights: str | None = None,
+) -> Profile | None:
     """The profile of a pair on this machine, None where it has not been tuned; raises ValueError for a damaged one."""
-    return stored(pair_of(target, draft, device, dtype))
+    return stored(pair_of(target, draft, device, dtype, weights, draft_weights))
 
 
 def stored(pair: Pair) -> Profile | None:
@@ -189,7 +201,7 @@ def embedded_costs() -> Costs | None:
 
 def _name(source: str | Path) -> str:
     folder = Path(source).expanduser()
-    return folder.resolve().name if source != EMBEDDED and folder.is_dir() else str(source)
+    return folder.resolve().name if source != EMBEDDED and folder.exists() else str(source)
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from forerun.batch import ForwardBatch, Inputs, lay_out
 from forerun.cache import KVCache
 
-# (batch, cache, whether logits are wanted, whether the LM head's input is) -> logits [B, N, V], that input [B, N, d];
-# for a head over hidden states its next states [B, 1, d], None.
-LeanForward = Callable[[ForwardBatch, KVCache, bool, bool], tuple[Tensor | None, Tensor | None]]
+# (a ForwardBatch, or what its own `lay_out` makes; cache; whether logits are wanted; whether the LM head's input is)
+# -> logits [B, N, V], that input [B, N, d]; for a head over hidden states its next states [B, 1, d], None.
+LeanForward = Callable[[Any, KVCache, bool, bool], tuple[Tensor | None, Tensor | None]]
 
 
 class Rows:

@@ -12,10 +12,35 @@ import pytest
 import forerun
 
 ROOT = Path(forerun.__file__).parent
-GROUND = {"draft", "sampling", "cache", "batch", "prefix", "rows", "support", "fingerprint", "model", "generation"}
+GROUND = {
+    "draft",
+    "sampling",
+    "cache",
+    "batch",
+    "blocks",
+    "prefix",
+    "rows",
+    "support",
+    "fingerprint",
+    "model",
+    "generation",
+}
 LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
 METHODS = LOOP | {"costs", "probabilities", "nn", "lengths", "drafters", "methods", "params"}
-API = METHODS | {"text", "files", "runtime", "zoo", "loading", "profiles", "driver", "requests", "decoder", "api"}
+API = METHODS | {
+    "text",
+    "files",
+    "kinds",
+    "runtime",
+    "gguf",
+    "zoo",
+    "loading",
+    "profiles",
+    "driver",
+    "requests",
+    "decoder",
+    "api",
+}
 TOP = API | {"hf"}
 
 # What each part may import beside itself. A part that is not named here fails the test: it wants a place.
@@ -23,10 +48,12 @@ ALLOWED: dict[str, set[str]] = {
     "draft": set(),
     "cache": set(),
     "params": set(),
+    "kinds": set(),
     "text": set(),
     "files": set(),
     "probabilities": set(),
     "batch": {"cache"},
+    "blocks": {"batch", "cache"},
     "prefix": {"cache"},
     "rows": {"batch", "cache"},
     "support": set(),
@@ -45,10 +72,11 @@ ALLOWED: dict[str, set[str]] = {
     "lengths": GROUND | {"nn", "costs", "probabilities"},
     "drafters": LOOP | {"nn", "lengths", "runtime", "costs"},
     "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime"},
-    "runtime": GROUND | {"nn", "costs", "probabilities"},
+    "runtime": GROUND | {"nn", "costs", "probabilities", "files", "kinds"},
+    "gguf": {"runtime", "kinds"},
     "zoo": GROUND | {"nn"},
     "profiles": {"methods", "costs", "files", "zoo"},
-    "loading": GROUND | {"nn", "runtime", "zoo"},
+    "loading": GROUND | {"nn", "runtime", "zoo", "gguf", "kinds"},
     "decoder": API - {"profiles", "api"},
     "api": API,
     "hf": API,

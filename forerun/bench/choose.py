@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from forerun.files import read_text
@@ -14,8 +15,10 @@ ASSISTED = "hf-assisted"
 SCHEDULES = ("heuristic", "heuristic_transient", "constant")
 PEERS = ("hf-ar", "hf-lookup", *(f"{ASSISTED}/{schedule}" for schedule in SCHEDULES))
 BATCHING, STATIC = "hf-batch", "static"  # under load alone
-NAMES = (*METHODS, "hf-ar", "hf-lookup", ASSISTED, BATCHING, STATIC)
+LLAMA, LLAMA_LOOKUP = "llama-cpp", "llama-cpp-lookup"
+NAMES = (*METHODS, "hf-ar", "hf-lookup", ASSISTED, LLAMA, LLAMA_LOOKUP, BATCHING, STATIC)
 LOOKUP_TOKENS = 10  # of hf-lookup: what transformers' documentation uses
+LLAMA_TOKENS, LLAMA_NGRAM = 2, 2  # of llama-cpp-lookup: what its documentation has for CPUs, and its default
 DEFAULT_METHODS = ("ar", "sd", "lookup")
 
 
@@ -25,7 +28,8 @@ def parse_methods(
     """The methods of --methods, --method-arg and --tune, `ar` always among them.
 
     `tuned` holds settings that take the place of a method's defaults, not of what is given. `static` is `ar` in static
-    batches, static/NAME another method in them.
+    batches, static/NAME another method in them. llama-cpp-lookup/TOKENS/NGRAM drafts so many tokens behind the longest
+    phrase of up to NGRAM tokens that has been there before.
     """
     given: dict[str, dict[str, Any]] = {}
     for setting in settings:
@@ -45,6 +49,9 @@ def parse_methods(
         if name == ASSISTED:
             chosen |= {peer: None for peer in PEERS if peer.startswith(ASSISTED)}
         elif name in (*PEERS, BATCHING):
+            chosen[name] = None
+        elif is_llama(name):
+            peer_settings(name)  # raises for numbers that are none
             chosen[name] = None
         elif (own := own_name(name)) in METHODS:
             chosen[name] = method(own, **tuned.get(own, {}) | given.get(own, {}))
@@ -70,8 +77,19 @@ def stored_tuning(target: str, draft: str | None, temperature: float) -> dict[st
     return json.loads(read_text(path))["sampling" if temperature else "greedy"]
 
 
+def is_llama(name: str) -> bool:
+    """Whether llama.cpp decodes, not transformers and not we."""
+    return name == LLAMA or name.partition("/")[0] == LLAMA_LOOKUP
+
+
 def peer_settings(name: str) -> dict[str, Any]:
-    """What a method of transformers' is called with, beside what all are."""
+    """What a peer's method is called with, beside what all are. Raises ValueError for numbers that it cannot take."""
+    if name.partition("/")[0] == LLAMA_LOOKUP:
+        given = name.split("/")[1:]
+        if len(given) > 2 or not all(each.isdecimal() and int(each) for each in given):
+            raise ValueError(f"{LLAMA_LOOKUP}/TOKENS/NGRAM takes two numbers of at least 1, not {name!r}")
+        tokens, ngram, *_ = (*map(int, given), *(LLAMA_TOKENS, LLAMA_NGRAM)[len(given) :])
+        return {"num_pred_tokens": tokens, "max_ngram_size": ngram}
     if name.startswith(ASSISTED):
         return {"num_assistant_tokens_schedule": name.partition("/")[2]}
     return {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-lookup" else {}
@@ -80,6 +98,20 @@ def peer_settings(name: str) -> dict[str, Any]:
 def takes_rows(name: str) -> bool:
     """Whether a method decodes a batch at once: transformers refuses batches for some of its own."""
     return not name.startswith(("hf-lookup", ASSISTED))
+
+
+def check_llama(name: str, target: str, batch: int, device: str | None) -> None:
+    """Raises ValueError where llama.cpp cannot decode beside us: it needs a file of its own and its package."""
+    if batch > 1:  # its server decodes several; one after another would make it look slow
+        raise ValueError(f"method {name!r} decodes one prompt at a time here: leave it out or set --batch 1")
+    if device is not None and device != "cpu":
+        raise ValueError(f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}")
+    from forerun.gguf import find
+
+    if find(target) is None:
+        raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")
+    if find_spec("llama_cpp") is None:
+        raise ValueError(f"method {name!r} needs 'pip install llama-cpp-python', which compiles llama.cpp")
 
 
 def _setting(option: str, text: str) -> tuple[str, str, str]:

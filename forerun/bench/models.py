@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api import Decoder
-from forerun.bench.choose import ASSISTED
+from forerun.bench.choose import ASSISTED, is_llama
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan
@@ -98,8 +98,9 @@ def _texts(files: dict[str, list[Prompt]]) -> bool:
     return any(prompt.text is not None for prompts in files.values() for prompt in prompts)
 
 
-def _how(plan: Plan) -> dict[str, Any]:
-    return {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
+def _how(plan: Plan, part: str) -> dict[str, Any]:
+    how = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
+    return how | {"weights": plan.weights if part == "target" else plan.draft_weights}
 
 
 def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
@@ -113,7 +114,7 @@ def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
 
 def _ready(plan: Plan, part: str) -> CausalLM:
     """The plan's target or draft, in the shape that it asks for. Raises ValueError where that changes its logits."""
-    model, shape = load_model(getattr(plan, part), part, **_how(plan)), getattr(plan, f"{part}_shape")
+    model, shape = load_model(getattr(plan, part), part, **_how(plan, part)), getattr(plan, f"{part}_shape")
     if shape is None:
         return prepare(model, in_place=True, graphs=plan.graphs)
     big = expand(model, SHAPES[shape])
@@ -148,7 +149,7 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     folders = [*filter(None, bundled), *map(Path, plan.head)] if wanted else []
     heads = [load_head(folder, target) for folder in folders]
     if heads and plan.target_shape is not None:
-        small = load_model(plan.target, "target", **_how(plan))
+        small = load_model(plan.target, "target", **_how(plan, "target"))
         heads = [expand_head(head, small, SHAPES[plan.target_shape]) for head in heads]
     found: dict[str | None, HiddenLM] = {head.config.kind: HiddenLM(head, target) for head in heads}
     for kind in wanted:
@@ -159,14 +160,14 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
 
 def load_peers(plan: Plan) -> Peers | None:
     """Models of transformers' own, where the plan has methods of theirs: nothing of ours has touched these."""
-    theirs = [name for name, method in plan.methods.items() if method is None]
+    theirs = [name for name, method in plan.methods.items() if method is None and not is_llama(name)]
     if not theirs:
         return None
     assistant = None
     if any(name.startswith(ASSISTED) for name in theirs):
         assert plan.draft is not None
-        assistant = load_model(plan.draft, "draft", **_how(plan))
-    return Peers(load_model(plan.target, "target", **_how(plan)), assistant, plan.params())
+        assistant = load_model(plan.draft, "draft", **_how(plan, "draft"))
+    return Peers(load_model(plan.target, "target", **_how(plan, "target")), assistant, plan.params())
 
 
 def load_decoders(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from forerun.bench.choose import LLAMA_NGRAM, LLAMA_TOKENS, is_llama
+from forerun.bench.margins import explained
+
 COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisation", "overhead", "same tokens")
 
 
@@ -23,16 +26,30 @@ def row(name: str, method: dict[str, Any]) -> list[str]:
 def console_tables(results: dict[str, Any]) -> list[Any]:
     """Rich tables: one a dataset, and one of all where there are several."""
     return [
-        table_of(title, [list(COLUMNS), *(row(name, method) for name, method in methods.items())])
+        table_of(
+            title,
+            [list(COLUMNS), *(row(name, method) for name, method in methods.items())],
+            "\n".join(_differences(results, methods)),
+        )
         for title, methods in _sections(results)
     ]
 
 
-def table_of(title: str, rows: list[list[str]]) -> Any:
+def _differences(results: dict[str, Any], methods: dict[str, Any]) -> list[str]:
+    """A line for each method whose greedy outputs differ from the reference's. The best of hf-assisted has one already
+    under its own name."""
+    return [
+        f"{name}: {explained(method['differences'], results['reference'])}"
+        for name, method in methods.items()
+        if method["differences"] is not None and "schedule" not in method
+    ]
+
+
+def table_of(title: str, rows: list[list[str]], caption: str = "") -> Any:
     """A rich table; the first row is its header."""
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table(title=title, caption=caption or None, caption_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "method" else "right")
     for each in rows[1:]:
@@ -138,13 +155,13 @@ def _notes(results: dict[str, Any]) -> list[str]:
     methods = results["methods"]
     if results["reference"]:
         notes.append(f"- same tokens: share of outputs equal to greedy `{results['reference']}`, token for token.")
-        parted = [each for method in methods.values() for each in method["mismatches"]]
-        if parted:
-            places = {(each["dataset"], each["prompt"], each["position"]) for each in parted}
-            widest = max(abs(each["margin"]) for each in parted)
+        lines = _differences(results, methods)
+        if lines:
+            notes += [f"- {line}." for line in lines]
             notes.append(
-                f"- Outputs part at {len(places)} places; the target's logits of the two tokens there are at most "
-                f"{widest:.2g} apart (where rounding decides, about 1e-5 in float32)."
+                "- A margin is how far apart the target's logits of the two tokens are where an output first differs: "
+                "about 1e-5 where float32's rounding decides, more where another program rounds more: llama.cpp has "
+                "activations in 8 bits."
             )
     else:
         notes.append("- Sampled: outputs are from one distribution and differ from method to method.")
@@ -152,6 +169,12 @@ def _notes(results: dict[str, Any]) -> list[str]:
         notes.append(
             "- `hf-` methods are transformers' own `generate` on the same weights, loaded apart. `hf-assisted` is the "
             "best of its schedules by median tokens/s, chosen in each table after the run, which favours it."
+        )
+    if any(is_llama(name) for name in methods):
+        notes.append(
+            "- `llama-cpp` is llama.cpp, through llama-cpp-python, on the same file, token ids and number of threads; "
+            f"`llama-cpp-lookup/TOKENS/NGRAM` is its prompt lookup ({LLAMA_TOKENS} and {LLAMA_NGRAM} where none are "
+            "given). Neither keeps anything of the prompts before."
         )
     if results["arguments"]["batch"] > 1 and any(method["rows_one_by_one"] for method in methods.values()):
         names = ", ".join(f"`{name}`" for name, method in methods.items() if method["rows_one_by_one"])

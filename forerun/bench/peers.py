@@ -26,6 +26,12 @@ class Forwards:
         self.count += 1
 
 
+def end_tokens(target: PreTrainedModel, params: SamplingParams) -> set[int]:
+    """The tokens that end an output."""
+    eos = None if params.ignore_eos else target.generation_config.eos_token_id
+    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+
+
 class Peers:
     """A target, and perhaps a draft, that transformers decodes with.
 
@@ -37,7 +43,7 @@ class Peers:
         self.target, self.draft, self.params = target.eval(), draft.eval() if draft is not None else None, params
         theirs = target.generation_config
         eos = None if params.ignore_eos else theirs.eos_token_id
-        self.ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+        self.ends = end_tokens(target, params)
         self.pad = theirs.pad_token_id if theirs.pad_token_id is not None else min(self.ends, default=0)
         special = {"bos_token_id": theirs.bos_token_id, "eos_token_id": eos, "pad_token_id": self.pad}
         target.generation_config = GenerationConfig(**special)
@@ -51,10 +57,11 @@ class Peers:
     def config(self, name: str) -> GenerationConfig:
         """How `generate` is asked for a method, beside its assistant."""
         options: dict[str, Any] = {"do_sample": False}
-        if self.params.temperature:
-            options = {"do_sample": True, "temperature": self.params.temperature, "top_k": 0, "top_p": 1.0}
+        asked = self.params
+        if asked.temperature:
+            options = {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": asked.top_p}
         special = {key: getattr(self.target.generation_config, key) for key in ("eos_token_id", "pad_token_id")}
-        return GenerationConfig(max_new_tokens=self.params.max_new_tokens, **special, **options, **peer_settings(name))
+        return GenerationConfig(max_new_tokens=asked.max_new_tokens, **special, **options, **peer_settings(name))
 
     def run(self, name: str) -> Run:
         """The method of that name; batches go through row by row where transformers refuses them."""

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.choose import ASSISTED, BATCHING, STATIC, peer_settings
+from forerun.bench.choose import ASSISTED, BATCHING, STATIC, check_llama, is_llama, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.bench.roofline import check_costs, read_costs
 from forerun.bench.sizes import SHAPES
+from forerun.kinds import check_kind
 from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, bundled_head, resolve
@@ -21,7 +22,7 @@ class Plan:
     """One run of the benchmark.
 
     Attributes:
-        methods: by the name that results use; None for transformers' own, which have no settings here.
+        methods: by the name that results use; None for what others decode, whose settings are in the name.
         datasets: names and .jsonl files.
         data: file or folder of the public datasets.
         target, draft: hub ids, folders or "embedded"; draft is None where no method needs one.
@@ -49,6 +50,8 @@ class Plan:
     target: str = EMBEDDED
     draft: str | None = None
     dtype: str | None = None
+    weights: str | None = None
+    draft_weights: str | None = None
     device: str | None = None
     threads: int | None = None
     trust_remote_code: bool = False
@@ -79,6 +82,8 @@ class Plan:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         self.params()
+        check_kind(self.weights)
+        check_kind(self.draft_weights)
         if self.top_p < 1 and not self.temperature:
             raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
         self._check_load()
@@ -107,6 +112,8 @@ class Plan:
             check_costs(read_costs(self.costs), ours)
         check_datasets(self.datasets, self.data)
         resolve(self.target, "target")
+        for name in filter(is_llama, self.methods):
+            check_llama(name, self.target, self.batch, self.device)
         if self.needs_draft:
             if self.draft is None:
                 needy = next(name for name in self.methods if self._needs_draft(name))
@@ -115,7 +122,7 @@ class Plan:
 
     def _check_load(self) -> None:
         for name in self.methods:
-            if self.loaded and name.startswith("hf-") and name != BATCHING:
+            if self.loaded and (name.startswith("hf-") or is_llama(name)) and name != BATCHING:
                 raise ValueError(f"method {name!r} is not for --clients and --rate; {BATCHING} is")
             if not self.loaded and name.split("/")[0] in (BATCHING, STATIC):
                 raise ValueError(f"method {name!r} needs --clients or --rate")
@@ -224,9 +231,9 @@ def check_folder(out: Path | None, resume: bool) -> None:
 
 
 def model_name(source: str) -> str:
-    """What results call a model: its hub id, or the name of its folder."""
+    """What results call a model: its hub id, or the name of its folder or file."""
     path = Path(source).expanduser()
-    return path.resolve().name if path.is_dir() else source
+    return path.resolve().name if path.exists() else source
 
 
 def _option(field: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from forerun import __version__
 from forerun.bench.choose import ASSISTED, takes_rows
+from forerun.bench.margins import parted
 from forerun.bench.plan import Plan
 from forerun.bench.profile import PHASES
 from forerun.bench.records import Group, Margins, Record
@@ -55,6 +56,7 @@ def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins)
     spent = [record.times for record in own if record.times is not None]
     drafting = spent and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
     equal = [each for record in own for each in record.equal or []]
+    mismatches = _mismatches(own, margins)
     prefill = [record.prefill_seconds / record.stats.seconds for record in own if record.prefill_seconds is not None]
     return {
         "tokens_per_s": round(rates[1], 2),
@@ -80,7 +82,8 @@ def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins)
         "overhead_share": round(median(each.overhead_share for each in spent), 4) if spent else None,
         "measurements": len(own),
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
-        "mismatches": _mismatches(own, margins),
+        "differences": parted(equal, mismatches),
+        "mismatches": mismatches,
     }
 
 
@@ -142,7 +145,7 @@ def versions() -> dict[str, Any]:
 
     found: dict[str, Any] = {"python": platform.python_version(), "forerun": __version__, "commit": _commit()}
     # Where scikit-learn is installed, transformers' assistant adapts its confidence threshold.
-    for package in ("torch", "transformers", "scikit-learn"):
+    for package in ("torch", "transformers", "scikit-learn", "llama-cpp-python"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

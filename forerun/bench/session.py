@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from forerun.api import Decoder
+from forerun.bench.choose import is_llama
 from forerun.bench.datasets import Prompt
+from forerun.bench.llama import load_llama
 from forerun.bench.measure import WARM_UP, margins, measure
 from forerun.bench.models import load_decoders, load_peers, load_prompts
 from forerun.bench.pages import markdown
@@ -51,10 +53,15 @@ def bench(
         records.resume(list(plan.methods))
     peers = load_peers(plan)
     decoders, target, costs = load_decoders(plan, tokenizer, out)
-    runs = {
-        name: decoder_run(decoders[name], plan.params()) if peers is None or name in decoders else peers.run(name)
-        for name in plan.methods
-    }
+    llama = load_llama(plan, datasets, target)
+    runs: dict[str, Run] = {}
+    for name in plan.methods:
+        if name in decoders:
+            runs[name] = decoder_run(decoders[name], plan.params())
+        else:
+            their = llama if is_llama(name) else peers
+            assert their is not None
+            runs[name] = their.run(name)
     reference = CausalLM(peers.target) if peers is not None else target
     _teach_oracles(plan, runs, datasets, say)
     measure(

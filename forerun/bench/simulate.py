@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.choose import is_llama
 from forerun.bench.prices import Prices, fitted, kind
 from forerun.bench.records import Record, Records
 from forerun.bench.report import summary
@@ -56,7 +57,7 @@ def read_run(folder: Path) -> RecordedRun:
         methods = {
             name: method(name.partition(".")[0], **settings)
             for name, settings in arguments["methods"].items()
-            if not name.startswith("hf-")
+            if not (name.startswith("hf-") or is_llama(name))
         }
         records = Records(folder / "records.jsonl")
         records.resume(list(arguments["methods"]), mend=False)

@@ -232,7 +232,14 @@ def tune(
         head=str(head.resolve()) if head is not None else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
-    pair = pair_of(plan.target, plan.draft if draft is not None else None, plan.device, plan.dtype)
+    pair = pair_of(
+        plan.target,
+        plan.draft if draft is not None else None,
+        plan.device,
+        plan.dtype,
+        plan.weights,
+        plan.draft_weights,
+    )
     path = save(pair, "sampling" if plan.temperature else "greedy", choice, costs, versions())
     return {
         "profile": str(path),

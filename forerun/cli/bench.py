@@ -16,11 +16,13 @@ from forerun.bench.plan import Plan, check_folder
 from forerun.bench.sizes import SHAPES
 from forerun.cli.common import (
     DeviceOption,
+    DraftWeightsOption,
     DtypeOption,
     MaxNewTokensOption,
     TemperatureOption,
     ThreadsOption,
     TrustOption,
+    WeightsOption,
     quiet,
 )
 from forerun.profiles import find
@@ -35,7 +37,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
     max_new_tokens: MaxNewTokensOption = 128,
     out: Annotated[Path | None, typer.Option(help="Folder for records, results, report and pictures.")] = None,
-    target: Annotated[str, typer.Option(help="Hub id or folder; the embedded one by default.")] = EMBEDDED,
+    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
     tune: Annotated[str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")] = None,
@@ -56,6 +58,8 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Save pictures of where a step's time goes.")] = False,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    draft_weights: DraftWeightsOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     target_shape: Annotated[
@@ -92,6 +96,8 @@ def bench(
         target=target,
         draft=draft,
         dtype=dtype,
+        weights=weights,
+        draft_weights=draft_weights,
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,
@@ -126,7 +132,7 @@ def bench(
         raise ValueError("--profile needs --out, the folder for its picture")
     files = read_files(plan.datasets, data, limit)
     quiet(threads)
-    profile_of_pair = find(target, draft, device, dtype)
+    profile_of_pair = find(target, draft, device, dtype, weights, draft_weights)
     choice = profile_of_pair.choice(temperature) if profile_of_pair is not None else None
     if choice is not None:
         plan = replace(plan, methods=parse_methods(_split(methods), method_arg or [], tune, tuned | choice.tuned))

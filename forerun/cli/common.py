@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from forerun.kinds import check_kind
 from forerun.methods import METHODS, Method, method, parse_value
 
 # Colour of a token by where it came from. What the target chose itself stays plain.
@@ -33,6 +35,27 @@ SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable;
 DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),
+]
+
+
+def _kind(value: str | None) -> str | None:
+    check_kind(value)
+    return value
+
+
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=_kind,
+        help="What the target's weights are stored as on a CPU: float32, bfloat16, int8, int4, or auto: as the "
+        "checkpoint is. The model in few bits is the target then.",
+    ),
+]
+DraftWeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=_kind, help="Likewise of the draft, for which any is lossless; int8 by default for large ones."
+    ),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")]
@@ -68,3 +91,25 @@ def quiet(threads: int | None = None) -> None:
     logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
+
+
+def hint(target: str, weights: str | None, dtype: str | None, device: str | None) -> str | None:
+    """One line about what fewer bits would bring a float target on a CPU, before it is loaded; None for others."""
+    import torch
+
+    from forerun.gguf import find
+    from forerun.loading import FEW, load_config
+    from forerun.zoo import resolve
+
+    folder = resolve(target, "target")
+    on_cpu = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0] == "cpu"
+    if weights is not None or dtype is not None or not on_cpu or not isinstance(folder, Path) or find(folder):
+        return None
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = 2 if str(load_config(target, "target").dtype) in ("torch.bfloat16", "torch.float16") else 4
+    if size / stored < FEW:
+        return None
+    return (
+        "forerun: the target stays in float32; --weights int8 would read about a quarter of the bytes a token "
+        "(docs/results/bits.md has what that costs in loss)"
+    )

@@ -13,6 +13,7 @@ from forerun.cli.common import (
     METHOD_HELP,
     STYLES,
     DeviceOption,
+    DraftWeightsOption,
     DtypeOption,
     GammaOption,
     GuardOption,
@@ -22,6 +23,8 @@ from forerun.cli.common import (
     TemperatureOption,
     ThreadsOption,
     TrustOption,
+    WeightsOption,
+    hint,
     parse_method,
     quiet,
 )
@@ -52,7 +55,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     target: Annotated[
-        str, typer.Option(help="Hub id or folder of the target; the embedded one by default.")
+        str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
     ] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
@@ -74,6 +77,8 @@ def generate(
     ] = None,
     guard: GuardOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    draft_weights: DraftWeightsOption = None,
     device: DeviceOption = None,
     device_map: Annotated[
         str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
@@ -125,6 +130,9 @@ def generate(
     from forerun.bench.profile import plot_steps, profile_line
     from forerun.loading import check_prompts
 
+    advice = hint(target, weights, dtype, device) if device_map is None else None
+    if advice is not None and sys.stderr.isatty():
+        print(advice, file=sys.stderr)
     tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
     decoder = load(
         target,
@@ -132,6 +140,8 @@ def generate(
         method=settings if is_named else None,
         tokenizer=tokenizer,
         dtype=dtype,
+        weights=weights,
+        draft_weights=draft_weights,
         device=device,
         device_map=device_map,
         trust_remote_code=trust_remote_code,

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections import deque
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from forerun import __version__
-from forerun.cli.common import DeviceOption, DtypeOption, ThreadsOption, TrustOption, quiet
+from forerun.cli.common import (
+    DeviceOption,
+    DraftWeightsOption,
+    DtypeOption,
+    ThreadsOption,
+    TrustOption,
+    WeightsOption,
+    quiet,
+)
 from forerun.methods import METHODS
 from forerun.profiles import pair_of, stored
 from forerun.zoo import EMBEDDED, FOLDER, resolve
@@ -65,12 +75,24 @@ def costs(target: str, draft: str | None, context: int | None, load_options: dic
         return round(outside(lambda: model.forward([0], [Draft.root(0)]), model.device), 4)
 
     models = {"target": decoder.target, "draft": decoder.draft}
+    table |= {"models": decoder.info(), "peak_mb": peak_mb()}
     return table | {"idle": {part: idle(model) for part, model in models.items() if model is not None}}
 
 
-def profile_facts(target: str, draft: str | None, device: str | None, dtype: str | None) -> dict[str, Any] | None:
+def peak_mb() -> int | None:
+    """Most megabytes that this process has had in memory; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10))
+
+
+def profile_facts(target: str, draft: str | None, load_options: dict[str, Any]) -> dict[str, Any] | None:
     """The profile that runs with these models use, None where they were not tuned."""
-    pair = pair_of(target, draft if draft or target != EMBEDDED else EMBEDDED, device, dtype)
+    how = (load_options[name] for name in ("device", "dtype", "weights", "draft_weights"))
+    pair = pair_of(target, draft if draft or target != EMBEDDED else EMBEDDED, *how)
     profile = stored(pair)
     if profile is None:
         return None
@@ -83,27 +105,29 @@ def info(
     with_costs: Annotated[
         bool, typer.Option("--costs", help="Measure what forwards cost by tokens and rows, and the cost ratio c.")
     ] = False,
-    target: Annotated[str, typer.Option(help="For --costs and profile: hub id or folder of the target.")] = EMBEDDED,
+    target: Annotated[str, typer.Option(help="For --costs and profile: hub id, folder or GGUF file.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="For --costs and profile: that of the draft.")] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="With --costs: tokens that stand before, 256 by default.")
     ] = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    draft_weights: DraftWeightsOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Show versions, methods with their default settings, the embedded pair and what was tuned; with --costs, what
-    forwards cost."""
+    """Show versions, methods with their default settings, the embedded pair and what was tuned; with --costs, with
+    --weights and for a GGUF file, what the models run as and what forwards cost."""
     resolve(target, "target")
     if draft is not None:
         resolve(draft, "draft")
     quiet(threads)
-    facts = collect() | {"profile": profile_facts(target, draft, device, dtype)}
+    how = {"dtype": dtype, "weights": weights, "draft_weights": draft_weights, "device": device}
+    facts = collect() | {"profile": profile_facts(target, draft, how)}
+    with_costs |= weights is not None or Path(target).suffix == ".gguf"
     if with_costs:
-        facts["costs"] = costs(
-            target, draft, context, {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        )
+        facts["costs"] = costs(target, draft, context, how | {"trust_remote_code": trust_remote_code})
     if as_json:
         print(json.dumps(facts))
         return
@@ -135,7 +159,16 @@ def info(
             table.add_row("gate", f"{name}: {value}")
     Console().print(table)
     if with_costs:
+        for part in ("target", "draft"):
+            if part in facts["costs"]["models"]:
+                Console(soft_wrap=True).print(_model_line(part, facts["costs"]["models"][part]))
+        Console(soft_wrap=True).print(f"memory: {facts['costs']['peak_mb']} MB at most, all of this process")
         Console().print(_costs_table(facts["costs"]))
+
+
+def _model_line(part: str, model: dict[str, Any]) -> str:
+    sizes = ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in model["weight_bytes"].items())
+    return f"{part}: {sizes}; exact: {model['exact']}; {model['kernel']}; {model['threads']} threads"
 
 
 def _costs_table(costs: dict[str, Any]) -> Any:

@@ -13,10 +13,12 @@ from forerun.bench.datasets import read_files
 from forerun.bench.plan import Plan
 from forerun.cli.common import (
     DeviceOption,
+    DraftWeightsOption,
     DtypeOption,
     TemperatureOption,
     ThreadsOption,
     TrustOption,
+    WeightsOption,
     quiet,
 )
 from forerun.methods import default_method
@@ -44,6 +46,8 @@ def tune(
     ] = None,
     head: Annotated[Path | None, typer.Option(help="Folder of a head that was trained for the target.")] = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    draft_weights: DraftWeightsOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
@@ -74,6 +78,8 @@ def tune(
         target=target,
         draft=draft,
         dtype=dtype,
+        weights=weights,
+        draft_weights=draft_weights,
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.model import CausalLM
+from forerun.runtime.bits import is_stored
+from forerun.runtime.family import family_forward
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.packed import pack
 from forerun.runtime.recorded import Recorded
@@ -31,6 +33,7 @@ def is_as_made(model: PreTrainedModel) -> bool:
 
 def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, graphs: bool = False) -> CausalLM:
     """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
+    Where its weights are stored in few bits it is the family's (`forerun.runtime.family`), else its own.
 
     Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
     the model itself, which is good for nothing else then, and so needs no second copy of its weights. `graphs` has
@@ -38,6 +41,11 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, g
     ValueError for models that cannot run drafts (see CausalLM), and with `graphs` for what is no lean model on a GPU.
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
+    if is_stored(model):
+        if graphs:
+            raise ValueError("graphs need a plain Llama on a CUDA device; weights in few bits are for CPUs")
+        family = family_forward(model) if fast else None
+        return plain if family is None else CausalLM(model, family)
     lean = fast and not is_spread(model) and is_as_made(model) and not (graphs and model.device.type != "cuda")
     forward = lean_forward(model, any_size=graphs) if lean else None
     if graphs and forward is None:

@@ -15,16 +15,18 @@ def bundled_head(target: object, form: str | None) -> Path | None:
 
 
 def resolve(source: str | Path, part: str) -> str | Path:
-    """The folder or hub id that a user's name for a target or draft (`part`) stands for.
+    """The folder, GGUF file or hub id that a user's name for a target or draft (`part`) stands for.
 
     Raises ValueError for what can only be a path and is not there: no hub is asked for it.
     """
     if source == EMBEDDED:
         return FOLDER / part
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     name = str(source)
-    if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists():
-        raise ValueError(f"no model folder {name!r} for the {part}")
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists() or path.suffix == ".gguf"
+    if local or isinstance(source, Path):
+        kind = "GGUF file" if path.suffix == ".gguf" else "model folder"
+        raise ValueError(f"no {kind} {name!r} for the {part}")
     return name

@@ -1,0 +1,142 @@
+"""Whether a forward gives each row the same bits whatever stands beside it, found out by trying.
+
+That depends on the machine: on its instructions, on how torch was built, on the number of threads. So every kernel is
+tried at its real shapes when a model is loaded, and what was found is remembered in a file of the user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.batch import Inputs
+from forerun.blocks import attend, lay_out_blocks
+from forerun.cache import BLOCK, KVCache
+from forerun.files import home, write_text
+from forerun.runtime.bits import Beside, Dense, Packed, Part, kind_of
+from forerun.runtime.packed import Product
+
+ROWS = 16  # that a kernel is tried with
+_CHEAP = 1.25  # how much longer than one row as many may take, if they are to be run in its place
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A product that is always run with so many rows."""
+
+    product: Product
+    rows: int = ROWS
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] @ weight.T [n, out]."""
+        padded = functional.pad(x, (0, 0, 0, -len(x) % self.rows))
+        return torch.cat([self.product(part) for part in padded.split(self.rows)])[: len(x)]
+
+
+def is_invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether each row of x [n, in] gets the same bits alone, behind others, and among many."""
+    whole = function(x)
+    many = function(torch.cat([x.flip(0), x, x]))[len(x) : 2 * len(x)]
+    firsts = all(torch.equal(function(x[:count]), whole[:count]) for count in range(1, len(x)))
+    alone = all(torch.equal(function(x[row : row + 1])[0], whole[row]) for row in range(1, len(x)))
+    return firsts and alone and torch.equal(many, whole)
+
+
+@torch.inference_mode()
+def attention_is_invariant(heads: int, groups: int, size: int) -> bool:
+    """Whether each query of `forerun.blocks.attend` gets the same bits alone, in a chain and in a batch, and whether it
+    matters how many keys stand behind those that it sees."""
+    maker = torch.Generator().manual_seed(0)
+    states = torch.randn(3, 3 * BLOCK, 2 * groups, size, generator=maker).bfloat16()
+    asked = torch.randn(ROWS, heads, size, generator=maker).bfloat16()
+    for length in (1, 37, BLOCK - ROWS // 2, BLOCK, 2 * BLOCK - 3):
+        cache = KVCache(1)
+        for id in range(3):
+            cache.add(id, 3 * BLOCK)
+
+        def ask(first: int, count: int, rows: list[int], cache: KVCache = cache, length: int = length) -> Tensor:
+            cache.lengths[:] = [length + first + 7 * row for row in range(3)]
+            inputs = Inputs(rows, [range(count)] * len(rows), tokens=[[0] * count] * len(rows))
+            batch = lay_out_blocks(inputs, cache, heads // groups, {False: None})
+            cache.layers[0].update_both(torch.zeros(inputs.size, count, 2 * groups, size, dtype=torch.bfloat16))
+            both = cache.layers[0].both
+            assert both is not None
+            both[:3, :, : 3 * BLOCK] = states.transpose(1, 2)
+            queries = asked[first : first + count].expand(inputs.size, -1, -1, -1)
+            return attend(queries, heads, *cache.layers[0].seen(), batch.masks[False]).view(inputs.size, count, -1)[0]
+
+        whole = ask(0, ROWS, [0])
+        if not all(torch.equal(ask(0, count, [0]), whole[:count]) for count in (*range(1, 9), ROWS - 1)):
+            return False
+        if not all(torch.equal(ask(row, 1, [0])[0], whole[row]) for row in range(ROWS)):
+            return False
+        if not all(torch.equal(ask(0, count, [0, 1, 2]), whole[:count]) for count in (1, 5, ROWS)):
+            return False
+    return True
+
+
+def product_is_invariant(product: Packed | Dense | Part | Beside) -> bool:
+    """Likewise for a product of `forerun.runtime.bits`; remembered by its shape."""
+    if isinstance(product, Beside):
+        return all(map(product_is_invariant, product.parts))
+
+    def tried() -> bool:
+        x = torch.randn(ROWS, product.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+        return is_invariant(product, x)
+
+    return remembered(f"{kind_of(product)} {product.out}x{product.inputs}", tried)
+
+
+def fixed_where_cheap(product: Product, inputs: int) -> Product | None:
+    """A product at a fixed number of rows, None where that costs more than a little."""
+    x = torch.zeros(ROWS, inputs, dtype=torch.bfloat16)
+    seconds: dict[int, list[float]] = {1: [], ROWS: []}
+    for _ in range(10):
+        for rows, taken in seconds.items():
+            begun = perf_counter()
+            product(x[:rows])
+            taken.append(perf_counter() - begun)
+    return Fixed(product) if min(seconds[ROWS]) <= _CHEAP * min(seconds[1]) else None
+
+
+def remembered(name: str, tried: Callable[[], bool]) -> bool:
+    """What a trial of this name gave on this machine, with this torch and number of threads; it is made where there is
+    none on file."""
+    path = home() / "exact" / f"{machine()}.json"
+    found: dict[str, bool] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+    if not isinstance(found.get(name), bool):
+        found[name] = tried()
+        with suppress(OSError):  # a folder that cannot be written to: it is tried again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(found, indent=1) + "\n")
+    return found[name]
+
+
+def machine() -> str:
+    """Differs between machines, builds of torch and numbers of threads."""
+    facts = [_processor(), torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+@cache
+def _processor() -> str:
+    """The processor's name and what instructions it has."""
+    path = Path("/proc/cpuinfo")
+    if not os.access(path, os.R_OK):
+        return f"{platform.machine()} {platform.processor()}"
+    lines = path.read_text().partition("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith(("model", "flags", "Features", "CPU")))

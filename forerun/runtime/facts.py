@@ -1,0 +1,33 @@
+"""What a model runs as: its weights' bits, its kernels, whether it is exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from forerun.model import CausalLM
+from forerun.runtime.bits import StoredLinear, kind_of, kinds_of
+
+_KERNELS = {
+    "int4": "torch._weight_int4pack_mm_for_cpu, blocks of 32",
+    "int8": "torch._weight_int4pack_mm_for_cpu on two halves of 4 bits, blocks of 32",
+    "bfloat16": "torch.nn.functional.linear, bfloat16",
+}
+
+
+def facts_of(model: CausalLM) -> dict[str, Any]:
+    """What most linear layers of a model are stored as, bytes of all weights by kind, the kernel, `CausalLM.exact`."""
+    kinds = kinds_of(model.model)
+    linears = [kind_of(each.stored) for each in model.model.modules() if isinstance(each, StoredLinear)]
+    main = Counter(linears).most_common(1)[0][0] if linears else next(iter(kinds))
+    kernel = _KERNELS[main] if linears else f"{main} products in torch"
+    return {
+        "weights": main,
+        "weight_bytes": kinds,
+        "kernel": kernel,
+        "exact": model.exact,
+        "device": str(model.device),
+        "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,
+    }

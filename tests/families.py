@@ -1,0 +1,53 @@
+"""Tiny random models of the Llama family, stored in few bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 20, "num_key_value_heads": 1}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "num_key_value_heads": 4}),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0]}),
+}
+
+
+def tiny(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
+    """A random float32 model whose logits differ enough for argmax to matter."""
+    cls, config, settings = MODELS[name]
+    torch.manual_seed(seed)
+    model: Any = cls(config(**{**SIZES, **settings, **others}))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)
+        else:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()

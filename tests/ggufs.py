@@ -1,0 +1,229 @@
+"""Tiny GGUF files: models of random weights with a tokenizer, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+VOCAB = 320
+CONTEXT = 128
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0, 1 and 2; the last ends a text
+MERGES = ("Ġ Ġ", "Ġ t", "h e", "Ġt he", "1 2", "12 3", "Ġ 1", "l l", "o w")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"num_hidden_layers": 4}),  # the fourth does not rotate
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def small(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model with nothing at its initial value: biases and gains are numbers too."""
+    config_class, model_class, own = ARCHITECTURES[architecture]
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    model = model_class(config_class(**{**sizes, **own, **changes})).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 and parameter.mean() == 1 else 0.15 * noise)
+    return model
+
+
+def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
+    """A matrix in the bytes of a type. Types that `gguf` cannot make get random codes: they mean another matrix."""
+    type = Type[kind]
+    try:
+        return gguf.quantize(weight, type)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[type]
+        rows, count = weight.shape[0], weight.shape[1] // block
+        made = np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, (rows, count, size), np.uint8)
+        scale = np.array([2e-5], np.float16).view(np.uint8)
+        for place in {"Q6_K": (208,), "Q4_K": (0, 2)}[kind]:
+            made[..., place : place + 2] = scale
+        return made.reshape(rows, count * size)
+
+
+def names(model: PreTrainedModel) -> dict[str, str]:
+    """What the tensors of a file are called, by their names in transformers."""
+    found = {}
+    for name, _ in model.named_parameters():
+        place, _, part = name.rpartition(".")
+        layer = place.split(".")[2] if place.startswith("model.layers.") else None
+        place = place if layer is None else place.split(".", 3)[3]
+        found[name] = f"blk.{layer}.{NAMES[place]}.{part}" if layer is not None else f"{NAMES[place]}.{part}"
+    return found
+
+
+def rounded(model: PreTrainedModel, kind: str, types: dict[str, str] | None = None) -> PreTrainedModel:
+    """The model with the values that its file has."""
+    same = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in same.named_parameters():
+            if parameter.ndim == 2:
+                stored = names(model)[name]
+                own = (types or {}).get(stored, kind)
+                values = gguf.dequantize(encode(stored, parameter.numpy(), own), Type[own])
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    return same
+
+
+def turned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Queries or keys as llama.cpp rotates them: numbers i and i + D / 2 of a head stand beside each other."""
+    size = len(rows) // heads
+    order = [head * size + i + half for head in range(heads) for i in range(size // 2) for half in (0, size // 2)]
+    return np.ascontiguousarray(rows[order])
+
+
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    kind: str = "Q4_1",
+    *,
+    types: dict[str, str] | None = None,
+    tokenizer: bool = True,
+    pre: str = "smollm",
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray | None] | None = None,
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+) -> Path:
+    """Writes a model.
+
+    Args:
+        kind: the type of all matrices, by ggml's name. Vectors are F32.
+        types: of single tensors, by their names in the file.
+        pre: how the tokenizer cuts texts, or "pieces" for one of SentencePiece.
+        metadata: numbers and texts in place of those of the model, or beside them.
+        tensors: in place of the model's (None: left out), or beside them, in F32.
+    """
+    config = model.config
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(path, (metadata or {}).get("general.architecture", arch), endianess=endianess)
+    told: dict[str, Any] = {
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.key_length": size,
+        f"{arch}.attention.value_length": size,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{arch}.rope.dimension_count": size,
+    }
+    if tokenizer:
+        told |= _pieces(writer, config.vocab_size) if pre == "pieces" else _tokenizer(writer, config.vocab_size, pre)
+    for key, value in {**told, **(metadata or {})}.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        if key != "general.architecture":
+            add[type(value)](key, value)
+    values = {stored: model.get_parameter(name).detach().numpy() for name, stored in names(model).items()}
+    for name, value in {**values, **(tensors or {})}.items():
+        if value is None:
+            continue
+        own = (types or {}).get(name, kind) if value.ndim == 2 else "F32"
+        data = encode(name, value, own) if value.ndim == 2 else value
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+        if heads and arch in ("llama", "smollm3"):
+            data = turned(data, heads)
+        writer.add_tensor(name, data, raw_dtype=None if own in ("F16", "F32") else Type[own])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
+    """Adds a tokenizer of bytes, a few merges and fillers up to `size` tokens; returns the rest of what is said."""
+    tokens = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
+    assert len(tokens) <= size, f"the vocabulary must have {len(tokens)} tokens"
+    kinds = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)) + [5] * (size - len(tokens))
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(list(MERGES))
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def _pieces(writer: gguf.GGUFWriter, size: int) -> dict[str, Any]:
+    """As `_tokenizer`, of SentencePiece's kind: pieces with scores, and bytes for whatever they do not have."""
+    pieces = ["▁", *map(chr, range(97, 123)), "▁t", "he", "▁the", "ll", "ow"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * (size - len(tokens))
+    scores = [0.0] * (len(tokens) - 5) + [-1.0, -2.0, -3.0, -4.0, -5.0] + [0.0] * (size - len(tokens))
+    writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(len(tokens), size)])
+    writer.add_token_types(kinds)
+    writer.add_token_scores(scores)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": TEMPLATE,
+    }

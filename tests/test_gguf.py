@@ -1,0 +1,448 @@
+"""Models out of GGUF files: their values, their forwards, their tokenizers, and files that are damaged."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ggufs
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
+
+from forerun.gguf import find, gguf_config, gguf_tokenizer, load_gguf, reader
+from forerun.runtime.bits import Dense, StoredEmbedding, StoredLinear, stored
+
+HALF_STEP = 2**-8  # of bfloat16, relative to the number
+OWN = ("Q4_0", "Q4_1", "Q8_0")  # types whose blocks stay as they are
+IDS = torch.randint(ggufs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS).logits
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def bound(values: Tensor, kind: str, raw: np.ndarray) -> Tensor:
+    """How far a stored matrix may be from the file's: scale and middle are rounded to bfloat16, and what the kernel
+    gives is."""
+    blocks = raw.reshape(len(raw), -1, gguf.GGML_QUANT_SIZES[Type[kind]][1])
+    scale, least = (
+        torch.from_numpy(blocks[..., place : place + 2].copy().view(np.float16).astype(np.float32)) for place in (0, 2)
+    )
+    middle = least + 8 * scale if kind == "Q4_1" else torch.zeros_like(scale)
+    whole = values.abs().unflatten(1, (-1, 32))
+    steps = (values.unflatten(1, (-1, 32)) - middle).abs()
+    return (1.01 * HALF_STEP * (steps + middle.abs() + whole)).flatten(1) + 1e-7
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("tied", [True, False])
+def test_blocks_keep_their_values(tmp_path: Path, kind: str, tied: bool) -> None:
+    original = ggufs.small(tie_word_embeddings=tied)
+    expected = ggufs.rounded(original, kind)
+    model, note = load_gguf(ggufs.write(tmp_path / "a.gguf", original, kind))
+    assert note is None
+    assert type(model) is LlamaForCausalLM
+    for name, linear in linears(expected).items():
+        module = model.get_submodule(name)
+        assert isinstance(module, StoredLinear)
+        assert module.stored.bits == (8 if kind == "Q8_0" else 4)
+        file_name = ggufs.names(original).get(f"{name}.weight", "token_embd.weight")
+        before = original.get_parameter(f"{name}.weight").detach().numpy()
+        allowed = bound(linear.weight.detach(), kind, ggufs.encode(file_name, before, kind))
+        assert ((module.stored.values() - linear.weight).abs() <= allowed).all(), name
+    embedding = model.model.embed_tokens
+    assert isinstance(embedding, StoredEmbedding)
+    tokens = torch.arange(ggufs.VOCAB)
+    torch.testing.assert_close(embedding(tokens), expected.model.embed_tokens(tokens), rtol=0, atol=1e-6)
+    assert all(parameter.dtype == torch.float32 and parameter.ndim == 1 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *OWN, "Q5_0"])
+@pytest.mark.parametrize("architecture", list(ggufs.ARCHITECTURES))
+def test_forwards(tmp_path: Path, architecture: str, kind: str) -> None:
+    original = ggufs.small(architecture)
+    expected = logits(ggufs.rounded(original, kind))
+    path = ggufs.write(tmp_path / "a.gguf", original, kind)
+    plain, note = load_gguf(path, "float32")
+    assert note is None
+    assert not any(isinstance(module, StoredLinear) for module in plain.modules())
+    torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-5)
+    model, _ = load_gguf(path)
+    distance = float((logits(model) - expected).norm() / expected.norm())
+    assert distance < (1e-6 if kind in ("F32", "F16") else 0.06 if kind == "Q5_0" else 0.03)
+    for name, parameter in original.named_parameters():
+        if parameter.ndim == 1:
+            owner, _, part = name.rpartition(".")
+            assert torch.equal(getattr(model.get_submodule(owner), part), parameter)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_superblocks_are_stored_anew_in_eight_bits(tmp_path: Path, kind: str) -> None:
+    original = ggufs.small(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    expected = ggufs.rounded(original, kind)
+    path = ggufs.write(tmp_path / "a.gguf", original, kind)
+    model, note = load_gguf(path)
+    assert note == f"a.gguf: 8 {kind} matrices stored anew in 8 bits"
+    for name, linear in linears(expected).items():
+        product, weight = model.get_submodule(name).stored, stored(linear.weight, "int8")
+        assert torch.equal(product.weight, weight.weight)
+        assert torch.equal(product.scales, weight.scales)
+    torch.testing.assert_close(logits(load_gguf(path, "float32")[0]), logits(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
+@pytest.mark.parametrize("file", ["F32", "Q4_1", "Q8_0", "Q5_0"])
+def test_weights_that_were_asked_for(tmp_path: Path, kind: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_CHUNK", 64 * 10)  # rows come in several parts
+    original = ggufs.small(tie_word_embeddings=False)
+    path = ggufs.write(tmp_path / "a.gguf", original, file, types={"output.weight": "Q5_0"})
+    model, note = load_gguf(path, kind)
+    if (file, kind) in (("Q4_1", "int4"), ("Q8_0", "int8")):
+        assert note == "a.gguf: 1 Q5_0 matrix stored anew in 8 bits"
+        kept, _ = load_gguf(path)
+        for name in linears(original):
+            assert torch.equal(model.get_submodule(name).stored.weight, kept.get_submodule(name).stored.weight)
+        return
+    assert note is not None
+    assert f"14 {file} matrices" in note or "15 " in note or "16 " in note
+    for name, linear in linears(ggufs.rounded(original, file, {"output.weight": "Q5_0"})).items():
+        product, own = model.get_submodule(name).stored, "int8" if (name, kind) == ("lm_head", "int4") else kind
+        assert torch.equal(product.weight, stored(linear.weight, own).weight), name
+
+
+def test_a_tied_head_has_eight_bits_at_least_unless_the_file_has_four(tmp_path: Path) -> None:
+    original = ggufs.small()
+    for file, bits in (("F32", 8), ("Q5_0", 8), ("Q8_0", 8), ("Q4_0", 4)):
+        model, _ = load_gguf(ggufs.write(tmp_path / "a.gguf", original, file), "int4")
+        assert model.lm_head.stored.bits == bits
+        assert model.model.layers[0].self_attn.q_proj.stored.bits == 4
+
+
+def test_floats_beside_blocks(tmp_path: Path) -> None:
+    original = ggufs.small()
+    types = {"token_embd.weight": "F16", "blk.0.ffn_up.weight": "F32", "blk.1.attn_q.weight": "BF16"}
+    model, note = load_gguf(ggufs.write(tmp_path / "a.gguf", original, "Q8_0", types=types))
+    assert note == "a.gguf: 1 F16 matrix rounded to bfloat16, 1 F32 matrix rounded to bfloat16"
+    layers = model.model.layers
+    assert isinstance(layers[0].mlp.up_proj.stored, Dense)
+    assert torch.equal(
+        layers[1].self_attn.q_proj.stored.weight, original.model.layers[1].self_attn.q_proj.weight.bfloat16()
+    )
+    assert torch.equal(model.model.embed_tokens.weight, original.model.embed_tokens.weight.half().float())
+    assert torch.equal(model.lm_head.stored.weight, original.model.embed_tokens.weight.half().bfloat16())
+    with pytest.raises(ValueError, match="unknown weights 'int3'; there are float32, bfloat16, int8, int4"):
+        load_gguf(tmp_path / "a.gguf", "int3")
+
+
+def test_inputs_that_blocks_do_not_divide(tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(intermediate_size=80), "F16")
+    with pytest.raises(ValueError, match=r"blk\.0\.ffn_down\.weight has 80 inputs.*choose bfloat16"):
+        load_gguf(path, "int4")
+    load_gguf(path, "bfloat16")
+
+
+def test_biases_of_a_llama_turn_with_its_rows(tmp_path: Path) -> None:
+    original = ggufs.small(attention_bias=True, mlp_bias=True)
+    path = ggufs.write(tmp_path / "a.gguf", original, "Q8_0")
+    expected = ggufs.rounded(original, "Q8_0")
+    torch.testing.assert_close(logits(load_gguf(path, "float32")[0]), logits(expected), rtol=0, atol=1e-5)
+    model, _ = load_gguf(path)
+    attention = model.model.layers[1].self_attn
+    assert torch.equal(attention.k_proj.bias, original.model.layers[1].self_attn.k_proj.bias)
+
+
+# What the file says beside its tensors.
+
+
+def test_configuration(tmp_path: Path) -> None:
+    original = ggufs.small("qwen3", num_attention_heads=8)
+    metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
+    path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
+    config = gguf_config(path)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    for name in (*sizes, "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
+        assert getattr(config, name) == getattr(original.config, name), name
+    assert config.model_type == "qwen3"
+    assert config.rms_norm_eps == pytest.approx(1e-5)
+    assert config.rope_parameters["rope_theta"] == 5000
+    assert config.pad_token_id == 5
+    model, _ = load_gguf(path)
+    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7]
+    assert not gguf_config(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16")).tie_word_embeddings
+    plain = gguf_config(ggufs.write(path, original, "F16", tokenizer=False))
+    assert (plain.bos_token_id, plain.eos_token_id, plain.pad_token_id) == (None, None, None)
+
+
+def test_defaults_of_older_files(tmp_path: Path) -> None:
+    """Files that say nothing of the size of a head or of the rotation."""
+    model = ggufs.small(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    path = ggufs.write(tmp_path / "a.gguf", model, "F16")
+    file = reader.open_gguf(path)
+    for key in ("attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count"):
+        file.fields.pop(f"llama.{key}")
+    from forerun.gguf.config import configuration
+
+    config = configuration(file)
+    assert config.head_dim == 16
+    assert config.rope_parameters["rope_theta"] == 10000
+
+
+def test_rotations(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
+    torch.testing.assert_close(logits(load_gguf(path)[0]), logits(ggufs.small(rope_parameters=rope)), rtol=0, atol=1e-5)
+    # Llama 3.1 has its factors as a tensor.
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    scaled, plain = ggufs.small(rope_parameters=rope), ggufs.small()
+    factors = (plain.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() > 2
+    path = ggufs.write(path, plain, "F32", tensors={"rope_freqs.weight": factors})
+    for kind in (None, "float32"):
+        torch.testing.assert_close(logits(load_gguf(path, kind)[0]), logits(scaled), rtol=0, atol=1e-5)
+
+
+def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
+    metadata = {"llama.attention.sliding_window": 16}
+    model, _ = load_gguf(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata))
+    assert type(model) is MistralForCausalLM
+    assert model.config.sliding_window == 16
+    expected = logits(ggufs.small())
+    torch.testing.assert_close(logits(model)[:, :16], expected[:, :16], rtol=0, atol=1e-5)
+    assert not torch.allclose(logits(model)[:, 30:], expected[:, 30:], atol=1e-2)
+
+
+# Tokenizers.
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "tokens"),
+    [
+        ("smollm", "  12 the", ["ĠĠ", "1", "2", "Ġthe"]),  # digits by themselves
+        ("gpt-2", "  12 the", ["Ġ", "Ġ", "12", "Ġthe"]),  # with the space before them
+        ("llama-bpe", "  1234 the", ["Ġ", "Ġ", "123", "4", "Ġthe"]),  # three at most
+        ("qwen2", " 12A\u030a", ["Ġ", "1", "2", "Ã", "ħ"]),  # composed: one letter
+        ("tekken", "12lowTHE", ["1", "2", "l", "ow", "T", "H", "E"]),
+    ],
+)
+def test_tokenizer(tmp_path: Path, pre: str, text: str, tokens: list[str]) -> None:
+    tokenizer = gguf_tokenizer(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre))
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == tokens
+    strange = "  x\n\tthé 東京 \U0001f600 12345 it's <|im_end|>"
+    ids = tokenizer(strange)["input_ids"]
+    assert tokenizer.decode(ids) == strange
+    assert ids[-1] == 2
+    assert "<|im_end|>" not in tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_pieces(tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre="pieces")
+    tokenizer = gguf_tokenizer(path)
+    ids = tokenizer(" the low</s>\u00e9")["input_ids"]
+    bytes = ["<0xC3>", "<0xA9>"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁", "▁the", "▁", "l", "ow", "</s>", "▁", *bytes]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == " the low \u00e9"
+    assert tokenizer.eos_token_id == 2
+    path = ggufs.write(path, ggufs.small(), pre="pieces", metadata={"tokenizer.ggml.add_space_prefix": False})
+    assert gguf_tokenizer(path).tokenize("the low") == ["t", "he", "▁", "l", "ow"]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken", "pieces"])
+def test_tokens_equal_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre)
+    theirs, ours = llama_cpp.Llama(str(path), vocab_only=True, verbose=False), gguf_tokenizer(path)
+    generator = np.random.default_rng(0)
+    letters = [*"abtheLOW 12 3 \n\t'.,/_", "\u00e9", "\u00c0", "\u6771", "\u2003", "the", " the", "<|im_end|>", "it's"]
+    texts = ["".join(generator.choice(letters, 60)) for _ in range(60)]
+    for text in [*texts, "  12 the", " def f(x):\n    return x[3:]  + 1234.5\r\n\n", " ", "IT'S we'LL"]:
+        expected = theirs.tokenize(text.encode(), add_bos=pre == "pieces", special=True)
+        assert ours(text)["input_ids"] == expected, text
+
+
+def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16")
+    tokenizer = gguf_tokenizer(path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
+    chat = [{"role": "user", "content": "the low"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nthe low<|im_end|>\n<|im_start|>assistant\n"
+    assert max(tokenizer.get_vocab().values()) < ggufs.VOCAB - 40  # without what only fills up
+    path = ggufs.write(path, ggufs.small(), "F16", metadata={"tokenizer.ggml.add_bos_token": True})
+    assert gguf_tokenizer(path)("the")["input_ids"] == [1, *tokenizer("the")["input_ids"]]
+
+
+def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
+    def error(**changes: Any) -> str:
+        path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", **changes)
+        with pytest.raises(ValueError, match=r"a\.gguf") as caught:
+            gguf_tokenizer(path)
+        return str(caught.value)
+
+    assert "it has no tokenizer" in error(tokenizer=False)
+    assert "cuts texts as 'new'; known are default, gpt-2, smollm" in error(pre="new")
+    assert "eos_token_id is 400; there are 320 tokens" in error(metadata={"tokenizer.ggml.eos_token_id": 400})
+    assert "of the kind 'abc'; known are gpt2, llama" in error(metadata={"tokenizer.ggml.model": "abc"})
+
+
+# Files that are not as they should be.
+
+
+def refused(path: Path) -> str:
+    """What `load_gguf` says, in one line that names the file."""
+    with pytest.raises(ValueError, match=r"^cannot load '.*\.gguf': .+$") as caught:
+        load_gguf(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"split.count": 3}, "one of 3 shards"),
+        ({"general.architecture": "falcon"}, "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3"),
+        ({"llama.block_count": 4_000_000_000}, "tensors of 2 layers; llama.block_count is 4000000000"),
+        ({"llama.block_count": 0}, "llama.block_count is 0; it must be above 0"),
+        ({"llama.embedding_length": "many"}, "llama.embedding_length is 'many', which is no int"),
+        ({"llama.embedding_length": 96}, "the sizes in the metadata need"),
+        ({"llama.attention.head_count_kv": 3}, "4 heads of 16, 3 of them for keys and values"),
+        ({"llama.attention.key_length": 8}, "has 64 outputs; 4 heads of 8 need 32"),
+        ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; only 16"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; only 16"),
+        ({"llama.rope.freq_base": math.nan}, "llama.rope.freq_base is nan"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "its rotation is scaled ('yarn', 4)"),
+        ({"llama.expert_count": 8}, "it has llama.expert_count, which is not supported"),
+        ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000; there are 320 tokens"),
+    ],
+)
+def test_metadata_that_do_not_fit(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
+    assert words in refused(ggufs.write(tmp_path / "a.gguf", ggufs.small(), metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"blk.1.ffn_up.weight": None}, "it has no tensor blk.1.ffn_up.weight"),
+        ({"token_embd.weight": None}, "it has no tensor token_embd.weight"),
+        ({"blk.1.attn_norm.weight": np.ones(63, np.float32)}, "blk.1.attn_norm.weight is [63]"),
+        ({"blk.0.ffn_up.weight": np.ones((64, 64), np.float32)}, "need [96, 64]"),
+        ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, "a tensor blk.0.attn_q_norm.weight, which Llama"),
+        ({"rope_freqs.weight": np.zeros(8, np.float32)}, "rope_freqs.weight must be above 0"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path: Path, tensors: dict[str, np.ndarray | None], words: str) -> None:
+    assert words in refused(ggufs.write(tmp_path / "a.gguf", ggufs.small(), tensors=tensors))
+
+
+def test_a_sliding_window_elsewhere_is_refused(tmp_path: Path) -> None:
+    metadata = {"qwen2.attention.sliding_window": 16}
+    assert "for llama only" in refused(ggufs.write(tmp_path / "a.gguf", ggufs.small("qwen2"), metadata=metadata))
+
+
+def test_files_that_are_cut_short_or_no_gguf(tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1))
+    whole = path.read_bytes()
+    data = min(tensor.data_offset for tensor in reader.open_gguf(path).tensors.values())
+    for size in (4, 7, 23, 60, 1000, data - 300, data, data + 1, len(whole) - 33):
+        path.write_bytes(whole[:size])
+        assert "cut short" in refused(path)
+    for content in (b"", b"GG", b"PK\3\4" + whole):
+        path.write_bytes(content)
+        assert "no GGUF file" in refused(path)
+    path.write_bytes(whole[:4] + b"\x09" + whole[5:])
+    assert "version 9" in refused(path)
+    ggufs.write(path, ggufs.small(num_hidden_layers=1), "F32", endianess=gguf.GGUFEndian.BIG)
+    assert "big-endian" in refused(path)
+
+
+def test_damaged_headers(tmp_path: Path) -> None:
+    """Whatever bytes change, a file loads or is refused in one line."""
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1), "Q8_0")
+    whole = path.read_bytes()
+    end = min(tensor.data_offset for tensor in reader.open_gguf(path).tensors.values())
+    generator, found = np.random.default_rng(0), set()
+    for _ in range(120):
+        changed = bytearray(whole)
+        # The numbers in front, and the table of tensors behind the vocabulary.
+        place = int(generator.choice(np.r_[0:800, end - 1000 : end]))
+        changed[place] = generator.choice([0, 1, 255, changed[place] ^ 1, changed[place] ^ 128])
+        path.write_bytes(changed)
+        for read in (gguf_tokenizer, load_gguf):
+            try:
+                read(path)
+            except ValueError as error:
+                assert str(path) in str(error)
+                assert "\n" not in str(error)
+                found.add(str(error))
+    assert len(found) > 10
+
+
+def test_find(tmp_path: Path) -> None:
+    assert find("org/name") is None
+    assert find(tmp_path) is None
+    file = tmp_path / "a.gguf"
+    with pytest.raises(ValueError, match=r"there is no file '.*a\.gguf'"):
+        find(file)
+    file.write_bytes(b"GGUF")
+    assert find(file) == find(str(file)) == find(tmp_path) == file
+    (tmp_path / "b.GGUF").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"holds several GGUF files; give one of a\.gguf, b\.GGUF"):
+        find(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert find(tmp_path) is None
+
+
+@pytest.mark.skipif(
+    "FORERUN_SMOLLM2" not in os.environ, reason="FORERUN_SMOLLM2 names no SmolLM2-135M-Instruct.Q4_1.gguf"
+)
+def test_a_real_file() -> None:
+    path = Path(os.environ["FORERUN_SMOLLM2"])
+    model, note = load_gguf(path)
+    assert note is None
+    for name, tensor in reader.open_gguf(path).tensors.items():
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if name == "token_embd.weight":
+            for start in range(0, len(values), 4096):
+                found = model.model.embed_tokens(torch.arange(start, min(start + 4096, len(values))))
+                torch.testing.assert_close(found, torch.tensor(values[start : start + 4096]), rtol=0, atol=1e-6)
+            continue
+        place = {stored: place for place, stored in ggufs.names(model_of(model)).items()}[name]
+        module = model.get_submodule(place.rpartition(".")[0])
+        if values.ndim == 1:
+            assert torch.equal(module.weight, torch.tensor(values))
+            continue
+        raw, heads = np.asarray(tensor.data), {"attn_q": 9, "attn_k": 3}.get(name.split(".")[-2])
+        product = module.stored.values().numpy()
+        if heads:
+            product = ggufs.turned(product, heads)
+        allowed = bound(torch.tensor(values), tensor.tensor_type.name, raw)
+        assert (torch.tensor(np.abs(product - values)) <= allowed).all(), name
+    tokenizer = gguf_tokenizer(path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("x =  12")["input_ids"]) == ["x", "Ġ=", "ĠĠ", "1", "2"]
+
+
+def model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """An ordinary model of the same shape, for its names."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "dtype": None}))
