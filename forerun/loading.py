@@ -27,7 +27,8 @@ from forerun.model import CausalLM, context_of
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import is_as_made
-from forerun.runtime.bits import BLOCK, store
+from forerun.runtime.bits import BLOCK
+from forerun.runtime.stored import store
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
 
@@ -96,7 +97,7 @@ def load_model(
     Args:
         part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
         dtype: default: float32 on a CPU, what the checkpoint has elsewhere.
-        weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.runtime.bits.KINDS`. "auto" and
+        weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.kinds.KINDS`. "auto" and
             None: as a GGUF file has them, else by `dtype`; but a draft of over FEW parameters in 8 bits.
         device_map: transformers places the weights. Without one they go to `device`.
 

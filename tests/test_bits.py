@@ -16,8 +16,10 @@ from forerun import load
 from forerun.draft import Draft
 from forerun.model import CausalLM
 from forerun.runtime import prepare
-from forerun.runtime.bits import Blocks, StoredEmbedding, StoredLinear, joined, pack, quantise, store, stored
+from forerun.runtime.bits import Blocks, joined, pack, quantise, stored
 from forerun.runtime.exact import Fixed, is_invariant
+from forerun.runtime.scores import scores
+from forerun.runtime.stored import StoredEmbedding, StoredLinear, store
 
 KINDS = ("int4", "int8", "bfloat16")
 METHODS = ("ar", "sd", "lookup", "ouroboros", "lookahead", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")
@@ -63,6 +65,20 @@ def test_joined_products_are_the_single_ones(kinds: tuple[str, str], outs: tuple
     parts = [stored(torch.randn(out, 32), kind) for out, kind in zip(outs, kinds, strict=True)]
     x = torch.randn(5, 32).bfloat16()
     assert torch.equal(joined(parts)(x), torch.cat([part(x) for part in parts], 1))
+
+
+@pytest.mark.parametrize("form", [lambda weight: quantise(weight, 8), lambda weight: weight.bfloat16()])
+def test_the_largest_logits_are_those_of_float32(form) -> None:
+    torch.manual_seed(0)
+    own = form(torch.randn(3000, 64) * torch.logspace(-1, 1, 3000)[:, None])
+    values = own.values() if isinstance(own, Blocks) else own.float()
+    head, x = scores(own), torch.randn(21, 64)
+    logits, exact = head(x), x @ values.T
+    best = exact.topk(4).indices
+    assert torch.allclose(logits.gather(1, best), exact.gather(1, best), rtol=1e-5, atol=1e-4)
+    assert torch.equal(logits.argmax(-1), exact.argmax(-1))
+    assert (logits - exact).abs().max() < 0.01 * exact.abs().max()
+    assert is_invariant(head, x[:16])
 
 
 def test_a_product_at_a_fixed_number_of_rows() -> None:

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
 from forerun.gguf import find, gguf_config, gguf_tokenizer, load_gguf, reader
-from forerun.runtime.bits import Dense, StoredEmbedding, StoredLinear, stored
+from forerun.gguf.config import configuration
+from forerun.runtime.bits import Dense, quantise, stored
+from forerun.runtime.scores import scores
+from forerun.runtime.stored import StoredEmbedding, StoredLinear
 
 HALF_STEP = 2**-8  # of bfloat16, relative to the number
 OWN = ("Q4_0", "Q4_1", "Q8_0")  # types whose blocks stay as they are
@@ -57,6 +60,9 @@ def test_blocks_keep_their_values(tmp_path: Path, kind: str, tied: bool) -> None
     for name, linear in linears(expected).items():
         module = model.get_submodule(name)
         assert isinstance(module, StoredLinear)
+        if name == "lm_head":
+            torch.testing.assert_close(module.stored.exact.values(), linear.weight, rtol=0, atol=1e-6)
+            continue
         assert module.stored.bits == (8 if kind == "Q8_0" else 4)
         file_name = ggufs.names(original).get(f"{name}.weight", "token_embd.weight")
         before = original.get_parameter(f"{name}.weight").detach().numpy()
@@ -97,6 +103,9 @@ def test_superblocks_are_stored_anew_in_eight_bits(tmp_path: Path, kind: str) ->
     assert note == f"a.gguf: 8 {kind} matrices stored anew in 8 bits"
     for name, linear in linears(expected).items():
         product, weight = model.get_submodule(name).stored, stored(linear.weight, "int8")
+        if name == "lm_head":
+            assert torch.equal(product.exact.values(), quantise(linear.weight, 8).values())
+            continue
         assert torch.equal(product.weight, weight.weight)
         assert torch.equal(product.scales, weight.scales)
     torch.testing.assert_close(logits(load_gguf(path, "float32")[0]), logits(expected), rtol=0, atol=1e-5)
@@ -113,20 +122,26 @@ def test_weights_that_were_asked_for(tmp_path: Path, kind: str, file: str, monke
         assert note == "a.gguf: 1 Q5_0 matrix stored anew in 8 bits"
         kept, _ = load_gguf(path)
         for name in linears(original):
-            assert torch.equal(model.get_submodule(name).stored.weight, kept.get_submodule(name).stored.weight)
+            ours, theirs = (each.get_submodule(name).stored for each in (model, kept))
+            assert torch.equal(*(each.codes if name == "lm_head" else each.weight for each in (ours, theirs)))
         return
     assert note is not None
     assert f"14 {file} matrices" in note or "15 " in note or "16 " in note
     for name, linear in linears(ggufs.rounded(original, file, {"output.weight": "Q5_0"})).items():
-        product, own = model.get_submodule(name).stored, "int8" if (name, kind) == ("lm_head", "int4") else kind
-        assert torch.equal(product.weight, stored(linear.weight, own).weight), name
+        product = model.get_submodule(name).stored
+        if name == "lm_head":
+            own = linear.weight.bfloat16() if kind == "bfloat16" else quantise(linear.weight, 8)
+            assert torch.equal(product.codes, scores(own).codes)
+        else:
+            assert torch.equal(product.weight, stored(linear.weight, kind).weight), name
 
 
-def test_a_tied_head_has_eight_bits_at_least_unless_the_file_has_four(tmp_path: Path) -> None:
+def test_a_head_keeps_eight_bits_of_its_values_unless_the_file_has_four(tmp_path: Path) -> None:
     original = ggufs.small()
     for file, bits in (("F32", 8), ("Q5_0", 8), ("Q8_0", 8), ("Q4_0", 4)):
         model, _ = load_gguf(ggufs.write(tmp_path / "a.gguf", original, file), "int4")
-        assert model.lm_head.stored.bits == bits
+        assert model.lm_head.stored.exact.bits == bits
+        assert model.lm_head.stored.exact is model.model.embed_tokens.stored
         assert model.model.layers[0].self_attn.q_proj.stored.bits == 4
 
 
@@ -141,7 +156,7 @@ def test_floats_beside_blocks(tmp_path: Path) -> None:
         layers[1].self_attn.q_proj.stored.weight, original.model.layers[1].self_attn.q_proj.weight.bfloat16()
     )
     assert torch.equal(model.model.embed_tokens.weight, original.model.embed_tokens.weight.half().float())
-    assert torch.equal(model.lm_head.stored.weight, original.model.embed_tokens.weight.half().bfloat16())
+    assert torch.equal(model.lm_head.stored.exact, original.model.embed_tokens.weight.half().bfloat16())
     with pytest.raises(ValueError, match="unknown weights 'int3'; there are float32, bfloat16, int8, int4"):
         load_gguf(tmp_path / "a.gguf", "int3")
 
@@ -192,8 +207,6 @@ def test_defaults_of_older_files(tmp_path: Path) -> None:
     file = reader.open_gguf(path)
     for key in ("attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count"):
         file.fields.pop(f"llama.{key}")
-    from forerun.gguf.config import configuration
-
     config = configuration(file)
     assert config.head_dim == 16
     assert config.rope_parameters["rope_theta"] == 10000
@@ -259,8 +272,8 @@ def test_pieces(tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre="pieces")
     tokenizer = gguf_tokenizer(path)
     ids = tokenizer(" the low</s>\u00e9")["input_ids"]
-    bytes = ["<0xC3>", "<0xA9>"]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁", "▁the", "▁", "l", "ow", "</s>", "▁", *bytes]
+    accented = ["<0xC3>", "<0xA9>"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁", "▁the", "▁", "l", "ow", "</s>", "▁", *accented]
     assert tokenizer.decode(ids, skip_special_tokens=True) == " the low \u00e9"
     assert tokenizer.eos_token_id == 2
     path = ggufs.write(path, ggufs.small(), pre="pieces", metadata={"tokenizer.ggml.add_space_prefix": False})

@@ -27,6 +27,7 @@ from forerun.methods import Oracle, SeeingOracle
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.profiles import identity
+from forerun.runtime.facts import facts_of
 
 
 def bench(
@@ -77,6 +78,10 @@ def bench(
         say=say,
     )
     found = results(plan, facts, records.all, margins(reference, datasets, records.all), costs)
+    found["models"] = {"target": facts_of(target)}
+    draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
+    if draft is not None:
+        found["models"]["draft"] = facts_of(draft)
     if out is not None:
         from forerun.bench.plots import save_plots
 

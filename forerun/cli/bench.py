@@ -79,6 +79,10 @@ def bench(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 64,
     new_tokens: Annotated[str, typer.Option(help="Least and most new tokens of a request of a load.")] = "16:256",
+    logits: Annotated[
+        bool,
+        typer.Option("--check-logits", help="No times: compare verified logits with single steps', bit by bit."),
+    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
@@ -123,6 +127,8 @@ def bench(
         new_tokens=new_tokens,
         tune=tune,
     )
+    if logits and (temperature or plan.loaded or resume or profile):
+        raise ValueError("--check-logits is for greedy decoding, without --clients, --rate, --resume and --profile")
     if plan.loaded:
         plan = replace(plan, max_new_tokens=plan.lengths[1])
         if resume or profile:
@@ -142,6 +148,9 @@ def bench(
     from forerun.bench.serving import serve
     from forerun.bench.session import bench as run
 
+    if logits:
+        _check_logits(plan, files, out, as_json)
+        return
     try:
         if plan.loaded:
             results = serve(plan, files, out, say=_progress)
@@ -163,6 +172,30 @@ def bench(
         console.print(f"best by median speedup: {json.dumps(results['tuned'])}")
     if out is not None:
         console.print(f"records, results, report and pictures are in {out}", soft_wrap=True)
+
+
+def _check_logits(plan: Plan, files: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from forerun.bench.logits import check_logits, save
+
+    results = check_logits(plan, files, say=_progress)
+    _progress("")
+    if out is not None:
+        save(results, out)
+    if as_json:
+        print(json.dumps(results))
+        return
+    target = results["target"]
+    table = Table(title=f"verified logits beside single steps': {target['weights']}, exact: {target['exact']}")
+    for column in ("method", "logits", "other bits", "largest difference", "outputs", "other outputs"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, each in results["check_logits"].items():
+        largest = f"{each['largest']:.2g}"
+        counts = each["logits"], each["differ"], largest, each["outputs"], each["outputs_differ"]
+        table.add_row(name, *map(str, counts))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def _split(values: list[str] | None) -> list[str]:

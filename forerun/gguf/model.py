@@ -13,7 +13,8 @@ from forerun.gguf.config import configuration, model_class, special_ids
 from forerun.gguf.reader import GgufFile, open_gguf
 from forerun.gguf.tensors import EMBEDDING, FLOATS, Matrices
 from forerun.kinds import KINDS
-from forerun.runtime.bits import Blocks, StoredEmbedding, StoredLinear
+from forerun.runtime.bits import Blocks
+from forerun.runtime.stored import StoredEmbedding, StoredLinear
 
 # The file's names for modules, by what they are called in transformers.
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -112,7 +113,7 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
         order = _order(name, config)
         tied = name == "output" and config.tie_word_embeddings
         tensor = file.tensor(EMBEDDING if tied else f"{name}.weight")
-        weight = matrices.product(tensor, order, head=name == "output")
+        weight = matrices.scores(tensor) if name == "output" else matrices.product(tensor, order)
         bias = None if module.bias is None else _vector(file, f"{name}.bias", order)
         model.set_submodule(place, StoredLinear(weight, module.in_features, bias))
     return matrices.note()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forerun.gguf.reader import GgufFile
 from forerun.runtime.bits import Blocks, Dense, Packed, join, pack, quantise
+from forerun.runtime.scores import Scores, scores
 
 EMBEDDING = "token_embd.weight"
 BITS = {Type.Q4_0: 4, Type.Q4_1: 4, Type.Q8_0: 8}  # the types that `Blocks` can have as they are
@@ -31,14 +32,22 @@ class Matrices:
         self.changes: Counter[tuple[str, str]] = Counter()
         self._table: Blocks | None = None  # the embedding, which a tied LM head is packed from
 
-    def product(self, tensor: ReaderTensor, order: Tensor | None = None, head: bool = False) -> Packed | Dense:
-        """A matrix for products, its outputs in another order where one is given. An LM head has 8 bits at least, or
-        what the file has."""
+    def scores(self, tensor: ReaderTensor) -> Scores:
+        """The LM head, over the file's own values, or over 8 bits or bfloat16 where these were asked for."""
+        type = tensor.tensor_type
+        if tensor.name == EMBEDDING and self._table is not None:
+            return scores(self._table)
+        if type in BITS and self.kind in (None, "int4", "int8"):
+            return scores(self.blocks(tensor, BITS[type]))
+        if self.kind == "bfloat16" or type in (*FLOATS, Type.BF16):
+            return scores(self.dense(tensor))
+        return scores(self.blocks(tensor, 8))
+
+    def product(self, tensor: ReaderTensor, order: Tensor | None = None) -> Packed | Dense:
+        """A matrix for products, its outputs in another order where one is given."""
         kind, type = self.kind, tensor.tensor_type
         if kind is None:
             kind = "bfloat16" if type in (*FLOATS, Type.BF16) else f"int{BITS.get(type, 8)}"
-        if head and kind == "int4":
-            kind = f"int{BITS.get(type, 8)}"
         if kind == "bfloat16":
             dense = self.dense(tensor)
             return Dense(dense if order is None else dense[order])

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.model import CausalLM
-from forerun.runtime.bits import is_stored
 from forerun.runtime.family import family_forward
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.packed import pack
 from forerun.runtime.recorded import Recorded
+from forerun.runtime.stored import is_stored
 
 
 def is_spread(model: PreTrainedModel) -> bool:

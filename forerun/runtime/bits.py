@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
-
-from forerun.kinds import KINDS
 
 BLOCK = 32  # inputs that share a scale
 _PANEL = 64  # outputs that the kernel takes at once; rows are packed in multiples of these
@@ -131,7 +128,9 @@ class Packed:
 def pack(blocks: Blocks) -> Packed:
     """The weight for the kernel."""
     out, inputs = blocks.codes.shape
-    weights, scales = [], []
+    padded, halves = -(-out // _PANEL) * _PANEL, blocks.bits // 4
+    weight = torch.empty(padded, halves * inputs // 2, dtype=torch.uint8)
+    scales = torch.empty(halves * inputs // BLOCK, padded, 2, dtype=torch.bfloat16)
     for start in range(0, out, _ROWS):
         part = slice(start, start + _ROWS)
         codes, step, least = blocks.codes[part], blocks.scales[part], blocks.least[part]
@@ -146,9 +145,9 @@ def pack(blocks: Blocks) -> Packed:
             step = torch.cat([16 * step, step], 1)
         else:
             middle = least + 8 * step
-        weights.append(torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1))
-        scales.append(torch.stack([step, middle], -1).bfloat16().transpose(0, 1))
-    return Packed(torch.cat(weights), torch.cat(scales, 1).contiguous(), out, inputs, blocks.bits)
+        weight[part] = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        scales[:, part] = torch.stack([step, middle], -1).bfloat16().transpose(0, 1)
+    return Packed(weight, scales, out, inputs, blocks.bits)
 
 
 @dataclass(frozen=True)
@@ -225,80 +224,6 @@ class Part:
         return self.whole(x)[:, self.start : self.start + self.out]
 
 
-class StoredLinear(nn.Module):
-    """A linear layer for inference, its weight stored in few bits. Inputs are rounded to bfloat16, as are outputs,
-    which then come in the inputs' dtype."""
-
-    def __init__(self, weight: Packed | Dense | Part, inputs: int, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.in_features, self.out_features = inputs, weight.out
-        self.stored, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stored(x.reshape(-1, self.in_features)).to(x.dtype)
-        y = y if self.bias is None else y + self.bias.to(x.dtype)
-        return y.view(*x.shape[:-1], self.out_features)
-
-
-class StoredEmbedding(nn.Module):
-    """An embedding in blocks, or in bfloat16 [V, d]."""
-
-    def __init__(self, weight: Blocks | Tensor, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = (weight.codes if isinstance(weight, Blocks) else weight).shape
-        self.stored, self.dtype = weight, dtype
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[.., d] of tokens [..], in the model's dtype."""
-        flat = ids.reshape(-1)
-        rows = self.stored.rows(flat).values() if isinstance(self.stored, Blocks) else self.stored[flat]
-        return rows.to(self.dtype).view(*ids.shape, -1)
-
-
-def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """A float model on a CPU with its linear layers stored as `kind`, in place. The LM head gets 8 bits at least, and
-    the embedding bfloat16. It can be neither trained nor saved any more.
-
-    Raises ValueError, before anything is changed, for inputs that its blocks do not divide.
-    """
-    assert kind in KINDS
-    linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
-    if kind != "bfloat16":
-        for name, linear in linears.items():
-            check_inputs(linear.in_features, f"{name} of {type(model).__name__}")
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if type(embedding) is nn.Embedding:
-        model.set_input_embeddings(StoredEmbedding(embedding.weight.detach().bfloat16(), model.dtype))
-    for name, linear in linears.items():
-        own = "int8" if linear is head and kind == "int4" else kind
-        parent, _, last = name.rpartition(".")
-        layer = StoredLinear(stored(linear.weight, own), linear.in_features, linear.bias)
-        setattr(model.get_submodule(parent), last, layer)
-    return model
-
-
-def kinds_of(model: nn.Module) -> dict[str, int]:
-    """Bytes of a model's weights by what they are stored as."""
-    found: dict[str, int] = {}
-    seen = set()
-    for module in model.modules():
-        if isinstance(module, StoredLinear | StoredEmbedding):
-            weight = module.stored.whole if isinstance(module.stored, Part) else module.stored
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                found[kind_of(weight)] = found.get(kind_of(weight), 0) + weight.nbytes
-    for parameter in model.parameters():
-        kind = str(parameter.dtype).removeprefix("torch.")
-        found[kind] = found.get(kind, 0) + parameter.nbytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def kind_of(weight: Packed | Dense | Part | Blocks | Tensor) -> str:
-    """What one weight is stored as."""
-    weight = weight.whole if isinstance(weight, Part) else weight
-    return f"int{weight.bits}" if isinstance(weight, Packed | Blocks) else "bfloat16"
-
-
-def is_stored(model: nn.Module) -> bool:
-    """Whether a model has linear layers of `store`'s."""
-    return any(isinstance(module, StoredLinear) for module in model.modules())
+def take(weight: Blocks | Tensor, rows: Tensor) -> Tensor:
+    """Some rows [n, in] of a weight, in float32."""
+    return weight.rows(rows).values() if isinstance(weight, Blocks) else weight[rows].float()

@@ -25,8 +25,10 @@ from forerun.batch import Inputs
 from forerun.blocks import attend, lay_out_blocks
 from forerun.cache import BLOCK, KVCache
 from forerun.files import home, write_text
-from forerun.runtime.bits import Beside, Dense, Packed, Part, kind_of
+from forerun.runtime.bits import Beside, Dense, Packed, Part
 from forerun.runtime.packed import Product
+from forerun.runtime.scores import Scores
+from forerun.runtime.stored import kind_of
 
 ROWS = 16  # that a kernel is tried with
 _CHEAP = 1.25  # how much longer than one row as many may take, if they are to be run in its place
@@ -87,7 +89,7 @@ def attention_is_invariant(heads: int, groups: int, size: int) -> bool:
     return True
 
 
-def product_is_invariant(product: Packed | Dense | Part | Beside) -> bool:
+def product_is_invariant(product: Packed | Dense | Part | Beside | Scores) -> bool:
     """Likewise for a product of `forerun.runtime.bits`; remembered by its shape."""
     if isinstance(product, Beside):
         return all(map(product_is_invariant, product.parts))
@@ -96,7 +98,8 @@ def product_is_invariant(product: Packed | Dense | Part | Beside) -> bool:
         x = torch.randn(ROWS, product.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
         return is_invariant(product, x)
 
-    return remembered(f"{kind_of(product)} {product.out}x{product.inputs}", tried)
+    name = "scores" if isinstance(product, Scores) else kind_of(product)
+    return remembered(f"{name} {product.out}x{product.inputs}", tried)
 
 
 def fixed_where_cheap(product: Product, inputs: int) -> Product | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from forerun.model import CausalLM
-from forerun.runtime.bits import StoredLinear, kind_of, kinds_of
+from forerun.runtime.stored import StoredLinear, kind_of, kinds_of
 
 _KERNELS = {
     "int4": "torch._weight_int4pack_mm_for_cpu, blocks of 32",

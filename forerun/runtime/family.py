@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from forerun.batch import Inputs
 from forerun.blocks import BlockBatch, attend, lay_out_blocks
 from forerun.cache import KVCache, KVLayer
-from forerun.runtime.bits import Beside, Dense, Packed, Part, StoredLinear, joined
+from forerun.runtime.bits import Beside, Dense, Packed, Part, joined
 from forerun.runtime.exact import (
     ROWS,
     attention_is_invariant,
@@ -26,14 +26,16 @@ from forerun.runtime.exact import (
     product_is_invariant,
     remembered,
 )
+from forerun.runtime.scores import Scores
+from forerun.runtime.stored import StoredLinear
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
 _ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
 
 
 def family_forward(model: PreTrainedModel) -> FamilyForward | None:
-    """The forward of a model whose weights were stored (`forerun.runtime.bits.store`), None for other architectures and
-    for settings that it does not know."""
+    """The forward of a model whose weights were stored (`forerun.runtime.stored.store`), None for other architectures
+    and for settings that it does not know."""
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
@@ -43,7 +45,9 @@ def family_forward(model: PreTrainedModel) -> FamilyForward | None:
     linears = [model.lm_head, *(layer for each in model.model.layers for layer in _linears(each))]
     if not all(isinstance(each, StoredLinear) for each in linears):
         return None
-    if model.lm_head.bias is not None or any(layer.self_attn.o_proj.bias is not None for layer in model.model.layers):
+    if not isinstance(model.lm_head.stored, Scores) or model.lm_head.bias is not None:
+        return None
+    if any(layer.self_attn.o_proj.bias is not None for layer in model.model.layers):
         return None
     return FamilyForward(model)
 
@@ -128,14 +132,18 @@ class FamilyForward:
             x += layer.down(gated(layer.up(self.normed(x, layer.second))))
         if not logits and not wanted:
             return None, None
-        x = self.normed(x, self.norm)
-        scores = self.head(x).float().view(rows, new, -1) if logits else None
-        return scores, x.view(rows, new, -1) if wanted else None
+        x = self.scaled(x, self.norm)
+        scores = self.head(x).view(rows, new, -1) if logits else None
+        return scores, x.bfloat16().view(rows, new, -1) if wanted else None
 
     def normed(self, x: Tensor, gain: Tensor) -> Tensor:
-        """RMSNorm of [n, d], in bfloat16. It is x / sqrt(|x|^2 + d eps) times a gain that holds the root of d."""
+        """RMSNorm of [n, d], in bfloat16."""
+        return self.scaled(x, gain).bfloat16()
+
+    def scaled(self, x: Tensor, gain: Tensor) -> Tensor:
+        """RMSNorm of [n, d], in float32. It is x / sqrt(|x|^2 + d eps) times a gain that holds the root of d."""
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x / torch.hypot(size, self.floor)).mul_(gain).bfloat16()
+        return (x / torch.hypot(size, self.floor)).mul_(gain)
 
     def normed_each(self, parts: Tensor, gain: Tensor) -> Tensor:
         """The same of each query and key among [B, N, H + 2 G, D]; values stay what they are."""
@@ -230,7 +238,7 @@ def _gain(norm: Any) -> Tensor:
 
 def _joined(*linears: StoredLinear) -> tuple[Packed | Dense | Beside, Tensor | None]:
     """Their product, and their biases in bfloat16. They keep parts of it."""
-    product = joined([linear.stored for linear in linears])
+    product = joined([linear.stored for linear in linears if not isinstance(linear.stored, Scores)])
     start = 0
     for linear in linears:
         if not isinstance(product, Beside):

@@ -1,0 +1,136 @@
+"""`forerun bench --check-logits`: whether verifying gives the very bits of decoding token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.api import Decoder
+from forerun.bench.datasets import Prompt
+from forerun.bench.models import load_decoders, load_prompts
+from forerun.bench.plan import Plan
+from forerun.bench.report import versions
+from forerun.draft import Draft
+from forerun.files import write_text
+from forerun.model import CausalLM
+from forerun.params import SamplingParams
+from forerun.runtime.facts import facts_of
+
+Truth = tuple[list[int], list[Tensor]]  # a text, and the logits [V] behind each of its tokens, from steps of one token
+
+
+@dataclass
+class Compared:
+    """What was looked at for a method.
+
+    Attributes:
+        logits: rows of logits compared: those of nodes that go on as the plain output does.
+        differ: of these, how many had other bits.
+        largest: greatest difference of two logits.
+        outputs, outputs_differ: texts, and how many are not the plain one.
+    """
+
+    logits: int = 0
+    differ: int = 0
+    largest: float = 0.0
+    outputs: int = 0
+    outputs_differ: int = 0
+
+
+def check_logits(
+    plan: Plan, files: dict[str, list[Prompt]], say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Runs every method of ours greedily and compares each verified token's logits with those of a step of its own,
+    behind a prompt that was read token by token. `plan.batch` prompts stand in one batch, in any mix of lengths."""
+    datasets, tokenizer = load_prompts(plan, files)
+    decoders, target, _ = load_decoders(plan, tokenizer, None)
+    found = {name: Compared() for name in decoders}
+    prompts = [list(prompt.tokens or ()) for each in datasets.values() for prompt in each]
+    for start in range(0, len(prompts), plan.batch):
+        batch = prompts[start : start + plan.batch]
+        truths = [_single_steps(target, prompt, plan.params()) for prompt in batch]
+        for name, decoder in decoders.items():
+            _compare(decoder, batch, truths, plan.params(), found[name])
+        say(f"{start + len(batch)} of {len(prompts)} prompts")
+    return {
+        "check_logits": {name: asdict(each) for name, each in found.items()},
+        "target": facts_of(target),
+        "prompts": len(prompts),
+        "arguments": plan.arguments(),
+        "versions": versions(),
+    }
+
+
+@torch.inference_mode()
+def _single_steps(target: CausalLM, prompt: Sequence[int], params: SamplingParams) -> Truth:
+    """The greedy text behind a prompt, and the logits behind all tokens."""
+    model, text, logits = target.fresh(), list(prompt), []
+    ends = set() if params.ignore_eos else _ends(target)
+    model.add(0, len(prompt) + params.max_new_tokens)
+    for place in range(len(prompt) + params.max_new_tokens):
+        (scores,) = model.forward([0], [Draft.root(text[place])])
+        model.commit([0], [[0]])
+        logits.append(scores[0].clone())
+        if place + 1 >= len(text):
+            if place >= len(prompt) and text[place] in ends:
+                break
+            text.append(int(scores[0].argmax()))
+    return text, logits
+
+
+def _ends(target: CausalLM) -> set[int]:
+    """Tokens that end a text."""
+    ends = target.model.generation_config.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+
+def _compare(
+    decoder: Decoder, prompts: list[list[int]], truths: list[Truth], params: SamplingParams, found: Compared
+) -> None:
+    """Decodes these prompts together and looks at every forward of the target."""
+    target: Any = decoder.driver().engine.target
+    own = target.forward
+    order: dict[int, int] = {}
+
+    def forward(ids: Sequence[int], drafts: Sequence[Draft]) -> list[Tensor]:
+        logits = own(ids, drafts)
+        for id in sorted(ids):
+            order.setdefault(id, len(order))  # sequences are numbered as their prompts come
+        for id, draft, scores in zip(ids, drafts, logits, strict=True):
+            _look(target.length(id), draft, scores, truths[order[id]], found)
+        return logits
+
+    target.forward = forward
+    try:
+        done = decoder.generate(prompts, params)
+    finally:
+        del target.forward
+    for prompt, (text, _), completion in zip(prompts, truths, done, strict=True):
+        found.outputs += 1
+        found.outputs_differ += completion.tokens != text[len(prompt) : len(prompt) + len(completion.tokens)]
+
+
+def _look(start: int, draft: Draft, scores: Tensor, truth: Truth, found: Compared) -> None:
+    """Compares the logits of those nodes whose path is the text's."""
+    text, logits = truth
+    true = [False] * len(draft)
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        place = start + draft.depths[node]
+        true[node] = (not node or true[parent]) and place < len(logits) and text[place] == token
+        if true[node]:
+            found.logits += 1
+            if not torch.equal(scores[node], logits[place]):
+                found.differ += 1
+                found.largest = max(found.largest, float((scores[node] - logits[place]).abs().max()))
+
+
+def save(results: dict[str, Any], out: Path) -> None:
+    """Writes `logits.json` into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "logits.json", json.dumps(results, indent=1) + "\n")

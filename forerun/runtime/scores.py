@@ -1,0 +1,72 @@
+"""The LM head in few bits, with logits in float32.
+
+Torch's kernels for few bits round what they give to bfloat16: steps of 0.125 between logits of 16 and 32, which makes
+ties of tokens that are not alike. So a head multiplies integers, which is exact, and computes the largest logits again
+from the weight's own values. Integers also cost little for many rows. Both are choices of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.runtime.bits import Blocks, take
+
+LARGEST = 16  # logits of a row that are computed from the weight's own values
+_LOW = 254  # steps of the low half of a state in one of the high half
+_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Scores:
+    """An LM head.
+
+    Attributes:
+        codes: [V, d] int8.
+        scales: [V] float32.
+        exact: the weight's own values: blocks, or [V, d] of floats.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    exact: Blocks | Tensor
+
+    @property
+    def out(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits [n, V] float32 of states [n, d]."""
+        x = x.float()
+        size = x.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
+        steps = x / size
+        high = steps.round()
+        low = steps.sub_(high).mul_(_LOW).round_()
+        both = torch._int_mm(torch.cat((high, low)).to(torch.int8), self.codes.T)
+        y = both[: len(x)].float().mul_(_LOW).add_(both[len(x) :]).mul_(self.scales).mul_(size / _LOW)
+        best = y.topk(min(LARGEST, self.out), sorted=False).indices
+        own = take(self.exact, best.flatten()).view(*best.shape, -1)
+        return y.scatter_(1, best, (own * x[:, None]).sum(-1))
+
+
+@torch.no_grad()
+def scores(weight: Blocks | Tensor) -> Scores:
+    """The head of a weight [V, d], which is kept for its largest logits."""
+    size = weight.codes if isinstance(weight, Blocks) else weight
+    codes, scales = torch.empty(size.shape, dtype=torch.int8), torch.empty(len(size))
+    for start in range(0, len(size), _ROWS):
+        ids = torch.arange(start, min(start + _ROWS, len(size)))
+        values = take(weight, ids)
+        step = values.abs().amax(-1).div_(127).clamp_(min=1e-30)
+        codes[ids], scales[ids] = values.div_(step[:, None]).round_().to(torch.int8), step
+    return Scores(codes, scales, weight)
