@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 1024,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from forerun import load
 from forerun.draft import Draft
 from forerun.model import CausalLM
-from forerun.runtime import prepare
+from forerun.runtime import native, prepare
 from forerun.runtime.bits import Blocks, joined, pack, quantise, stored
 from forerun.runtime.exact import Fixed, is_invariant
+from forerun.runtime.family import FamilyForward
+from forerun.runtime.native import library
+from forerun.runtime.native_family import NativeForward
 from forerun.runtime.scores import scores
 from forerun.runtime.stored import StoredEmbedding, StoredLinear, store
 
@@ -123,12 +128,51 @@ def test_the_familys_forward_is_transformers_own(name: str, kind: str) -> None:
     assert (again.extend([0], [tokens])[0] - logits[1]).abs().max() / logits[1].std() < 0.02
 
 
-@pytest.fixture(scope="module", params=[(name, kind) for name in MODELS for kind in ("int4", "int8")], ids="-".join)
+CASES = [(name, kind, "C") for name in MODELS for kind in ("int4", "int8")] + [
+    (name, "int4", "torch") for name in MODELS
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest) -> CausalLM:
-    name, kind = request.param
-    found = prepare(store(tiny(name), kind))
+    name, kind, means = request.param
+    stored = store(tiny(name), kind)
+    if means == "torch":
+        found = CausalLM(stored, FamilyForward(stored))
+    else:
+        found = prepare(stored)
+        if not isinstance(found._forward, NativeForward):
+            pytest.skip("there is no C compiler here")
     assert found.exact == "bitwise"
     return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_c_does_what_torch_does(name: str) -> None:
+    compiled = library()
+    if compiled is None:
+        pytest.skip("there is no C compiler here")
+    tokens = [[int(token) for token in torch.randint(3, 130, (size,))] for size in (300, 7, 40)]
+    drafts = [Draft.chain(5, [6, 7]), Draft([5, 9, 9, 11, 12], [-1, 0, 0, 1, 2], origins=["draft"] * 5), Draft.root(8)]
+    logits = []
+    for forward in (FamilyForward, partial(NativeForward, library=compiled)):
+        stored = store(tiny(name), "int8")
+        each = CausalLM(stored, forward(stored))
+        for id, prompt in enumerate(tokens):
+            each.add(id)
+            each.extend([id], [prompt])
+        logits.append(torch.cat(each.forward([0, 1, 2], drafts)))
+    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].std()
+
+
+def test_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_NATIVE", "0")
+    assert type(prepare(store(tiny("llama"), "int4"))._forward) is FamilyForward
+    monkeypatch.delenv("FORERUN_NATIVE")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert native._library.__wrapped__(Path("/nonexistent")) is None
+    odd = store(tiny("llama", hidden_size=72, num_attention_heads=3, num_key_value_heads=1), "bfloat16")
+    assert type(prepare(odd)._forward) is FamilyForward
 
 
 def _single(model: CausalLM, tokens: list[int], start: int) -> list[torch.Tensor]:

@@ -161,7 +161,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         )
         loading[kind] = round(perf_counter() - begun, 2)
     # The text that forwards stand behind: the questions, as often as it takes.
-    text = sum(prompts, []) * BEHIND
+    text = [token for prompt in prompts for token in prompt] * BEHIND
     runs = {kind: decoding(decoder, params) for kind, decoder in decoders.items()}
     models = {kind: forward_of(decoder, text) for kind, decoder in decoders.items()}
     if find_spec("llama_cpp") is None:
@@ -189,7 +189,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "prompt_tokens_per_s": round(median(speed for _, speed in speeds), 2),
             "same_output_as": {other: _same(own, theirs) for other, theirs in taken.items() if other != name},
             "over": {other: ratios(own, theirs) for other, theirs in taken.items() if other != name},
-            "runs": [[round(speed, 2) for speed in each] for each in speeds],
+            "runs_tokens_per_s": [round(speed, 1) for speed, _ in speeds],
         }
     table(
         ["", "tokens/s", "prompt's tokens/s", *(f"over {name}: median (lowest, highest)" for name in names)],

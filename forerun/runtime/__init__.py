@@ -6,8 +6,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.model import CausalLM
-from forerun.runtime.family import family_forward
+from forerun.runtime.family import FamilyForward, is_family
 from forerun.runtime.lean import lean_forward
+from forerun.runtime.native import library
+from forerun.runtime.native_family import NativeForward, fits
 from forerun.runtime.packed import pack
 from forerun.runtime.recorded import Recorded
 from forerun.runtime.stored import is_stored
@@ -31,6 +33,14 @@ def is_as_made(model: PreTrainedModel) -> bool:
     return plain and all(map(is_untouched, model.modules()))
 
 
+def family_forward(model: PreTrainedModel) -> FamilyForward:
+    """The family's forward, with C between its products where there is a compiler for it."""
+    compiled = library()
+    if compiled is None or not fits(model):
+        return FamilyForward(model)
+    return NativeForward(model, compiled)
+
+
 def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, graphs: bool = False) -> CausalLM:
     """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
     Where its weights are stored in few bits it is the family's (`forerun.runtime.family`), else its own.
@@ -44,8 +54,7 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, g
     if is_stored(model):
         if graphs:
             raise ValueError("graphs need a plain Llama on a CUDA device; weights in few bits are for CPUs")
-        family = family_forward(model) if fast else None
-        return plain if family is None else CausalLM(model, family)
+        return CausalLM(model, family_forward(model)) if fast and is_family(model) else plain
     lean = fast and not is_spread(model) and is_as_made(model) and not (graphs and model.device.type != "cuda")
     forward = lean_forward(model, any_size=graphs) if lean else None
     if graphs and forward is None:

@@ -3,7 +3,7 @@
 A weight is cut into blocks of 32 inputs. A block has one scale and one least value, as in GGUF's Q4_1 (ggml,
 `block_q4_1`). Torch's 4-bit kernel for CPUs takes just this form, with scale and middle in bfloat16. Eight bits go
 through the same kernel as two halves of four, side by side: `x [high | low] = x high * 16 + x low`. That is our choice:
-torch's 8-bit kernel has one scale a row of the weight, which loses more, and is no faster (docs/results/bits.md).
+torch's 8-bit kernel has one scale a row of the weight, which loses more, and is about as fast (docs/log.md).
 
 What makes the kernel worth having is that row i of a product has the same bits whatever rows stand beside it.
 """
@@ -117,7 +117,7 @@ class Packed:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] @ weight.T [n, out], in bfloat16."""
-        x = x.bfloat16()
+        x = x.bfloat16().contiguous()
         if self.bits == 8:
             x = torch.cat((x, x), 1)
         y = torch._weight_int4pack_mm_for_cpu(x, self.weight, BLOCK, self.scales)

@@ -6,15 +6,10 @@ tried at its real shapes when a model is loaded, and what was found is remembere
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -26,6 +21,7 @@ from forerun.blocks import attend, lay_out_blocks
 from forerun.cache import BLOCK, KVCache
 from forerun.files import home, write_text
 from forerun.runtime.bits import Beside, Dense, Packed, Part
+from forerun.runtime.machine import machine
 from forerun.runtime.packed import Product
 from forerun.runtime.scores import Scores
 from forerun.runtime.stored import kind_of
@@ -127,19 +123,3 @@ def remembered(name: str, tried: Callable[[], bool]) -> bool:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(found, indent=1) + "\n")
     return found[name]
-
-
-def machine() -> str:
-    """Differs between machines, builds of torch and numbers of threads."""
-    facts = [_processor(), torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-@cache
-def _processor() -> str:
-    """The processor's name and what instructions it has."""
-    path = Path("/proc/cpuinfo")
-    if not os.access(path, os.R_OK):
-        return f"{platform.machine()} {platform.processor()}"
-    lines = path.read_text().partition("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(("model", "flags", "Features", "CPU")))

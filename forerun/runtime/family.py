@@ -33,23 +33,21 @@ FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 _ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
 
 
-def family_forward(model: PreTrainedModel) -> FamilyForward | None:
-    """The forward of a model whose weights were stored (`forerun.runtime.stored.store`), None for other architectures
-    and for settings that it does not know."""
+def is_family(model: PreTrainedModel) -> bool:
+    """Whether a model has stored weights (`forerun.runtime.stored`), an architecture of the family, and no settings
+    that `FamilyForward` does not know."""
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
-        return None
+        return False
     if config.hidden_act != "silu" or rope not in _ROPE or getattr(config, "mlp_bias", False):
-        return None
+        return False
     linears = [model.lm_head, *(layer for each in model.model.layers for layer in _linears(each))]
     if not all(isinstance(each, StoredLinear) for each in linears):
-        return None
+        return False
     if not isinstance(model.lm_head.stored, Scores) or model.lm_head.bias is not None:
-        return None
-    if any(layer.self_attn.o_proj.bias is not None for layer in model.model.layers):
-        return None
-    return FamilyForward(model)
+        return False
+    return all(layer.self_attn.o_proj.bias is None for layer in model.model.layers)
 
 
 class FamilyForward:
@@ -80,15 +78,15 @@ class FamilyForward:
         for layer, sliding in zip(self.layers, slide, strict=True):
             layer.sliding = sliding
         self.sliding = {kind: window if kind else None for kind in sorted(set(slide))}
-        self.exact = "bitwise" if self._invariant(width, config.intermediate_size) else "rounding"
+        with torch.inference_mode():
+            exact = self._between(width, config.intermediate_size) and self._products()
+        self.exact = "bitwise" if exact else "rounding"
 
-    @torch.inference_mode()
-    def _invariant(self, width: int, inner: int) -> bool:
-        """Tries every kernel. Products that need it, and that this costs little, are run with a fixed number of
-        rows from then on."""
+    def _between(self, width: int, inner: int) -> bool:
+        """Whether what stands between the products gives each row the same bits, found out by trying."""
         shape = self.heads, self.groups, self.size
 
-        def between() -> bool:
+        def tried() -> bool:
             maker = torch.Generator().manual_seed(0)
             count = self.heads + 2 * self.groups
             x, up, parts = (torch.randn(ROWS, size, generator=maker) for size in (width, 2 * inner, count * self.size))
@@ -103,7 +101,12 @@ class FamilyForward:
             return all(is_invariant(function, rows) for function, rows in trials)
 
         found = remembered("attention {}x{}x{}".format(*shape), lambda: attention_is_invariant(*shape))
-        found &= remembered("{}x{}x{} of {}, {}".format(*shape, width, inner), between)
+        return found and remembered("{}x{}x{} of {}, {}".format(*shape, width, inner), tried)
+
+    def _products(self) -> bool:
+        """Likewise for the products. Those that need it, and that this costs little, are run with a fixed number of
+        rows from then on."""
+        found = True
         for place, name in [(self, "head"), *((layer, name) for layer in self.layers for name in PRODUCTS)]:
             product = getattr(place, name)
             if not product_is_invariant(product):
@@ -126,7 +129,7 @@ class FamilyForward:
         for layer, stored in zip(self.layers, cache.layers, strict=True):
             parts = layer.qkv(self.normed(x, layer.first))
             if layer.bias is not None:
-                parts = parts + layer.bias
+                parts = (parts + layer.bias).bfloat16()
             parts = parts.view(rows, new, -1, self.size)
             x = x + layer.out(self.attended(layer, parts, turn, batch, stored))
             x += layer.down(gated(layer.up(self.normed(x, layer.second))))
@@ -152,16 +155,22 @@ class FamilyForward:
         normed = (x / torch.hypot(size, self.floor_each)).mul_(gain).bfloat16()
         return torch.cat((normed, parts.narrow(2, len(gain), self.groups)), 2)
 
-    def turning(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, N, H + 2 G, D] of the rotation, under which values stay what they are."""
-        end = int(positions.max()) + 1
+    def rotations(self, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [.., D] of at least the first `end` positions. The sines of the first half are negative, so
+        that turning the halves around needs no negation of its own."""
         if end > len(self.tables[0]):
             places = torch.arange(1 << max(end - 1, 255).bit_length(), dtype=torch.float32)
             angles = torch.outer(places, self.rotary.inv_freq.float()).repeat(1, 2)
             cosines, sines = (each * self.rotary.attention_scaling for each in (angles.cos(), angles.sin()))
-            sines[:, : self.size // 2].neg_()  # so that turning the halves around needs no negation of its own
-            self.tables = cosines.bfloat16(), sines.bfloat16()
-        cos, sin = (table[positions][:, :, None].expand(-1, -1, self.heads + self.groups, -1) for table in self.tables)
+            sines[:, : self.size // 2].neg_()
+            self.tables = cosines, sines
+        return self.tables
+
+    def turning(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, N, H + 2 G, D] of the rotation, under which values stay what they are."""
+        tables = self.rotations(int(positions.max()) + 1)
+        count = self.heads + self.groups
+        cos, sin = (table[positions].bfloat16()[:, :, None].expand(-1, -1, count, -1) for table in tables)
         still = cos[:, :, : self.groups]
         return torch.cat((cos, torch.ones_like(still)), 2), torch.cat((sin, torch.zeros_like(still)), 2)
 
@@ -237,7 +246,7 @@ def _gain(norm: Any) -> Tensor:
 
 
 def _joined(*linears: StoredLinear) -> tuple[Packed | Dense | Beside, Tensor | None]:
-    """Their product, and their biases in bfloat16. They keep parts of it."""
+    """Their product, and their biases. They keep parts of it."""
     product = joined([linear.stored for linear in linears if not isinstance(linear.stored, Scores)])
     start = 0
     for linear in linears:
@@ -245,4 +254,4 @@ def _joined(*linears: StoredLinear) -> tuple[Packed | Dense | Beside, Tensor | N
             linear.stored = Part(product, start, linear.out_features)
         start += linear.out_features
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    return product, torch.cat(biases).bfloat16() if biases else None
+    return product, torch.cat(biases).float() if biases else None

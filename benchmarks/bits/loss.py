@@ -1,0 +1,195 @@
+"""What few bits cost: nats a token of one GGUF file in several kinds of weights, and by llama.cpp.
+
+    python benchmarks/bits/loss.py FILE.gguf [--bytes 100000] [--answers 100] [--threads 2] [--out JSON]
+
+Two texts: the documents of this repository, in windows of 512 tokens; and answers that the file wrote greedily in
+float32, where the loss is that of the answer's tokens alone. Beside the loss stand, against float32 at the same places,
+the mean absolute difference of all logits and the share of places with another argmax. llama.cpp is left out where
+llama-cpp-python is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from chat import asked, questions
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+import forerun
+from forerun.bench.llama import LlamaCpp
+from forerun.bench.report import versions
+from forerun.loading import load_tokenizer
+from forerun.model import CausalLM
+from forerun.params import SamplingParams
+from forerun.runtime.facts import facts_of
+
+REFERENCE, LLAMA = "float32", "llama.cpp"
+WINDOW = 512
+LENGTH = 64  # of an answer
+BATCH = 20  # answers that are written together
+MANNERS = ("{}", "In one sentence: {}", "In detail, please. {}", "You are an expert. {}", "{} Answer with an example.")
+ROOT = Path(__file__).parents[2]
+
+Text = tuple[list[int], int]  # tokens, and how many of them are only read
+
+
+@dataclass
+class Loss:
+    """Sums over places."""
+
+    places: int = 0
+    nats: float = 0.0
+    apart: float = 0.0
+    others: int = 0
+
+    def add(self, logits: Tensor, truth: Tensor, reference: Tensor) -> None:
+        """Logits [n, V], the tokens [n] behind them, float32's logits."""
+        self.places += len(truth)
+        self.nats += functional.cross_entropy(logits, truth, reduction="sum").item()
+        self.apart += (logits - reference).abs().mean(-1).sum().item()
+        self.others += int((logits.argmax(-1) != reference.argmax(-1)).sum())
+
+    def means(self) -> dict[str, float]:
+        return {
+            "nats": round(self.nats / self.places, 5),
+            "logits_apart": round(self.apart / self.places, 5),
+            "other_argmax": round(self.others / self.places, 5),
+        }
+
+
+def documents(tokenizer: PreTrainedTokenizerBase, size: int) -> list[Text]:
+    """The first bytes of this repository's documents in windows."""
+    files = [ROOT / "LICENSE", ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/*/*.md"))]
+    text = "\n".join(file.read_text() for file in files).encode()
+    if len(text) < size:
+        raise ValueError(f"the documents have {len(text)} bytes, fewer than --bytes {size}")
+    tokens = tokenizer(text[:size].decode(errors="ignore"), add_special_tokens=False)["input_ids"]
+    return [(tokens[start : start + WINDOW], 1) for start in range(0, len(tokens) - 1, WINDOW)]
+
+
+def answers(decoder: forerun.Decoder, count: int) -> list[Text]:
+    """Questions with the answers that a decoder writes."""
+    assert decoder.tokenizer is not None
+    plain = questions(min(count, 20))
+    prompts = [asked(decoder.tokenizer, manner.format(each)) for manner in MANNERS for each in plain][:count]
+    params = SamplingParams(max_new_tokens=LENGTH)
+    found: list[Text] = []
+    for start in range(0, count, BATCH):
+        batch = prompts[start : start + BATCH]
+        done = decoder.generate(batch, params)
+        found += [(prompt + each.tokens, len(prompt)) for prompt, each in zip(batch, done, strict=True)]
+        print(f"{len(found)} of {count} answers written", flush=True)
+    return found
+
+
+def reading(model: CausalLM) -> Callable[[list[int]], Tensor]:
+    """Ours: logits [n, V] of all tokens of a text."""
+
+    def read(tokens: list[int]) -> Tensor:
+        model.add(0, len(tokens))
+        (logits,) = model.extend([0], [tokens])
+        model.drop(0)
+        return logits.float()
+
+    return read
+
+
+def llama_reading(path: Path, length: int, threads: int) -> Callable[[list[int]], Tensor]:
+    model = LlamaCpp(path, SamplingParams(), set(), length, threads)._model(drafts=True)
+
+    def read(tokens: list[int]) -> Tensor:
+        model.reset()
+        model.eval(tokens)
+        return torch.from_numpy(model.scores[: len(tokens)])
+
+    return read
+
+
+def compare(readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[Text], name: str) -> dict[str, Any]:
+    """Losses of all readers; the reference comes first."""
+    found = {each: Loss() for each in readers}
+    seconds = dict.fromkeys(readers, 0.0)
+    for number, (tokens, given) in enumerate(texts):
+        truth, reference = torch.tensor(tokens[given:]), None
+        for each, read in readers.items():
+            begun = perf_counter()
+            logits = read(tokens)[given - 1 : -1]
+            seconds[each] += perf_counter() - begun
+            reference = logits if reference is None else reference
+            found[each].add(logits, truth, reference)
+        if number % 10 == 9:
+            print(
+                f"{name}: {number + 1} of {len(texts)} texts, "
+                + ", ".join(f"{k} {v:.0f} s" for k, v in seconds.items())
+            )
+    print(f"\n{name}, {found[REFERENCE].places} tokens\n")
+    print("| | nats a token | beside float32 | logits apart | other argmax |", "|---|---:|---:|---:|---:|", sep="\n")
+    for each, own in found.items():
+        row = own.means()
+        more = row["nats"] - found[REFERENCE].means()["nats"]
+        print(f"| {each} | {row['nats']:.4f} | {more:+.4f} | {row['logits_apart']:.4f} | {row['other_argmax']:.2%} |")
+    print(flush=True)
+    return {"texts": len(texts), "tokens": found[REFERENCE].places} | {each: own.means() for each, own in found.items()}
+
+
+@torch.inference_mode()
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = load_tokenizer(given.file)
+    windows = documents(tokenizer, given.bytes) if given.bytes else []
+    asked_for = given.kinds.split(",")
+    kinds = [REFERENCE, *(kind for kind in asked_for if kind not in (REFERENCE, LLAMA))]
+    decoders = {
+        kind: forerun.load(given.file, weights=kind, method="ar", tokenizer=tokenizer, device="cpu", prefix_bytes=0)
+        for kind in kinds
+    }
+    written = answers(decoders[REFERENCE], given.answers) if given.answers else []
+    readers = {kind: reading(decoder.target.fresh()) for kind, decoder in decoders.items()}
+    if LLAMA in asked_for and find_spec("llama_cpp") is None:
+        print(f"{LLAMA} is left out: llama-cpp-python is not installed")
+    elif LLAMA in asked_for:
+        longest = max(len(tokens) for tokens, _ in [*windows, *written])
+        readers[LLAMA] = llama_reading(Path(given.file), longest, given.threads)
+    texts = {"documents": windows, "answers": written}
+    return {
+        "loss": {name: compare(readers, own, name) for name, own in texts.items() if own},
+        "targets": {kind: facts_of(decoder.target) for kind, decoder in decoders.items()},
+        "arguments": vars(given) | {"file": Path(given.file).name, "out": None},
+        "versions": versions(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", metavar="FILE.gguf")
+    parser.add_argument("--bytes", type=int, default=100_000, help="of the documents; 0 for none")
+    parser.add_argument("--answers", type=int, default=100, help="at most 100; 0 for none")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kinds", default=f"auto,int8,bfloat16,{LLAMA}", help="of weights, beside float32")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if not 0 <= given.answers <= 100 or given.bytes < 0 or not given.answers + given.bytes or given.threads < 1:
+        parser.error("--answers must be between 0 and 100, --bytes and --threads above 0")
+    torch.set_num_threads(given.threads)
+    try:
+        found = measure(given)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{given.out} has it all")
+
+
+if __name__ == "__main__":
+    main()

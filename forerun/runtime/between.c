@@ -1,0 +1,189 @@
+/* What stands between the products of a forward: norms, rotation, attention, gates. Each token is worked on by itself, in
+   one order, so that its bits do not depend on what else is there. Numbers of 16 bits are bfloat16. All sizes are multiples
+   of 16; every loop over them takes 16 at a time, written out as vectors, as a compiler's own would round the ends of
+   loops otherwise, or their beginnings, depending on addresses. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+typedef uint16_t half;
+typedef float lanes __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef half halves __attribute__((vector_size(32)));
+
+static inline lanes load(const float *from) {
+    lanes found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+static inline void put(float *to, lanes value) { memcpy(to, &value, sizeof value); }
+
+static inline lanes wide(const half *from) {
+    halves stored;
+    memcpy(&stored, from, sizeof stored);
+    words bits = __builtin_convertvector(stored, words) << 16;
+    return (lanes)bits;
+}
+
+/* To the nearest, to even ones between two. What is not a number stays none. */
+static inline void narrow(half *to, lanes value) {
+    words bits = (words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words none = (words)((bits & 0x7fffffff) > 0x7f800000);
+    halves stored = __builtin_convertvector((rounded & ~none) | (none & 0x7fc0), halves);
+    memcpy(to, &stored, sizeof stored);
+}
+
+static inline lanes all(float value) { return (lanes){0} + value; }
+
+static inline lanes choose(ints which, lanes yes, lanes no) {
+    return (lanes)(((ints)yes & which) | ((ints)no & ~which));
+}
+
+/* exp: a power of two times a polynomial (Taylor's, to the sixth) within half of ln 2 of zero. */
+static inline lanes power(lanes x) {
+    x = choose(x < -87.0f, all(-87.0f), choose(x > 88.0f, all(88.0f), x));
+    lanes y = x * 1.44269504f + 0.5f;
+    ints whole = __builtin_convertvector(y, ints);
+    whole += __builtin_convertvector(whole, lanes) > y; /* the comparison gives -1 */
+    lanes n = __builtin_convertvector(whole, lanes), r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    lanes found = r * 1.3888889e-3f + 8.3333338e-3f;
+    found = found * r + 4.1666668e-2f;
+    found = found * r + 1.6666667e-1f;
+    found = found * r + 0.5f;
+    found = found * r + 1.0f;
+    found = found * r + 1.0f;
+    return found * (lanes)((whole + 127) << 23);
+}
+
+static inline float total(lanes values) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += values[i];
+    return sum;
+}
+
+static float length_of(const float *x, int size, float floor) {
+    lanes sum = {0};
+    for (int i = 0; i < size; i += LANES) sum += load(x + i) * load(x + i);
+    return sqrtf(total(sum) + floor);
+}
+
+/* x [n, d] += added [n, d], where there is some; out [n, d] = RMSNorm(x) with a gain that holds the root of d. `floor` is
+   d eps. `whole` [n, d] takes the same in 32 bits where it is given. */
+void add_and_norm(float *x, const half *added, const float *gain, float floor, int n, int d, half *out, float *whole) {
+    for (int row = 0; row < n; row++) {
+        float *own = x + (size_t)row * d;
+        const half *more = added + (size_t)row * d;
+        for (int i = 0; added && i < d; i += LANES) put(own + i, load(own + i) + wide(more + i));
+        float size = length_of(own, d, floor);
+        for (int i = 0; i < d; i += LANES) {
+            lanes normed = load(own + i) / size * load(gain + i);
+            narrow(out + (size_t)row * d + i, normed);
+            if (whole) put(whole + (size_t)row * d + i, normed);
+        }
+    }
+}
+
+/* out [n, d] = silu(gate) * up, of both in one [n, 2 d]. */
+void gate(const half *both, int n, int d, half *out) {
+    for (int row = 0; row < n; row++) {
+        const half *gates = both + (size_t)row * 2 * d, *ups = gates + d;
+        for (int i = 0; i < d; i += LANES) {
+            lanes x = wide(gates + i);
+            narrow(out + (size_t)row * d + i, x / (1.0f + power(-x)) * wide(ups + i));
+        }
+    }
+}
+
+/* A group of heads that share keys: attention of queries [shared, D] over the keys from `first` to `count`. Those from
+   `split` on stand at `slots`, those before in order. scores: shared rows of `width`, a multiple of 16. */
+static inline __attribute__((always_inline)) void group(const float *queries, const half *keys, const half *values,
+                                                        const int32_t *slots, int first, int split, int count,
+                                                        int shared, int d, float *scores, int width, float *sums,
+                                                        half *out) {
+    for (int j = first; j < count; j++) {
+        const half *key = keys + (size_t)(j < split ? j : slots[j - split]) * d;
+        for (int h = 0; h < shared; h++) {
+            lanes sum = {0};
+            for (int i = 0; i < d; i += LANES) sum += load(queries + h * d + i) * wide(key + i);
+            scores[h * width + j - first] = total(sum);
+        }
+    }
+    for (int h = 0; h < shared; h++) {
+        float *own = scores + h * width, most = own[0], sum = 0;
+        int seen = count - first;
+        for (int j = 1; j < seen; j++) most = own[j] > most ? own[j] : most;
+        for (int j = 0; j < seen; j += LANES) put(own + j, power(load(own + j) - most));
+        for (int j = 0; j < seen; j++) sum += own[j];
+        for (int j = 0; j < seen; j++) own[j] /= sum;
+    }
+    memset(sums, 0, shared * d * sizeof(float));
+    for (int j = first; j < count; j++) {
+        const half *value = values + (size_t)(j < split ? j : slots[j - split]) * d;
+        for (int h = 0; h < shared; h++) {
+            float share = scores[h * width + j - first], *own = sums + h * d;
+            for (int i = 0; i < d; i += LANES) put(own + i, load(own + i) + share * wide(value + i));
+        }
+    }
+    for (int i = 0; i < shared * d; i += LANES) narrow(out + i, load(sums + i));
+}
+
+/* Of one token: `count` heads [D] plus their biases, normed and rotated where that is wanted, times a scale. */
+static void turned(const half *from, const float *bias, const float *gains, float floor, const float *cos,
+                   const float *sin, int count, int d, float scale, float *to) {
+    for (int h = 0; h < count; h++, from += d, to += d) {
+        float size = 1, own[1024];
+        for (int k = 0; k < d; k += LANES) put(own + k, bias ? wide(from + k) + load(bias + h * d + k) : wide(from + k));
+        if (gains) size = length_of(own, d, floor);
+        for (int k = 0; gains && k < d; k += LANES) put(own + k, load(own + k) / size * load(gains + h * d + k));
+        for (int k = 0; k < d; k += LANES) { /* the sines of the first half are negative */
+            lanes x = load(own + k);
+            if (cos) x = x * load(cos + k) + load(own + (k < d / 2 ? k + d / 2 : k - d / 2)) * load(sin + k);
+            put(to + k, x * scale);
+        }
+    }
+}
+
+/* Attention of n tokens from their queries, keys and values [n, (H + 2 G) D]; keys and values go into the cache [rows, 2 G,
+   capacity, D].
+
+   row, length, slot, place [n]: of each token its row of the cache, that row's committed length, where its keys go, and its
+   position. paths [n, P]: where the tokens from the row's length to its own place stand. bias [(H + 2 G) D], gains [(H + G)
+   D] of norms of queries and keys, cos and sin [n, D]: where they are given. window: how far a token sees back, 0 for
+   everything. scratch: 2 H D + shared * width numbers, where width is a multiple of 16 above all places. out [n, H D]. */
+void attend(const half *parts, const float *bias, const float *gains, float floor, const float *cos, const float *sin,
+            half *cache, int64_t capacity, const int32_t *row, const int32_t *length, const int32_t *slot,
+            const int32_t *place, const int32_t *paths, int path, int n, int heads, int groups, int d, int window,
+            int width, float *scratch, half *out) {
+    int every = heads + 2 * groups, shared = heads / groups;
+    float *queries = scratch, *sums = queries + heads * d, *scores = sums + heads * d;
+    size_t each = (size_t)capacity * d;
+    for (int i = 0; i < n; i++) { /* all keys first, as queries may see each other's */
+        const half *own = parts + ((size_t)i * every + heads) * d, *value = own + groups * d;
+        half *to = cache + (size_t)row[i] * 2 * groups * each + (size_t)slot[i] * d;
+        turned(own, bias ? bias + heads * d : 0, gains ? gains + heads * d : 0, floor, cos ? cos + (size_t)i * d : 0,
+               sin ? sin + (size_t)i * d : 0, groups, d, 1, queries);
+        for (int g = 0; g < groups; g++)
+            for (int k = 0; k < d; k += LANES) narrow(to + g * each + k, load(queries + g * d + k));
+        turned(value, bias ? bias + (heads + groups) * d : 0, 0, 0, 0, 0, groups, d, 1, queries);
+        for (int g = 0; g < groups; g++)
+            for (int k = 0; k < d; k += LANES) narrow(to + (groups + g) * each + k, load(queries + g * d + k));
+    }
+    for (int i = 0; i < n; i++) {
+        const half *keys = cache + (size_t)row[i] * 2 * groups * each;
+        int count = place[i] + 1, first = window && count > window ? count - window : 0;
+        turned(parts + (size_t)i * every * d, bias, gains, floor, cos ? cos + (size_t)i * d : 0,
+               sin ? sin + (size_t)i * d : 0, heads, d, 1 / sqrtf(d), queries);
+        for (int g = 0; g < groups; g++, keys += each) {
+#define GROUP(size)                                                                                                 \
+    group(queries + g * shared * size, keys, keys + groups * each, paths + (size_t)i * path, first, length[i],      \
+          count, shared, size, scores, width, sums, out + ((size_t)i * heads + g * shared) * size)
+            if (d == 64) GROUP(64);
+            else if (d == 128) GROUP(128);
+            else GROUP(d);
+        }
+    }
+}

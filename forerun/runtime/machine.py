@@ -1,0 +1,28 @@
+"""What tells a machine, as far as rounding goes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+def machine() -> str:
+    """Differs between machines, builds of torch and numbers of threads."""
+    facts = [_processor(), torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+@cache
+def _processor() -> str:
+    """The processor's name and what instructions it has."""
+    path = Path("/proc/cpuinfo")
+    if not os.access(path, os.R_OK):
+        return f"{platform.machine()} {platform.processor()}"
+    lines = path.read_text().partition("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith(("model", "flags", "Features", "CPU")))

@@ -1,0 +1,123 @@
+"""The family's forward between its products, in C, where there is a compiler.
+
+Torch needs some sixty small operations a layer there, which take longer than products in 4 bits. `between.c` is
+compiled once a machine, in a second or two, and kept in the user's folder. Without a compiler, or with
+FORERUN_NATIVE=0, torch does the same (`forerun.runtime.family`), a third slower, and rounds a little otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.batch import Inputs
+from forerun.cache import KVCache
+from forerun.files import home
+from forerun.runtime.machine import machine
+
+SOURCE = Path(__file__).with_name("between.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+LANES, LARGEST_HEAD = 16, 1024  # all sizes are multiples of the one, and heads no larger than the other
+_P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
+_ARGUMENTS = {
+    "add_and_norm": (_P, _P, _P, _F, _I, _I, _P, _P),
+    "gate": (_P, _I, _I, _P),
+    "attend": (_P, _P, _P, _F, _P, _P, _P, _L, *[_P] * 5, *[_I] * 7, _P, _P),
+}
+
+
+def library() -> Any | None:
+    """The compiled functions; None where they cannot be had or are not wanted."""
+    return None if os.environ.get("FORERUN_NATIVE") == "0" or sys.byteorder != "little" else _library(home())
+
+
+@cache
+def _library(folder: Path) -> Any | None:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        return None
+    try:
+        made_of = [SOURCE.read_text(), compiler, *_FLAGS, machine()]
+        path = folder / "native" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A name of its own first: several processes may build at once.
+            with tempfile.TemporaryDirectory(dir=path.parent) as work:
+                built = Path(work) / "between.so"
+                command = [*compiler.split(), *_FLAGS, str(SOURCE), "-o", str(built), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, timeout=120)
+                os.replace(built, path)
+        found = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """New entries of the first B rows of a cache, N each, padding among them, one behind the other.
+
+    Attributes:
+        ids: [B, N] tokens.
+        positions: [B, N].
+        row, length, slot, place: [B N] int32, of each its row, that row's committed length, where its keys go, its
+            position.
+        paths: [B N, P] int32, where the entries from the row's length to its own place stand.
+        end: above all places.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    row: Tensor
+    length: Tensor
+    slot: Tensor
+    place: Tensor
+    paths: Tensor
+    end: int
+
+
+def lay_out_tokens(inputs: Inputs, cache: KVCache) -> TokenBatch:
+    """A batch of these entries. Tells the cache where they will go."""
+    size, new = inputs.size, inputs.new
+    lengths = np.array(cache.lengths[:size], dtype=np.int32)[:, None]
+    start = int(lengths.max())
+    cache.begin(size, start, start + new)
+    each = np.arange(new, dtype=np.int32)
+    slots = lengths + each
+    # Padding takes a position that has been there: the next one may lie behind the model's last.
+    ids, places = np.zeros((size, new), dtype=np.int64), np.maximum(lengths - 1, 0).repeat(new, 1)
+    paths = np.broadcast_to(slots[:, None], (size, new, new)).copy()
+    for order, (own, depths) in enumerate(zip(inputs.rows, inputs.depths, strict=True)):
+        count, length = len(depths), int(lengths[own, 0])
+        if inputs.tokens is not None:
+            ids[own, :count] = inputs.tokens[order]
+        places[own, :count] = np.asarray(depths) + length
+        if inputs.masks is not None:
+            mask = inputs.masks[order].numpy()
+            # A node's ancestors stand in the order of their depths, as a parent comes before its children.
+            for node in range(count):
+                path = np.flatnonzero(mask[node, -count:])
+                paths[own, node, : len(path)] = length + path
+    given = torch.from_numpy(ids) if inputs.given is None else inputs.given
+    which = np.arange(size, dtype=np.int32)[:, None].repeat(new, 1)
+    parts = [which, lengths.repeat(new, 1), slots, places, paths]
+    row, behind, slot, place, ways = (
+        torch.from_numpy(np.ascontiguousarray(part, np.int32).reshape(size * new, -1)) for part in parts
+    )
+    return TokenBatch(given, torch.from_numpy(places.astype(np.int64)), row, behind, slot, place, ways, start + new)
