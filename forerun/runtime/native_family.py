@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forerun.batch import Inputs
-from forerun.cache import KVCache
+from forerun.cache import KVCache, KVLayer
+from forerun.runtime.bits import BLOCK, Packed
 from forerun.runtime.exact import ROWS, is_invariant, remembered
-from forerun.runtime.family import FamilyForward
+from forerun.runtime.family import PRODUCTS, FamilyForward, Layer
 from forerun.runtime.native import LANES, LARGEST_HEAD, TokenBatch, lay_out_tokens
 
 
@@ -30,6 +33,12 @@ class NativeForward(FamilyForward):
     def __init__(self, model: PreTrainedModel, library: Any) -> None:
         self.library = library
         super().__init__(model)
+        followers = [*(layer.first for layer in self.layers[1:]), self.norm]
+        self._last = self.norm.data_ptr()
+        self._quick: list[Any] = [
+            (layer, *(_direct(getattr(layer, name)) for name in PRODUCTS), layer.second.data_ptr(), gain.data_ptr())
+            for layer, gain in zip(self.layers, followers, strict=True)
+        ]
 
     def _between(self, width: int, inner: int) -> bool:
         """Tries what C does, as `FamilyForward` tries what torch does."""
@@ -42,11 +51,19 @@ class NativeForward(FamilyForward):
             gain = torch.rand(width, generator=maker)
 
             def normed(rows: Tensor) -> Tensor:
-                return self._normed(rows.clone(), None, gain)[0]
+                own, out = rows.clone(), torch.empty(rows.shape, dtype=torch.bfloat16)
+                sizes = gain.data_ptr(), self.floors[0], *rows.shape
+                self.library.add_and_norm(own.data_ptr(), None, *sizes, out.data_ptr(), None)
+                return out
+
+            def gated(rows: Tensor) -> Tensor:
+                own, out = rows.contiguous(), torch.empty(len(rows), inner, dtype=torch.bfloat16)
+                self.library.gate(own.data_ptr(), len(own), inner, out.data_ptr())
+                return out
 
             return (
                 is_invariant(normed, x)
-                and is_invariant(self._gated, up.bfloat16())
+                and is_invariant(gated, up.bfloat16())
                 and all(self._attends_alike(parts, length) for length in (0, 1, 37, 300))
             )
 
@@ -55,6 +72,7 @@ class NativeForward(FamilyForward):
     def _attends_alike(self, parts: Tensor, length: int) -> bool:
         """Whether a chain behind so many keys gets what its tokens get one by one."""
         maker = torch.Generator().manual_seed(length)
+        plain: Any = SimpleNamespace(bias=None, each=None, rotates=True, sliding=next(iter(self.sliding)))
         before = torch.randn(1, length or 1, 2 * self.groups, self.size, generator=maker).bfloat16()
 
         def run(counts: list[int]) -> Tensor:
@@ -66,8 +84,11 @@ class NativeForward(FamilyForward):
             for count in counts:
                 batch = lay_out_tokens(Inputs([0], [range(count)], tokens=[[0] * count]), cache)
                 turn = torch.ones(count, self.size), torch.zeros(count, self.size)
-                own = parts[done : done + count].contiguous()
-                found.append(self._attended(own, None, None, turn, batch, cache.layers[0], 0))
+                out = torch.empty(count, self.heads * self.size, dtype=torch.bfloat16)
+                self._attention(batch, count, turn, out)(
+                    parts[done : done + count].contiguous(), plain, cache.layers[0]
+                )
+                found.append(out)
                 cache.lengths[0] += count
                 done += count
             return torch.cat(found)
@@ -83,85 +104,73 @@ class NativeForward(FamilyForward):
         """As `FamilyForward` has it."""
         rows, new = batch.positions.shape
         x = self.embed(batch.ids.reshape(-1)).float().contiguous()
+        count, width = x.shape
         turn = self._turn(batch.positions.flatten(), batch.end)
-        gains = [*(layer.first for layer in self.layers[1:]), self.norm]
-        h, whole = self._normed(x, None, self.layers[0].first)
-        for layer, gain, stored in zip(self.layers, gains, cache.layers, strict=True):
-            window = self.sliding[layer.sliding] or 0
-            parts = layer.qkv(h).contiguous()
-            attended = self._attended(
-                parts, layer.bias, layer.each, turn if layer.rotates else None, batch, stored, window
-            )
-            h, _ = self._normed(x, layer.out(attended), layer.second)
-            added = layer.down(self._gated(layer.up(h)))
-            h, whole = self._normed(x, added, gain, whole=gain is self.norm)
+        # Buffers that all layers use: every allocation counts here.
+        h, whole = torch.empty(count, width, dtype=torch.bfloat16), torch.empty(count, width)
+        attended = torch.empty(count, self.heads * self.size, dtype=torch.bfloat16)
+        inner = torch.empty(count, self.inner, dtype=torch.bfloat16)
+        here, there, floor = x.data_ptr(), h.data_ptr(), self.floors[0]
+        attention = self._attention(batch, count, turn, attended)
+        norm, gate, inside = self.library.add_and_norm, self.library.gate, inner.data_ptr()
+        norm(here, None, self.layers[0].first.data_ptr(), floor, count, width, there, None)
+        for weights, stored in zip(self._quick, cache.layers, strict=True):
+            layer, qkv, out, up, down, second, following = weights
+            attention(qkv(h), layer, stored)
+            added = out(attended)
+            norm(here, added.data_ptr(), second, floor, count, width, there, None)
+            both = up(h)
+            gate(both.data_ptr(), count, self.inner, inside)
+            added = down(inner)
+            last = whole.data_ptr() if following == self._last else None
+            norm(here, added.data_ptr(), following, floor, count, width, there, last)
         scores = self.head(whole).view(rows, new, -1) if logits else None
         return scores, h.view(rows, new, -1) if wanted else None
-
-    def _normed(self, x: Tensor, added: Tensor | None, gain: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
-        """x [n, d] += added; RMSNorm of it in bfloat16, and, with `whole`, in float32."""
-        out = torch.empty(x.shape, dtype=torch.bfloat16)
-        full = torch.empty_like(x) if whole else x
-        more = None if added is None else added.contiguous()
-        self.library.add_and_norm(
-            x.data_ptr(),
-            None if more is None else more.data_ptr(),
-            gain.data_ptr(),
-            self.floors[0],
-            *x.shape,
-            out.data_ptr(),
-            full.data_ptr() if whole else None,
-        )
-        return out, full
-
-    def _gated(self, both: Tensor) -> Tensor:
-        both = both.contiguous()
-        out = torch.empty(len(both), self.inner, dtype=torch.bfloat16)
-        self.library.gate(both.data_ptr(), len(both), self.inner, out.data_ptr())
-        return out
 
     def _turn(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, D], of which the sines of the first half are negative."""
         cos, sin = self.rotations(end)
         return cos[positions], sin[positions]
 
-    def _attended(
-        self,
-        parts: Tensor,
-        bias: Tensor | None,
-        gains: Tensor | None,
-        turn: tuple[Tensor, Tensor] | None,
-        batch: TokenBatch,
-        stored: Any,
-        window: int,
-    ) -> Tensor:
-        """Attention [n, H D] of queries, keys and values [n, (H + 2 G) D], which go into the cache."""
-        count = len(parts)
-        if not stored.is_initialized:
-            states = parts.view(1, count, -1, self.size)[:, :, : self.groups].transpose(1, 2)
-            stored.lazy_initialization(states, states)
-        both = stored.both
-        out = torch.empty(count, self.heads * self.size, dtype=torch.bfloat16)
+    def _attention(
+        self, batch: TokenBatch, count: int, turn: tuple[Tensor, Tensor], out: Tensor
+    ) -> Callable[[Tensor, Layer, KVLayer], None]:
+        """A function that puts a layer's attention [n, H D] into `out`, from queries, keys and values
+        [n, (H + 2 G) D]; keys and values go into the cache."""
         width = -(-batch.end // LANES) * LANES
         scratch = torch.empty(2 * self.heads * self.size + self.heads // self.groups * width)
-        self.library.attend(
-            parts.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if gains is None else gains.data_ptr(),
-            self.floors[1],
-            None if turn is None else turn[0].data_ptr(),
-            None if turn is None else turn[1].data_ptr(),
-            both.data_ptr(),
-            both.shape[2],
-            *(part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)),
-            batch.paths.shape[1],
-            count,
-            self.heads,
-            self.groups,
-            self.size,
-            window,
-            width,
-            scratch.data_ptr(),
-            out.data_ptr(),
-        )
-        return out
+        places = [part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)]
+        sizes = batch.paths.shape[1], count, self.heads, self.groups, self.size
+        cos, sin = (part.data_ptr() for part in turn)
+        attend, floor, room, found = self.library.attend, self.floors[1], scratch.data_ptr(), out.data_ptr()
+
+        def run(parts: Tensor, layer: Layer, stored: KVLayer, kept: Any = (scratch, turn, batch)) -> None:
+            if not stored.is_initialized:
+                states = parts.view(1, count, -1, self.size)[:, :, : self.groups].transpose(1, 2)
+                stored.lazy_initialization(states, states)
+            both: Any = stored.both
+            attend(
+                parts.data_ptr(),
+                None if layer.bias is None else layer.bias.data_ptr(),
+                None if layer.each is None else layer.each.data_ptr(),
+                floor,
+                *((cos, sin) if layer.rotates else (None, None)),
+                both.data_ptr(),
+                both.shape[2],
+                *places,
+                *sizes,
+                self.sliding[layer.sliding] or 0,
+                width,
+                room,
+                found,
+            )
+
+        return run
+
+
+def _direct(product: Any) -> Callable[[Tensor], Tensor]:
+    """A product of contiguous bfloat16 rows, contiguous, without a word between it and the kernel where that can be."""
+    if isinstance(product, Packed) and product.bits == 4 and len(product.weight) == product.out:
+        kernel, weight, scales = torch._weight_int4pack_mm_for_cpu, product.weight, product.scales
+        return lambda x: kernel(x, weight, BLOCK, scales)
+    return lambda x: product(x).contiguous()
