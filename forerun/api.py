@@ -34,7 +34,7 @@ def load(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
-    draft_weights: str | None = None,
+    draft_weights: str | None = "auto",
     device: str | None = None,
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,

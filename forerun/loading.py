@@ -91,14 +91,16 @@ def load_model(
     device: str | None = None,
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
+    plain: bool = False,
 ) -> PreTrainedModel:
     """The model of a hub id, folder or GGUF file.
 
     Args:
         part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
         dtype: default: float32 on a CPU, what the checkpoint has elsewhere.
-        weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.kinds.KINDS`. "auto" and
-            None: as a GGUF file has them, else by `dtype`; but a draft of over FEW parameters in 8 bits.
+        weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.kinds.KINDS`. None: as a GGUF
+            file has them, else by `dtype`. "auto": the same, but a draft of over FEW parameters in 8 bits.
+        plain: ordinary modules, as training and transformers' own decoding need them: a GGUF file in float32.
         device_map: transformers places the weights. Without one they go to `device`.
 
     Raises:
@@ -106,7 +108,10 @@ def load_model(
             belong together; a device map without the package it needs; weights in few bits that are not for a CPU, or
             whose blocks do not fit.
     """
+    check_kind(weights)
     if not isinstance(source, str | Path):
+        if weights not in (None, "auto"):
+            raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
         return source
     name, source = str(source), resolve(source, part)
     if device is not None and device_map is not None:
@@ -118,15 +123,15 @@ def load_model(
         raise ValueError(f"cannot use device {device!r}: {_first_line(error)}") from None
     if device.partition(":")[0] == "meta":
         raise ValueError("cannot use device 'meta': it computes nothing")
-    weights = None if weights == "auto" else weights
-    on_cpu = "cpu" in (device.partition(":")[0], str(device_map))
-    if weights is not None:
-        check_kind(weights)
-        if dtype is not None:
-            raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
+    auto, weights = weights == "auto", None if weights == "auto" else weights
+    on_cpu = device.partition(":")[0] == "cpu" and device_map is None
+    if weights is not None and dtype is not None:
+        raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
     file = find(source) if isinstance(source, Path) else None
+    if file is not None and plain:
+        weights, dtype = "float32", None
     few = weights in ("int4", "int8") or (file is not None and weights is None)
-    if few and (not on_cpu or device_map is not None):
+    if few and not on_cpu:
         where = device if device_map is None else f"device_map {device_map!r}"
         raise ValueError(
             f"the {part} {name!r} in {weights or 'the bits of its file'} needs a CPU: there is no kernel for {where}; "
@@ -135,14 +140,16 @@ def load_model(
     if file is not None:
         if dtype is not None:
             raise ValueError(f"{part} {name!r} is a GGUF file: give weights, not dtype")
-        model, note = load_gguf(file, weights)
+        if device_map is not None:
+            raise ValueError(f"{part} {name!r} is a GGUF file and goes to one device; give device, not device_map")
+        model, note = load_gguf(file, weights if on_cpu else "float32")
         if note is not None:
             _LOG.warning(note)
-        return model if on_cpu else nn.Module.to(model, device)
-    stored = weights if on_cpu and device_map is None and weights != "float32" else None
+        return model if on_cpu else nn.Module.to(model, device, torch.bfloat16 if weights == "bfloat16" else None)
+    stored = weights if on_cpu and weights != "float32" else None
     if weights is not None:
         dtype = torch.float32 if on_cpu else weights
-    elif dtype is None and part == "draft" and on_cpu and device_map is None:
+    elif dtype is None and auto and part == "draft" and on_cpu:
         stored = "auto"
     dtype = dtype or (torch.float32 if "cpu" in (device, str(device_map)) else "auto")
     if isinstance(dtype, str) and dtype != "auto":

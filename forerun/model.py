@@ -40,7 +40,6 @@ class CausalLM(Rows):
         keeps_prompt: whether `prefill` leaves it in `prompt_hidden`. Set it before any prompt is run.
         hidden: [N_r, d] of each sequence of the last such forward.
         recorded: runs forwards of a few tokens instead (`forerun.runtime.recorded`), if anything does.
-        exact: "bitwise" where a token's logits have the same bits whatever is run beside it, else "rounding".
         prefixes: KV of prompts and of finished sequences, None to keep none.
         prefilled: tokens of prompts that were run so far.
     """
@@ -58,7 +57,6 @@ class CausalLM(Rows):
         self.model = model.eval()
         # transformers looks through the parameters at every asking.
         self.device, self.dtype = model.device, getattr(forward, "dtype", model.dtype)
-        self.exact = getattr(forward, "exact", "rounding")
         self.config = config = model.config.get_text_config(decoder=True)
         self.context = context_of(config)  # the longest sequence that the positions allow
         self.fingerprint = fingerprint(model)  # now, as packed weights no longer tell
@@ -87,6 +85,11 @@ class CausalLM(Rows):
         if self.recorded is not None:
             other.recorded = self.recorded.fresh()
         return other
+
+    @property
+    def exact(self) -> str:
+        """ "bitwise" where a token's logits have the same bits whatever is run beside it, else "rounding"."""
+        return getattr(self._forward, "exact", "rounding")
 
     @property
     def head(self) -> nn.Module:

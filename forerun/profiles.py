@@ -128,6 +128,7 @@ def pair_of(
     if kind == "cuda":
         with suppress(RuntimeError, AssertionError, ValueError):  # loading will report what is wrong with the device
             shown = torch.cuda.get_device_name(device if ":" in device else None)
+    weights, draft_weights = (None if each == "auto" else each for each in (weights, draft_weights))
     stored = str(dtype or weights or ("float32" if kind == "cpu" else "auto")).removeprefix("torch.")
     models: dict[str, Any] = {}
     for part, source in (("target", target), ("draft", draft)):

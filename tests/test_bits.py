@@ -12,12 +12,13 @@ from families import MODELS, tiny
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from forerun import load
 from forerun.draft import Draft
 from forerun.model import CausalLM
 from forerun.runtime import native, prepare
+from forerun.runtime import scores as scores_module
 from forerun.runtime.bits import Blocks, joined, pack, quantise, stored
 from forerun.runtime.exact import Fixed, is_invariant
 from forerun.runtime.family import FamilyForward
@@ -165,12 +166,12 @@ def test_c_does_what_torch_does(name: str) -> None:
     assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].std()
 
 
-def test_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORERUN_NATIVE", "0")
     assert type(prepare(store(tiny("llama"), "int4"))._forward) is FamilyForward
     monkeypatch.delenv("FORERUN_NATIVE")
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert native._library.__wrapped__(Path("/nonexistent")) is None
+    assert native._library.__wrapped__(tmp_path) is None
     odd = store(tiny("llama", hidden_size=72, num_attention_heads=3, num_key_value_heads=1), "bfloat16")
     assert type(prepare(odd)._forward) is FamilyForward
 
@@ -306,7 +307,34 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
     assert all(each == said["ar"] for each in said.values())
 
 
-def test_what_cannot_be(tmp_path) -> None:
+def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
+    if native._library.__wrapped__(tmp_path / "one") is None:
+        pytest.skip("there is no C compiler here")
+    (built,) = (tmp_path / "one" / "native").iterdir()
+    damaged = tmp_path / "two" / "native" / built.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"damaged")
+    assert native._library.__wrapped__(tmp_path / "two") is not None
+    assert damaged.read_bytes()[:4] == built.read_bytes()[:4]
+    assert native._library.__wrapped__(Path("/proc/nowhere")) is not None  # nothing can be kept there
+
+
+def test_heads_where_integers_are_not_multiplied_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores_module, "_multiplies_integers", lambda: False)
+    torch.manual_seed(0)
+    weight, x = torch.randn(200, 64), torch.randn(5, 64)
+    for own in (quantise(weight, 8), weight.bfloat16()):
+        head = scores(own)
+        values = own.values() if isinstance(own, Blocks) else own.float()
+        assert head.out == 200 and torch.equal(head(x).argmax(-1), (x @ values.T).argmax(-1))
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="weights 'int8' are for models that are loaded by name; this target is an"):
+        load(model, weights="int8", method="lookup")
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no nn\.Linear in its layers to store as int8"):
+        store(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)), "int8")
     with pytest.raises(ValueError, match="unknown weights 'int3'; there are float32, bfloat16, int8, int4 and auto"):
         load(weights="int3")
     with pytest.raises(ValueError, match="give dtype or weights, not both"):

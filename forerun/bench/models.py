@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.api import Decoder
 from forerun.bench.choose import ASSISTED, is_llama
@@ -100,7 +100,8 @@ def _texts(files: dict[str, list[Prompt]]) -> bool:
 
 def _how(plan: Plan, part: str) -> dict[str, Any]:
     how = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
-    return how | {"weights": plan.weights if part == "target" else plan.draft_weights}
+    few = plan.draft_weights or ("auto" if plan.draft_shape is None else None)
+    return how | {"weights": plan.weights if part == "target" else few}
 
 
 def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
@@ -166,8 +167,17 @@ def load_peers(plan: Plan) -> Peers | None:
     assistant = None
     if any(name.startswith(ASSISTED) for name in theirs):
         assert plan.draft is not None
-        assistant = load_model(plan.draft, "draft", **_how(plan, "draft"))
-    return Peers(load_model(plan.target, "target", **_how(plan, "target")), assistant, plan.params())
+        assistant = _theirs(plan, "draft")
+    return Peers(_theirs(plan, "target"), assistant, plan.params())
+
+
+def _theirs(plan: Plan, part: str) -> PreTrainedModel:
+    """A model as transformers would load it: a GGUF file in float32."""
+    weights = plan.weights if part == "target" else plan.draft_weights
+    how = _how(plan, part) | {"weights": weights if weights in ("float32", "bfloat16") else None}
+    if how["weights"] == "bfloat16":  # not ours, whatever the device
+        how |= {"weights": None, "dtype": "bfloat16"}
+    return load_model(getattr(plan, part), part, plain=True, **how)
 
 
 def load_decoders(

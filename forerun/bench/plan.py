@@ -104,6 +104,9 @@ class Plan:
             if shape is not None and shape not in SHAPES:
                 raise ValueError(f"--{part}-shape must be one of {', '.join(SHAPES)}, not {shape!r}")
         if self.target_shape or self.draft_shape:
+            for kind in (self.weights, self.draft_weights):
+                if kind in ("bfloat16", "int8", "int4"):
+                    raise ValueError(f"weights {kind!r} cannot be measured in another shape; choose float32")
             for name, each in self.methods.items():
                 if each is None:
                     raise ValueError(f"method {name!r} cannot be measured in another shape; leave it out")

@@ -98,7 +98,7 @@ def hint(target: str, weights: str | None, dtype: str | None, device: str | None
     import torch
 
     from forerun.gguf import find
-    from forerun.loading import FEW, load_config
+    from forerun.loading import FEW
     from forerun.zoo import resolve
 
     folder = resolve(target, "target")
@@ -106,8 +106,7 @@ def hint(target: str, weights: str | None, dtype: str | None, device: str | None
     if weights is not None or dtype is not None or not on_cpu or not isinstance(folder, Path) or find(folder):
         return None
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    stored = 2 if str(load_config(target, "target").dtype) in ("torch.bfloat16", "torch.float16") else 4
-    if size / stored < FEW:
+    if size < 2 * FEW:  # of 16 bits at least
         return None
     return (
         "forerun: the target stays in float32; --weights int8 would read about a quarter of the bytes a token "

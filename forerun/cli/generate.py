@@ -130,8 +130,8 @@ def generate(
     from forerun.bench.profile import plot_steps, profile_line
     from forerun.loading import check_prompts
 
-    advice = hint(target, weights, dtype, device) if device_map is None else None
-    if advice is not None and sys.stderr.isatty():
+    advice = hint(target, weights, dtype, device) if device_map is None and sys.stderr.isatty() else None
+    if advice is not None:
         print(advice, file=sys.stderr)
     tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
     decoder = load(

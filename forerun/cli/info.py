@@ -125,7 +125,10 @@ def info(
     quiet(threads)
     how = {"dtype": dtype, "weights": weights, "draft_weights": draft_weights, "device": device}
     facts = collect() | {"profile": profile_facts(target, draft, how)}
-    with_costs |= weights is not None or Path(target).suffix == ".gguf"
+    from forerun.gguf import find
+
+    source = resolve(target, "target")
+    with_costs |= weights is not None or (isinstance(source, Path) and find(source) is not None)
     if with_costs:
         facts["costs"] = costs(target, draft, context, how | {"trust_remote_code": trust_remote_code})
     if as_json:

@@ -6,11 +6,15 @@ tried at its real shapes when a model is loaded, and what was found is remembere
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +31,7 @@ from forerun.runtime.scores import Scores
 from forerun.runtime.stored import kind_of
 
 ROWS = 16  # that a kernel is tried with
+_OUTPUTS = 2**20  # numbers of a product that are compared: some kernels differ in one of ten thousand
 _CHEAP = 1.25  # how much longer than one row as many may take, if they are to be run in its place
 
 
@@ -90,36 +95,60 @@ def product_is_invariant(product: Packed | Dense | Part | Beside | Scores) -> bo
     if isinstance(product, Beside):
         return all(map(product_is_invariant, product.parts))
 
+    maker = torch.Generator().manual_seed(0)
+
     def tried() -> bool:
-        x = torch.randn(ROWS, product.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
-        return is_invariant(product, x)
+        times = -(-_OUTPUTS // (ROWS * product.out))
+        rows = (torch.randn(ROWS, product.inputs, generator=maker).bfloat16() for _ in range(times))
+        return all(is_invariant(product, x) for x in rows)
 
-    name = "scores" if isinstance(product, Scores) else kind_of(product)
-    return remembered(f"{name} {product.out}x{product.inputs}", tried)
+    return remembered(named(product), tried)
 
 
-def fixed_where_cheap(product: Product, inputs: int) -> Product | None:
-    """A product at a fixed number of rows, None where that costs more than a little."""
-    x = torch.zeros(ROWS, inputs, dtype=torch.bfloat16)
-    seconds: dict[int, list[float]] = {1: [], ROWS: []}
-    for _ in range(10):
-        for rows, taken in seconds.items():
-            begun = perf_counter()
-            product(x[:rows])
-            taken.append(perf_counter() - begun)
-    return Fixed(product) if min(seconds[ROWS]) <= _CHEAP * min(seconds[1]) else None
+def named(product: Packed | Dense | Part | Beside | Scores) -> str:
+    """A kernel and its shape."""
+    name = (
+        "scores" if isinstance(product, Scores) else kind_of(product) if not isinstance(product, Beside) else "beside"
+    )
+    return f"{name} {product.out}x{product.inputs}"
+
+
+def fixed_where_cheap(product: Any) -> Product | None:
+    """A product at a fixed number of rows, None where that costs more than a little; what was found is remembered, so
+    that a model rounds alike whenever it is loaded."""
+    x = torch.zeros(ROWS, product.inputs, dtype=torch.bfloat16)
+
+    def cheap() -> bool:
+        seconds: dict[int, list[float]] = {1: [], ROWS: []}
+        for _ in range(10):
+            for rows, taken in seconds.items():
+                begun = perf_counter()
+                product(x[:rows])
+                taken.append(perf_counter() - begun)
+        return min(seconds[ROWS]) <= _CHEAP * min(seconds[1])
+
+    return Fixed(product) if remembered(f"{named(product)} in {ROWS} rows is cheap", cheap) else None
 
 
 def remembered(name: str, tried: Callable[[], bool]) -> bool:
     """What a trial of this name gave on this machine, with this torch and number of threads; it is made where there is
     none on file."""
-    path = home() / "exact" / f"{machine()}.json"
+    path = home() / "exact" / f"{machine()}-{_code()}.json"
     found: dict[str, bool] = {}
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
+        found = stored if isinstance(stored, dict) else {}
     if not isinstance(found.get(name), bool):
         found[name] = tried()
         with suppress(OSError):  # a folder that cannot be written to: it is tried again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(found, indent=1) + "\n")
     return found[name]
+
+
+@cache
+def _code() -> str:
+    """Differs between versions of what is tried."""
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("*.py")), *here.glob("*.c"), here.parent / "blocks.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]

@@ -80,7 +80,12 @@ class FamilyForward:
         self.sliding = {kind: window if kind else None for kind in sorted(set(slide))}
         with torch.inference_mode():
             exact = self._between(width, config.intermediate_size) and self._products()
-        self.exact = "bitwise" if exact else "rounding"
+        self._exact, self._threads = exact, torch.get_num_threads()
+
+    @property
+    def exact(self) -> str:
+        """As it was found with the number of threads that there was then; with another, nobody has tried."""
+        return "bitwise" if self._exact and torch.get_num_threads() == self._threads else "rounding"
 
     def _between(self, width: int, inner: int) -> bool:
         """Whether what stands between the products gives each row the same bits, found out by trying."""
@@ -110,7 +115,7 @@ class FamilyForward:
         for place, name in [(self, "head"), *((layer, name) for layer in self.layers for name in PRODUCTS)]:
             product = getattr(place, name)
             if not product_is_invariant(product):
-                fixed = fixed_where_cheap(product, product.inputs)
+                fixed = fixed_where_cheap(product)
                 found &= fixed is not None
                 setattr(place, name, fixed or product)
         return found
@@ -158,13 +163,14 @@ class FamilyForward:
     def rotations(self, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [.., D] of at least the first `end` positions. The sines of the first half are negative, so
         that turning the halves around needs no negation of its own."""
-        if end > len(self.tables[0]):
+        tables = self.tables
+        if end > len(tables[0]):
             places = torch.arange(1 << max(end - 1, 255).bit_length(), dtype=torch.float32)
             angles = torch.outer(places, self.rotary.inv_freq.float()).repeat(1, 2)
             cosines, sines = (each * self.rotary.attention_scaling for each in (angles.cos(), angles.sin()))
             sines[:, : self.size // 2].neg_()
-            self.tables = cosines, sines
-        return self.tables
+            tables = self.tables = cosines, sines
+        return tables
 
     def turning(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, N, H + 2 G, D] of the rotation, under which values stay what they are."""

@@ -14,12 +14,13 @@ import torch
 
 def machine() -> str:
     """Differs between machines, builds of torch and numbers of threads."""
-    facts = [_processor(), torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    facts = [processor(), torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), isa]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 @cache
-def _processor() -> str:
+def processor() -> str:
     """The processor's name and what instructions it has."""
     path = Path("/proc/cpuinfo")
     if not os.access(path, os.R_OK):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,8 +28,9 @@ from torch import Tensor
 from forerun.batch import Inputs
 from forerun.cache import KVCache
 from forerun.files import home
-from forerun.runtime.machine import machine
+from forerun.runtime.machine import processor
 
+_LOG = logging.getLogger("forerun")
 SOURCE = Path(__file__).with_name("between.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 LANES, LARGEST_HEAD = 16, 1024  # all sizes are multiples of the one, and heads no larger than the other
@@ -49,20 +52,31 @@ def _library(folder: Path) -> Any | None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         return None
+    made_of = [SOURCE.read_text(), compiler, *_FLAGS, processor()]
+    path = folder / "native" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    with suppress(OSError, AttributeError):  # none yet, or a damaged one
+        return _opened(path)
     try:
-        made_of = [SOURCE.read_text(), compiler, *_FLAGS, machine()]
-        path = folder / "native" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A name of its own first: several processes may build at once.
-            with tempfile.TemporaryDirectory(dir=path.parent) as work:
-                built = Path(work) / "between.so"
-                command = [*compiler.split(), *_FLAGS, str(SOURCE), "-o", str(built), "-lm"]
-                subprocess.run(command, check=True, capture_output=True, timeout=120)
-                os.replace(built, path)
-        found = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+        with tempfile.TemporaryDirectory() as work:
+            built = Path(work) / "between.so"
+            command = [*compiler.split(), *_FLAGS, str(SOURCE), "-o", str(built), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # A name of its own first: several processes may build at once.
+                kept = path.with_name(f"{path.name}.{os.getpid()}")
+                shutil.copy(built, kept)
+                os.replace(kept, path)
+            except OSError:  # it cannot be kept: it is built again next time
+                return _opened(built)
+            return _opened(path)
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        _LOG.warning(f"torch does what C would do faster: {compiler} cannot compile {SOURCE.name} ({error})")
         return None
+
+
+def _opened(path: Path) -> Any:
+    found = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, None

@@ -8,11 +8,12 @@ from the weight's own values. Integers also cost little for many rows. Both are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from forerun.runtime.bits import Blocks, take
+from forerun.runtime.bits import Blocks, Packed, pack, quantise, take
 
 LARGEST = 16  # logits of a row that are computed from the weight's own values
 _LOW = 254  # steps of the low half of a state in one of the high half
@@ -27,19 +28,21 @@ class Scores:
         codes: [V, d] int8.
         scales: [V] float32.
         exact: the weight's own values: blocks, or [V, d] of floats.
+        rough: takes the place of the integers where torch does not multiply them exactly.
     """
 
     codes: Tensor
     scales: Tensor
     exact: Blocks | Tensor
+    rough: Packed | None = None
 
     @property
     def out(self) -> int:
-        return self.codes.shape[0]
+        return self.scales.shape[0]
 
     @property
     def inputs(self) -> int:
-        return self.codes.shape[1]
+        return self.exact.codes.shape[1] if isinstance(self.exact, Blocks) else self.exact.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -48,15 +51,19 @@ class Scores:
     def __call__(self, x: Tensor) -> Tensor:
         """Logits [n, V] float32 of states [n, d]."""
         x = x.float()
+        y = self._integers(x) if self.rough is None else self.rough(x).float()
+        best = y.topk(min(LARGEST, self.out), sorted=False).indices
+        own = take(self.exact, best.flatten()).view(*best.shape, -1)
+        return y.scatter_(1, best, (own * x[:, None]).sum(-1))
+
+    def _integers(self, x: Tensor) -> Tensor:
+        """Logits of states in two halves of 8 bits, times weights of 8 bits."""
         size = x.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
         steps = x / size
         high = steps.round()
         low = steps.sub_(high).mul_(_LOW).round_()
         both = torch._int_mm(torch.cat((high, low)).to(torch.int8), self.codes.T)
-        y = both[: len(x)].float().mul_(_LOW).add_(both[len(x) :]).mul_(self.scales).mul_(size / _LOW)
-        best = y.topk(min(LARGEST, self.out), sorted=False).indices
-        own = take(self.exact, best.flatten()).view(*best.shape, -1)
-        return y.scatter_(1, best, (own * x[:, None]).sum(-1))
+        return both[: len(x)].float().mul_(_LOW).add_(both[len(x) :]).mul_(self.scales).mul_(size / _LOW)
 
 
 @torch.no_grad()
@@ -69,4 +76,17 @@ def scores(weight: Blocks | Tensor) -> Scores:
         values = take(weight, ids)
         step = values.abs().amax(-1).div_(127).clamp_(min=1e-30)
         codes[ids], scales[ids] = values.div_(step[:, None]).round_().to(torch.int8), step
-    return Scores(codes, scales, weight)
+    if _multiplies_integers():
+        return Scores(codes, scales, weight)
+    blocks = weight if isinstance(weight, Blocks) else quantise(weight, 8)
+    return Scores(codes[:0], scales, weight, pack(blocks))
+
+
+@cache
+def _multiplies_integers() -> bool:
+    """Whether torch's product of 8-bit integers is exact here: without instructions for it, oneDNN's sums overflow."""
+    maker = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-127, 128, shape, generator=maker, dtype=torch.int8) for shape in ((4, 576), (96, 576)))
+    x[0], weight[:48] = 127, 127
+    x[1] = -127
+    return torch.equal(torch._int_mm(x, weight.T).long(), x.long() @ weight.long().T)

@@ -43,10 +43,13 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     """A float model on a CPU with its linear layers stored as `kind`, in place. The LM head becomes `Scores`, over its
     own values in 8 bits or bfloat16; the embedding is kept in bfloat16. It can be neither trained nor saved any more.
 
-    Raises ValueError, before anything is changed, for inputs that its blocks do not divide.
+    Raises ValueError, before anything is changed, for inputs that its blocks do not divide, and for models whose layers
+    keep their weights in modules of their own.
     """
     assert kind in KINDS
     linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
+    if not set(linears.values()) - {model.get_output_embeddings()}:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers to store as {kind}: choose float32")
     if kind != "bfloat16":
         for name, linear in linears.items():
             check_inputs(linear.in_features, f"{name} of {type(model).__name__}")

@@ -42,7 +42,7 @@ def train_draft(
     stream = tokenize(tokenizer, list(read_texts(data)), config.seed)
     if len(stream) < 4 * config.length:
         raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * config.length}")
-    big = load_model(target, "target", device=device, trust_remote_code=trust_remote_code)
+    big = load_model(target, "target", device=device, trust_remote_code=trust_remote_code, plain=True)
     context = context_of(big.config.get_text_config(decoder=True)) or 4096
     if config.length >= context:
         raise ValueError(f"--length {config.length} does not fit the target's context of {context}; give less")
@@ -53,7 +53,9 @@ def train_draft(
             tokenizer, width, layers, width // 64, mlp, context, config.seed, vocabulary=vocabulary
         )
     else:
-        draft = load_model(init, "draft", dtype="float32", device=device, trust_remote_code=trust_remote_code)
+        draft = load_model(
+            init, "draft", dtype="float32", device=device, trust_remote_code=trust_remote_code, plain=True
+        )
         if draft.config.vocab_size != big.config.vocab_size:
             raise ValueError(
                 f"{init} has a vocabulary of {draft.config.vocab_size} entries, {target} of {big.config.vocab_size}"

@@ -112,7 +112,7 @@ def train_head(
     stream = tokenize(tokenizer, list(read_texts(data)), 0)
     if len(stream) < 4 * recipe.prompt:
         raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
-    model = load_model(target, "target", device=device, trust_remote_code=trust_remote_code)
+    model = load_model(target, "target", device=device, trust_remote_code=trust_remote_code, plain=True)
     text = model.config.get_text_config(decoder=True)
     length, context = recipe.prompt + recipe.output, context_of(text)
     if context is not None and length > context:

@@ -97,7 +97,9 @@ def train_pre_verifier(
     stream = tokenize(tokenizer, texts, recipe.seed)
     if len(stream) < 4 * recipe.prompt:
         raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
-    big, small = load_model(target, "target", **how), load_model(draft, "draft", **how)
+    big, small = (
+        load_model(source, part, plain=True, **how) for source, part in ((target, "target"), (draft, "draft"))
+    )
     length = recipe.prompt + recipe.output
     for name, model in (("target", big), ("draft", small)):
         context = context_of(model.config.get_text_config(decoder=True))

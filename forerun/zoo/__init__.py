@@ -22,11 +22,11 @@ def resolve(source: str | Path, part: str) -> str | Path:
     if source == EMBEDDED:
         return FOLDER / part
     path = Path(source).expanduser()
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
     name = str(source)
-    local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists() or path.suffix == ".gguf"
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists() or path.suffix.lower() == ".gguf"
     if local or isinstance(source, Path):
-        kind = "GGUF file" if path.suffix == ".gguf" else "model folder"
+        kind = "GGUF file" if path.suffix.lower() == ".gguf" else "model folder"
         raise ValueError(f"no {kind} {name!r} for the {part}")
     return name
