@@ -11,7 +11,6 @@ llama-cpp-python is not installed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from chat import asked, questions
+from chat import asked, measured, questions
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
@@ -181,13 +180,8 @@ def main() -> None:
     given = parser.parse_args()
     if not 0 <= given.answers <= 100 or given.bytes < 0 or not given.answers + given.bytes or given.threads < 1:
         parser.error("--answers must be between 0 and 100, --bytes and --threads above 0")
-    torch.set_num_threads(given.threads)
-    try:
-        found = measure(given)
-    except ValueError as error:
-        parser.error(str(error))
+    measured(parser, given, measure)
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{given.out} has it all")
 
 

@@ -11,7 +11,6 @@ llama.cpp is left out where llama-cpp-python is not installed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,8 +20,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-from chat import asked, questions
+from chat import asked, measured, questions
 
 import forerun
 from forerun import SamplingParams
@@ -239,13 +237,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.new_tokens < 2 or given.rounds < 1 or given.threads < 1 or given.repeats < 0:
         parser.error("--new-tokens must be at least 2, --rounds and --threads at least 1, --repeats at least 0")
-    torch.set_num_threads(given.threads)
-    try:
-        found = measure(given)
-    except ValueError as error:
-        parser.error(str(error))
+    measured(parser, given, measure)
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
         print(f"\n{given.out} has it all")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from forerun.api import Decoder
 from forerun.bench.datasets import Prompt
 from forerun.bench.models import load_decoders, load_prompts
+from forerun.bench.peers import end_tokens
 from forerun.bench.plan import Plan
 from forerun.bench.report import versions
 from forerun.draft import Draft
@@ -71,7 +72,7 @@ def check_logits(
 def _single_steps(target: CausalLM, prompt: Sequence[int], params: SamplingParams) -> Truth:
     """The greedy text behind a prompt, and the logits behind all tokens."""
     model, text, logits = target.fresh(), list(prompt), []
-    ends = set() if params.ignore_eos else _ends(target)
+    ends = end_tokens(target.model, params)
     model.add(0, len(prompt) + params.max_new_tokens)
     for place in range(len(prompt) + params.max_new_tokens):
         (scores,) = model.forward([0], [Draft.root(text[place])])
@@ -82,12 +83,6 @@ def _single_steps(target: CausalLM, prompt: Sequence[int], params: SamplingParam
                 break
             text.append(int(scores[0].argmax()))
     return text, logits
-
-
-def _ends(target: CausalLM) -> set[int]:
-    """Tokens that end a text."""
-    ends = target.model.generation_config.eos_token_id
-    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
 
 def _compare(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.batch import Inputs
 from forerun.blocks import BlockBatch, attend, lay_out_blocks
@@ -50,6 +50,11 @@ def is_family(model: PreTrainedModel) -> bool:
     return all(layer.self_attn.o_proj.bias is None for layer in model.model.layers)
 
 
+def head_size(config: PreTrainedConfig) -> int:
+    """Numbers of one head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class FamilyForward:
     """Logits from tokens. It takes the model's stored weights as they are, and leaves parts of joined ones in their
     place.
@@ -65,7 +70,7 @@ class FamilyForward:
     def __init__(self, model: PreTrainedModel) -> None:
         config, base = model.config, model.model
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.size = head_size(config)
         self.eps, width = config.rms_norm_eps, config.hidden_size
         self.floor, self.floor_each = (torch.tensor((each * self.eps) ** 0.5) for each in (width, self.size))
         self.embed, self.head = base.embed_tokens, model.lm_head.stored

@@ -14,14 +14,14 @@ from forerun.batch import Inputs
 from forerun.cache import KVCache, KVLayer
 from forerun.runtime.bits import BLOCK, Packed
 from forerun.runtime.exact import ROWS, is_invariant, remembered
-from forerun.runtime.family import PRODUCTS, FamilyForward, Layer
+from forerun.runtime.family import PRODUCTS, FamilyForward, Layer, head_size
 from forerun.runtime.native import LANES, LARGEST_HEAD, TokenBatch, lay_out_tokens
 
 
 def fits(model: PreTrainedModel) -> bool:
     """Whether all sizes are those that the C code can do."""
     config = model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     sizes = size, config.hidden_size, config.intermediate_size
     return all(each % LANES == 0 for each in sizes) and size % (2 * LANES) == 0 and size <= LARGEST_HEAD
 
