@@ -64,7 +64,7 @@ def load(
         weights: what the target's are stored as on a CPU: "float32", "bfloat16", "int8", "int4" (blocks of 32 with a
             scale and a least value). The model in few bits is the target then, and what is decoded is its output.
             Default, "auto": as a GGUF file has them, else by `dtype`.
-        draft_weights: likewise of the draft, where any bits are lossless. Default: 8 bits for large drafts on a CPU.
+        draft_weights: likewise of the draft, where any bits are lossless. Default: 8 bits on a CPU.
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.

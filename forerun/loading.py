@@ -27,7 +27,6 @@ from forerun.model import CausalLM, context_of
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import is_as_made
-from forerun.runtime.bits import BLOCK
 from forerun.runtime.stored import store
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
@@ -36,7 +35,6 @@ Prompt = str | Sequence[int]
 _Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
 DeviceMap = str | dict[str, Any] | int | torch.device
 
-FEW = 50_000_000  # parameters up to which a draft stays in float32 on a CPU: its time goes elsewhere
 _LOG = logging.getLogger("forerun")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -99,7 +97,7 @@ def load_model(
         part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
         dtype: default: float32 on a CPU, what the checkpoint has elsewhere.
         weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.kinds.KINDS`. None: as a GGUF
-            file has them, else by `dtype`. "auto": the same, but a draft of over FEW parameters in 8 bits.
+            file has them, else by `dtype`. "auto": the same, but a draft in 8 bits.
         plain: ordinary modules, as training and transformers' own decoding need them: a GGUF file in float32.
         device_map: transformers places the weights. Without one they go to `device`.
 
@@ -177,11 +175,15 @@ def load_model(
 
 
 def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
-    """A float32 model stored as `kind`. "auto", for drafts: in 8 bits where it is large and can be."""
-    if kind == "auto":
-        fits = all(each.in_features % BLOCK == 0 for each in model.modules() if type(each) is nn.Linear)
-        kind = "int8" if model.num_parameters() > FEW and fits and is_as_made(model) else None
-    return model if kind is None else store(model, kind)
+    """A float32 model stored as `kind`. "auto", for drafts: in 8 bits where it can be."""
+    if kind != "auto":
+        return model if kind is None else store(model, kind)
+    if not is_as_made(model):
+        return model
+    try:
+        return store(model, "int8")
+    except ValueError:
+        return model
 
 
 def load_pre_verifier(

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 
 from forerun import load
 from forerun.draft import Draft
+from forerun.loading import load_model
 from forerun.model import CausalLM
 from forerun.runtime import native, prepare
 from forerun.runtime import scores as scores_module
@@ -25,7 +26,7 @@ from forerun.runtime.family import FamilyForward
 from forerun.runtime.native import library
 from forerun.runtime.native_family import NativeForward
 from forerun.runtime.scores import scores
-from forerun.runtime.stored import StoredEmbedding, StoredLinear, store
+from forerun.runtime.stored import StoredEmbedding, StoredLinear, is_stored, store
 
 KINDS = ("int4", "int8", "bfloat16")
 METHODS = ("ar", "sd", "lookup", "ouroboros", "lookahead", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")
@@ -258,6 +259,15 @@ def test_a_model_of_another_architecture_has_its_linear_layers_replaced() -> Non
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert kept.exact == "rounding" and kept._forward is None
     assert 0 < (before - after).abs().max() < 0.05 * before.std() + 0.02
+
+
+def test_drafts_are_in_8_bits_where_they_can_be(tmp_path: Path) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+    for model, fits in ((tiny("llama"), True), (gpt2, False)):
+        model.save_pretrained(tmp_path / model.config.model_type)
+        for part, weights in (("draft", "auto"), ("draft", "float32"), ("target", None)):
+            loaded = load_model(tmp_path / model.config.model_type, part, device="cpu", weights=weights)
+            assert is_stored(loaded) == (fits and weights == "auto")
 
 
 def test_blocks_that_do_not_divide_the_inputs() -> None:

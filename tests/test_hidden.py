@@ -66,7 +66,7 @@ def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool, fixed_shap
     with torch.no_grad():
         embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
         unrolled = head.unrolled(features[None], embedded, torch.tensor([tokens]), 4)
-    fast = HiddenLM(head, target)
+    fast = HiddenLM(head, target, few=False)
     for id in (7, 3):
         fast.add(id)
     for end in range(1, 5):
@@ -110,6 +110,24 @@ def test_prompts_run_in_chunks(kind: str) -> None:
     assert not head.cache.ids
 
 
+@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+def test_on_a_cpu_heads_are_in_8_bits(kind: str) -> None:
+    target = CausalLM(tiny("llama"))
+    head, tokens = random_head(target, kind=kind), [5, 6, 7, 8, 9, 1, 2]
+    features, found = features_of(target, tokens), []
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    for few in (True, False):
+        fast = HiddenLM(head, target, few)
+        if kind == "medusa":
+            found.append(fast.logits(fast.ahead(features, 2).flatten(0, 1)))
+            continue
+        fast.add(0)
+        found.append(fast.logits(fast.extend([0], [features[:-1]], [tokens[1:]])))
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    assert 1e-4 < error < 0.05  # rounded, by what 8 bits round
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
 def test_the_heads_rows(architecture: str) -> None:
     target = CausalLM(tiny(architecture))
@@ -122,9 +140,9 @@ def test_the_heads_rows(architecture: str) -> None:
 def test_token_information_that_is_too_large_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     target = CausalLM(tiny("llama"))
     head, tokens = random_head(target), torch.tensor([[3, 5], [1, 3]])
-    table = HiddenLM(head, target).information(tokens)
+    table = HiddenLM(head, target, few=False).information(tokens)
     monkeypatch.setattr("forerun.runtime.heads.LARGEST_TABLE", 0)
-    torch.testing.assert_close(HiddenLM(head, target).information(tokens), table)
+    torch.testing.assert_close(HiddenLM(head, target, few=False).information(tokens), table)
 
 
 def test_an_eagles_beams_follow_their_paths() -> None:

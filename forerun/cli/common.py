@@ -53,9 +53,7 @@ WeightsOption = Annotated[
 ]
 DraftWeightsOption = Annotated[
     str | None,
-    typer.Option(
-        callback=_kind, help="Likewise of the draft, for which any is lossless; int8 by default for large ones."
-    ),
+    typer.Option(callback=_kind, help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")]
@@ -93,12 +91,14 @@ def quiet(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
 
 
+LARGE = 100_000_000  # bytes of a target whose user is told of fewer bits
+
+
 def hint(target: str, weights: str | None, dtype: str | None, device: str | None) -> str | None:
     """One line about what fewer bits would bring a float target on a CPU, before it is loaded; None for others."""
     import torch
 
     from forerun.gguf import find
-    from forerun.loading import FEW
     from forerun.zoo import resolve
 
     folder = resolve(target, "target")
@@ -106,7 +106,7 @@ def hint(target: str, weights: str | None, dtype: str | None, device: str | None
     if weights is not None or dtype is not None or not on_cpu or not isinstance(folder, Path) or find(folder):
         return None
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if size < 2 * FEW:  # of 16 bits at least
+    if size < LARGE:
         return None
     return (
         "forerun: the target stays in float32; --weights int8 would read about a quarter of the bytes a token "

@@ -25,7 +25,7 @@ LARGEST_TABLE = 2**26  # numbers
 
 class HiddenLM(Rows):
     """A head of any kind, with the target's LM head for its hot set. It keeps copies of the weights: do not train the
-    head afterwards.
+    head afterwards. On a CPU they are in 8 bits unless `few` is False, as a draft may round.
 
     Attributes:
         kind: see `forerun.nn.heads.KINDS`.
@@ -42,35 +42,36 @@ class HiddenLM(Rows):
     recorded: Recorded | None = None
 
     @torch.no_grad()
-    def __init__(self, head: HiddenDrafter, target: CausalLM) -> None:
+    def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
         config = head.config
         self.kind, self.width, self.states = config.kind, config.hidden_size, config.states
         self.known = config.known or self.kind == "eagle"
-        self.device, self.dtype = target.device, target.dtype
+        few = few and target.device.type == "cpu"
+        self.device, self.dtype = target.device, torch.float32 if few else target.dtype
+        multiply = functools.partial(product, one_row=True, few=few)
         self.hot = head.hot.to(self.device)
         self.curves = config.curves
-        weight, bias = head_rows(target, self.hot, self.width)
-        self.logits = product(weight, bias if bias.any() else None, one_row=True)
+        weight, bias = head_rows(target, self.hot, self.width, self.dtype)
+        self.logits = multiply(weight, bias if bias.any() else None)
         self._depth = 0 if self.kind == "medusa" else config.num_hidden_layers
         self._empty()
         if self.kind == "medusa":
             blocks = [block for block in head.blocks if isinstance(block, MedusaBlock)]
             self.blocks = [
-                tuple(product(linear.weight.to(self.dtype), one_row=True) for linear in (block.up, block.down))
-                for block in blocks
+                tuple(multiply(linear.weight.to(self.dtype)) for linear in (block.up, block.down)) for block in blocks
             ]
             return
         self.embeddings = target.model.get_input_embeddings()
         fuse = head.fuse.weight.to(self.dtype)
-        self.both = product(fuse, one_row=True)
+        self.both = multiply(fuse)
         if self.kind == "lyanna":
-            self.alone = product(fuse[:, : self.width].contiguous(), one_row=True)
+            self.alone = multiply(fuse[:, : self.width].contiguous())
             every = torch.arange(config.vocab_size, device=head.hot.device)
             if config.vocab_size * config.hot_size <= LARGEST_TABLE:
                 table = head.token_information(every).to(self.dtype)
                 self.information: Product = functools.partial(functional.embedding, weight=table)
             else:
-                tokens, answer = head.token_states(every).to(self.dtype), product(head.answer.weight.to(self.dtype))
+                tokens, answer = head.token_states(every).to(self.dtype), multiply(head.answer.weight.to(self.dtype))
                 self.information = lambda ids: answer(tokens[ids].flatten(0, -2)).view(*ids.shape, -1)
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
         weights: list[LayerWeights] = [
@@ -91,6 +92,7 @@ class HiddenLM(Rows):
             config.rms_norm_eps,
             layers[0].frequencies(self.device),
             config.max_position_embeddings,
+            few,
         )
         self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
         if target.recorded is not None and self.kind == "lyanna":
@@ -119,7 +121,7 @@ class HiddenLM(Rows):
         prompt.reset()
         prompt.add(0, count)
         for start in range(0, count, chunk):
-            part = features[start : start + chunk]
+            part = features[start : start + chunk].to(self.dtype)
             behind = None if tokens is None else [tokens[start : start + chunk]]
             self._extend(prompt, [0], [part], behind)
             yield len(part)
@@ -133,7 +135,7 @@ class HiddenLM(Rows):
     ) -> Tensor:
         """Runs and keeps the next states [n_r, d] of each sequence, at least one, with the tokens behind them or
         without. Returns the head's states [R, d] behind each sequence's last one."""
-        return self._extend(self.cache, ids, states, tokens)
+        return self._extend(self.cache, ids, [own.to(self.dtype) for own in states], tokens)
 
     def _extend(
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None
@@ -211,15 +213,16 @@ class HiddenLM(Rows):
     @torch.inference_mode()
     def ahead(self, states: Tensor, places: int) -> Tensor:
         """States [B, K, d] of the next K places behind states [B, d] (medusa)."""
+        states = states.to(self.dtype)
         return torch.stack([states + down(functional.silu(up(states))) for up, down in self.blocks[:places]], 1)
 
 
 @torch.no_grad()
-def head_rows(target: CausalLM, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def head_rows(target: CausalLM, tokens: Tensor, size: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Weight [S, d] and bias [S] of the LM head for these tokens, whatever form its weights are stored in. `size` is
-    that of the states it reads."""
+    that of the states it reads, `dtype` theirs if it is not the target's."""
     head = target.head
-    ones = torch.eye(size, dtype=target.dtype, device=target.device)
+    ones = torch.eye(size, dtype=dtype or target.dtype, device=target.device)
     bias = head(ones.new_zeros(1, size))[0, tokens]
     columns = [head(part)[:, tokens] - bias for part in ones.split(256)]
     return torch.cat(columns).T.contiguous(), bias

@@ -6,6 +6,7 @@ same arithmetic without them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -101,13 +102,16 @@ class LeanLayers:
         eps: float,
         frequencies: Tensor,
         context: int,
+        few: bool = False,
     ) -> None:
         """`weights`: of each layer the first norm's gain [d], queries, keys and values [(H + 2 G) D, d], the way out
-        [d, H D], the second norm's gain, gate and up [2 I, d], down [d, I]. `frequencies` [D / 2] of the rotation."""
+        [d, H D], the second norm's gain, gate and up [2 I, d], down [d, I]. `frequencies` [D / 2] of the rotation.
+        `few`: see `product`."""
         self.heads, self.groups, self.size, self.context = heads, groups, 2 * len(frequencies), context
         first = weights[0][0]
         self.width, self.dtype, device = len(first), first.dtype, first.device
         self.eps, self.folds = eps, device.type in FOLDING
+        self.product = functools.partial(product, one_row=True, few=few)
         # RMSNorm is x / sqrt(|x|^2 + width * eps) but for factors that the next weight can carry: three small
         # operations.
         self.floor = torch.tensor((self.width * eps) ** 0.5, device=device)
@@ -119,7 +123,7 @@ class LeanLayers:
         self.layers = []
         for norm, qkv, out, second, up, down in weights:
             attention, mlp = self.behind(norm, qkv)[:2], self.behind(second, up)[:2]
-            self.layers.append((*attention, product(out, one_row=True), *mlp, product(down, one_row=True)))
+            self.layers.append((*attention, self.product(out), *mlp, self.product(down)))
 
     def normed(self, x: Tensor) -> Tensor:
         """RMSNorm without its gain and a factor of sqrt(d)."""
@@ -131,9 +135,9 @@ class LeanLayers:
         that the weight carries. In 16 bits, where it would round the weight, and on a GPU, where that would be a copy,
         nothing is."""
         if self.dtype != torch.float32 or weight.device.type != "cpu":
-            return lambda x: functional.rms_norm(x, (self.width,), gain, self.eps), product(weight, one_row=True), None
+            return lambda x: functional.rms_norm(x, (self.width,), gain, self.eps), self.product(weight), None
         factor = gain.float() * self.width**0.5
-        return self.normed, product(weight.float() * factor, one_row=True), factor
+        return self.normed, self.product(weight.float() * factor), factor
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """States [B N, d] behind the layers from those before."""

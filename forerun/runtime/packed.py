@@ -16,19 +16,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from forerun.runtime.bits import BLOCK, stored
+
 Product = Callable[[Tensor], Tensor]
 
 PANEL = 32  # outputs side by side
 TWICE = 1_000_000_000  # parameters up to which a model may have its weights in two layouts
 
 
-def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False) -> Product:
+def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False, few: bool = False) -> Product:
     """A function x [n, in] -> x @ weight.T + bias [n, out] for weight [out, in]; equal to `functional.linear` but for
     rounding.
 
     In float32 on a CPU it keeps a copy of the weight in panels, and with `one_row` the weight itself too, for single
     rows, which are then 5 to 20 percent faster. Elsewhere it is `functional.linear`.
+
+    With `few` a CPU keeps the weight in 8 bits, where its inputs divide into blocks: for drafts, which may round.
     """
+    if few and weight.device.type == "cpu" and weight.shape[1] % BLOCK == 0:
+        packed = stored(weight, "int8")
+        if bias is None:
+            return lambda x: packed(x).to(x.dtype)
+        return lambda x: packed(x).to(x.dtype) + bias
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return lambda x: functional.linear(x, weight, bias)
     size = len(weight)
