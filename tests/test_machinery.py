@@ -29,6 +29,7 @@ from forerun.model import CausalLM
 from forerun.runtime.heads import head_rows
 from forerun.train.head_losses import measure
 from forerun.train.heads import HeadRecipe
+from forerun.train.texts import of_windows
 
 TURN = 12  # the usual language says 0, 1, .., 11, 0, ..
 WRONG = 20  # nobody's token
@@ -272,7 +273,7 @@ def test_training_has_the_same_places(kind: str) -> None:
     }[kind]()
     judge, windows = CausalLM(target), torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)])
     recipe = HeadRecipe(prompt=16, output=24, unroll=4)
-    found = measure(made, judge, head_rows(judge, made.hot, SIZE), windows, recipe)
+    found = measure(made, judge, head_rows(judge, made.hot, SIZE), of_windows(windows.numpy(), 16), recipe)
     assert found["survival"] == [1.0] * 4
     assert (found["without_information"] == [1.0] * 4) == (kind != "token information")
 

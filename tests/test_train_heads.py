@@ -18,6 +18,7 @@ from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.train.head_losses import features_of, judged
 from forerun.train.heads import HeadRecipe, train_head
+from forerun.train.texts import of_windows
 
 
 def trainable(folder: Path) -> tuple[str, list[str]]:
@@ -80,7 +81,7 @@ def test_features_are_remembered_where_they_lead_to_the_logits(model: str, monke
         return found
 
     monkeypatch.setattr(judge.model, "forward", counted)
-    recall = judged(judge, windows)
+    recall = judged(judge, of_windows(windows.numpy()))
     asked.clear()
     for rows in ([3, 1, 3], [1, 4], [3, 4, 1]):
         features, logits = recall(torch.tensor(rows))

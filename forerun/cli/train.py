@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
-from forerun.cli.common import DeviceOption, ThreadsOption, TrustOption, quiet
-from forerun.zoo import EMBEDDED, resolve
+from forerun.cli.common import DeviceOption, ThreadsOption, TrustOption, WeightsOption, quiet
+from forerun.zoo import EMBEDDED, own_draft, resolve
 
 app = typer.Typer(help="Train the embedded pair, or a draft, pre-verifier or head.", no_args_is_help=True)
+ChatsOption = Annotated[
+    Path | None, typer.Option(help="Folder that `forerun train chat-data` made, instead of --data.")
+]
 
 
 def say(line: str) -> None:
@@ -63,10 +66,11 @@ def pair(
 
 @app.command("draft")
 def draft(
-    data: Annotated[
-        list[str], typer.Option(help="Text: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable.")
-    ],
     out: Annotated[Path, typer.Option(help="Where the draft goes; a run that was stopped goes on from it.")],
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable.")
+    ] = None,
+    chats: ChatsOption = None,
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
     init: Annotated[str | None, typer.Option(help="Start from this model instead of a new Llama.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of a new draft.")] = 2,
@@ -85,6 +89,7 @@ def draft(
     """Distil a draft for any target on the target's own output."""
     if width % 64:
         raise ValueError(f"--width must be a multiple of 64, not {width}")
+    data = data or []
     _check_data(data, "stdlib")
     resolve(target, "target")
     if init is not None:
@@ -99,6 +104,7 @@ def draft(
         data,
         out,
         config,
+        chats=chats,
         init=init,
         layers=layers,
         width=width,
@@ -107,6 +113,29 @@ def draft(
         trust_remote_code=trust_remote_code,
         say=say,
     )
+
+
+@app.command("chat-data")
+def chat_data(
+    out: Annotated[Path, typer.Option(help="Where the conversations go; a run that was stopped goes on from it.")],
+    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a chat model.")] = "smollm2",
+    conversations: Annotated[int, typer.Option(min=20, help="How many.")] = 14_000,
+    code: Annotated[int, typer.Option(min=0, max=100, help="Percent about the standard library's functions.")] = 25,
+    answer: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 256,
+    shard: Annotated[int, typer.Option(min=2, help="Conversations of a file, between which a run can stop.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Have a chat model ask and answer questions, as text to train on."""
+    resolve(target, "target")
+    quiet(threads)
+    from forerun.train.chat_data import ChatRecipe, make_chats
+
+    recipe = ChatRecipe(conversations, code, answer=answer, shard=shard, seed=seed)
+    make_chats(target, out, recipe, weights=weights, device=device, say=say)
+    say(f"the conversations are in {out}: forerun train draft --target {target} --chats {out} --out DRAFT")
 
 
 @app.command("pre-verifier")
@@ -139,7 +168,8 @@ def pre_verifier(
     threads: ThreadsOption = None,
 ) -> None:
     """Train the layer that decides where a draft ends."""
-    if draft is None and target != EMBEDDED:
+    draft = draft if draft is not None else own_draft(target)
+    if draft is None:
         raise ValueError("give a draft: --draft")
     if kind not in ("pacer", "specdec++"):
         raise ValueError(f"--kind must be pacer or specdec++, not {kind!r}")
@@ -147,7 +177,7 @@ def pre_verifier(
         raise ValueError(f"--width must be a multiple of 4, not {width}")
     _check_data(data, "stdlib", "stdlib-spare")
     resolve(target, "target")
-    resolve(draft or EMBEDDED, "draft")
+    resolve(draft, "draft")
     quiet(threads)
     from forerun.nn.pre_verifier import INPUTS
     from forerun.train.pre_verifier import Recipe, train_pre_verifier
@@ -172,7 +202,7 @@ def pre_verifier(
     )
     train_pre_verifier(
         target,
-        draft or EMBEDDED,
+        draft,
         data,
         out,
         recipe,
@@ -188,9 +218,10 @@ def pre_verifier(
 def lyanna(
     out: Annotated[Path, typer.Option(help="Where the head goes; a run that was stopped goes on from it.")],
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
-    ],
+    ] = None,
+    chats: ChatsOption = None,
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
     kind: Annotated[str, typer.Option(help="lyanna, or eagle or medusa to compare with.")] = "lyanna",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
@@ -216,6 +247,7 @@ def lyanna(
     threads: ThreadsOption = None,
 ) -> None:
     """Train a head that drafts from the target's hidden states."""
+    data = data or []
     _check_data(data, "stdlib")
     resolve(target, "target")
     quiet(threads)
@@ -231,6 +263,7 @@ def lyanna(
         rank=rank,
         hot=hot,
         known=known,
+        chats=chats,
         start=start,
         work=work,
         compiled=not no_compile,

@@ -11,9 +11,54 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from forerun.model import CausalLM
 from forerun.train.data import Windows
+from forerun.train.head_losses import features_of, judged
 from forerun.train.lm import logits_of
 from forerun.train.loop import TrainConfig, train
+from forerun.train.texts import Texts
+
+
+def distill_chats(
+    judge: CausalLM,
+    draft: PreTrainedModel,
+    learnt: Texts,
+    held: Texts,
+    config: TrainConfig,
+    out: Path,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Trains `draft` in place on conversations, resumes from `out`: KL(target || draft) where a draft is used. The
+    target runs over each text once, as far as memory allows."""
+    learnt, held = learnt.to(judge.device), held.to(judge.device)
+    recall = judged(judge, learnt)
+
+    def cast() -> torch.autocast:
+        return torch.autocast(judge.device.type, torch.bfloat16)
+
+    def divergence(part: Texts, logits: Tensor) -> Tensor:
+        met = part.met()
+        wanted, found = logits[met].float().log_softmax(-1), logits_of(draft, part.tokens)[met].float().log_softmax(-1)
+        return functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
+
+    def loss(rows: Tensor) -> Tensor:
+        with cast():
+            return divergence(learnt.take(rows), recall(rows)[1])
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        total, same, count = 0.0, 0, 0
+        for rows in held.ends.argsort(stable=True)[:: max(1, len(held) // 256)].split(config.batch):
+            part = held.take(rows)
+            with cast():
+                logits, met = features_of(judge, part.tokens)[1], part.met()
+                total += float(divergence(part, logits)) * int(met.sum())
+                agreed = logits_of(draft, part.tokens).argmax(-1) == logits.argmax(-1)
+            same, count = same + int(agreed[met].sum()), count + int(met.sum())
+        say(f"{out.name} greedy agreement on held-out answers {same / count:.3f}")
+        return total / count
+
+    train(draft, loss, lambda step: learnt.batch(config.seed, step, config.batch), evaluate, config, out, say)
 
 
 def distillation_loss(target: PreTrainedModel, draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:

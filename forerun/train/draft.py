@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.loading import load_model, load_tokenizer
-from forerun.model import context_of
+from forerun.model import CausalLM, context_of
+from forerun.train.chat_data import read_chats
 from forerun.train.data import read_texts, tokenize
-from forerun.train.distill import distill
+from forerun.train.distill import distill, distill_chats
 from forerun.train.lm import new_llama
 from forerun.train.loop import TrainConfig, claim
 from forerun.train.own_output import own_output
+from forerun.train.texts import LEARNT, check_sources, of_chats
 
 
 def train_draft(
@@ -24,6 +27,7 @@ def train_draft(
     out: Path,
     config: TrainConfig,
     *,
+    chats: Path | None = None,
     init: str | None = None,
     layers: int = 2,
     width: int = 192,
@@ -32,16 +36,21 @@ def train_draft(
     trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Makes the target's own output from prompts in `data`, distils a draft on it, and saves it in `out`.
+    """Makes the target's own output from prompts in `data`, distils a draft on it, and saves it in `out`. `chats`, a
+    folder of conversations (`forerun.train.chat_data`), take the place of both.
 
     `out` then loads as a draft; its folder `work` holds what a stopped run needs to go on. Raises ValueError for
     data that is missing or too little, an `init` with another vocabulary, windows longer than the target's context,
     and an `out` that holds another run.
     """
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    stream = tokenize(tokenizer, list(read_texts(data)), config.seed)
-    if len(stream) < 4 * config.length:
-        raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * config.length}")
+    check_sources(data, chats)
+    made = None if chats is None else [of_chats(read_chats(chats, split), config.length) for split in LEARNT]
+    stream = np.zeros(0)
+    if made is None:
+        stream = tokenize(tokenizer, list(read_texts(data)), config.seed)
+        if len(stream) < 4 * config.length:
+            raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * config.length}")
     big = load_model(target, "target", device=device, trust_remote_code=trust_remote_code, plain=True)
     context = context_of(big.config.get_text_config(decoder=True)) or 4096
     if config.length >= context:
@@ -68,17 +77,24 @@ def train_draft(
         "width": width,
         "sequences": sequences,
     }
+    if chats is not None:
+        mark["chats"] = str(chats)
     claim(out / "work", json.dumps(mark | asdict(config) | {"compile": None}, sort_keys=True))
-    own = own_output(
-        big,
-        stream,
-        out / "work" / "own-output",
-        sequences=sequences,
-        length=config.length,
-        seed=config.seed,
-        say=say,
-    )
-    distill(big, draft.to(big.device), own, stream, config, out / "work" / "draft", say=say)  # type: ignore[arg-type]
+    draft.to(big.device)  # type: ignore[arg-type]
+    if made is not None:
+        learnt, held = made
+        distill_chats(CausalLM(big.requires_grad_(False)), draft, learnt, held, config, out / "work" / "draft", say=say)
+    else:
+        own = own_output(
+            big,
+            stream,
+            out / "work" / "own-output",
+            sequences=sequences,
+            length=config.length,
+            seed=config.seed,
+            say=say,
+        )
+        distill(big, draft, own, stream, config, out / "work" / "draft", say=say)
     draft.save_pretrained(out)
     tokenizer.save_pretrained(out)
     say(f"the draft is in {out}: forerun generate --target {target} --draft {out}")

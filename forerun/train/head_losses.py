@@ -3,21 +3,23 @@ features on the fly; they are never written to disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
+from forerun.train.texts import Texts
 
 if TYPE_CHECKING:
     from forerun.train.heads import HeadRecipe
 
-REMEMBERED = 2**31  # bytes of features, those of 12,000 windows of the embedded target
+REMEMBERED = 5 * 2**30  # bytes of features, those of 4 million tokens of states of 640 numbers
 
 
 @torch.no_grad()
@@ -34,25 +36,28 @@ def logits_of(judge: CausalLM, features: Tensor) -> Tensor:
     return judge.head(features.to(judge.model.dtype)).float()
 
 
-def judged(judge: CausalLM, windows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A function that gives `features_of` of windows [N, T] by their indices [B].
+def judged(judge: CausalLM, texts: Texts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function that gives `features_of` of some texts by their indices [B], no wider than the longest of them.
 
-    Each window goes through the target once, where the features of all fit into REMEMBERED bytes and the LM head alone
+    Each text goes through the target once, where the features of all fit into REMEMBERED bytes and the LM head alone
     makes the logits of them."""
-    features, logits = features_of(judge, windows[:1])
-    count, (length, size) = len(windows), features.shape[1:]
+    features, logits = features_of(judge, texts.take(torch.arange(1)).tokens)
+    size = features.shape[-1]
+    starts = functional.pad(texts.ends.cumsum(0), (1, 0))  # of each text's features, one behind the other
     by_head = logits_of(judge, features)  # some models cap or scale their head's logits
-    if 2 * count * length * size > REMEMBERED or not torch.allclose(by_head, logits, atol=1e-2, rtol=1e-2):
-        return lambda rows: features_of(judge, windows[rows])
-    store = torch.empty(count, length, size, dtype=torch.bfloat16, device=windows.device)
-    stored = torch.zeros(count, dtype=torch.bool, device=windows.device)
+    if 2 * int(starts[-1]) * size > REMEMBERED or not torch.allclose(by_head, logits, atol=1e-2, rtol=1e-2):
+        return lambda rows: features_of(judge, texts.take(rows).tokens)
+    store = torch.empty(int(starts[-1]), size, dtype=torch.bfloat16, device=texts.tokens.device)
+    stored = torch.zeros(len(texts), dtype=torch.bool, device=texts.tokens.device)
 
     def recall(rows: Tensor) -> tuple[Tensor, Tensor]:
         new = rows[~stored[rows]].unique()
         if len(new):
-            store[new] = features_of(judge, windows[new])[0].bfloat16()
+            for row, own in zip(new.tolist(), features_of(judge, texts.take(new).tokens)[0].bfloat16(), strict=True):
+                store[starts[row] : starts[row + 1]] = own[: int(texts.ends[row])]
             stored[new] = True
-        features = store[rows].float()
+        own = [store[starts[row] : starts[row + 1]] for row in rows.tolist()]
+        features = pad_sequence(own, batch_first=True).float()
         return features, logits_of(judge, features)
 
     return recall
@@ -64,29 +69,31 @@ def loss_of(
     features: Tensor,
     logits: Tensor,
     tokens: Tensor,
+    met: Sequence[Tensor],
     embedded: Tensor | None,
     recipe: HeadRecipe,
 ) -> Tensor:
-    """Mean loss, a scalar, over all steps of drafts from all positions of windows [B, T]. `head`: the result of
-    `head_rows` for the hot set."""
+    """Mean loss, a scalar, over all steps of drafts from texts [B, T], from the positions [B, T - k] of `met[k - 1]`.
+    `head`: the result of `head_rows` for the hot set."""
     weight, bias = (part.float() for part in head)
     wanted = logits.softmax(-1)[..., drafter.hot]
     losses = []
     for k, (state, information) in enumerate(drafter.unrolled(features, embedded, tokens, recipe.unroll), 1):
-        plain = functional.linear(state, weight, bias)
+        plain, share = functional.linear(state, weight, bias), met[k - 1].float()
+        share = share / share.sum().clamp(min=1)
         if recipe.loss == "regression":
-            near = functional.smooth_l1_loss(state, features[:, k:])
-            losses.append(near + 0.1 * cross_entropy(plain, wanted[:, k:]))
+            near = functional.smooth_l1_loss(state, features[:, k:], reduction="none").mean(-1)
+            losses.append((near * share).sum() + 0.1 * cross_entropy(plain, wanted[:, k:], share))
             if information is not None:
-                losses[-1] = losses[-1] + cross_entropy(plain.detach() + information, wanted[:, k:])
+                losses[-1] = losses[-1] + cross_entropy(plain.detach() + information, wanted[:, k:], share)
         else:
-            losses.append(cross_entropy(plain if information is None else plain + information, wanted[:, k:]))
+            losses.append(cross_entropy(plain if information is None else plain + information, wanted[:, k:], share))
     return torch.stack(losses).mean()
 
 
-def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Mean over logits [B, N, S] with probabilities [B, N, S], which may sum to less than 1."""
-    return -(wanted * logits.log_softmax(-1)).sum(-1).mean()
+def cross_entropy(logits: Tensor, wanted: Tensor, share: Tensor) -> Tensor:
+    """Mean over logits [B, N, S] with probabilities [B, N, S], which may sum to less than 1, by shares [B, N]."""
+    return -((wanted * logits.log_softmax(-1)).sum(-1) * share).sum()
 
 
 def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:
@@ -99,28 +106,28 @@ def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Te
 
 @torch.no_grad()
 def measure(
-    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], windows: Tensor, recipe: HeadRecipe
+    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], texts: Texts, recipe: HeadRecipe
 ) -> dict[str, Any]:
-    """Figures of greedy chains from every place of the output in windows [N, T].
+    """Figures of greedy chains from every place of the output in texts.
 
     "survival": for each k, the share of chains whose first k tokens are the target's argmax; "without_information": the
     same without token information; "curves": see HiddenConfig.
 
-    The tokens in between are those of the window. Where one of them is not the target's argmax, a chain is not followed
+    The tokens in between are those of the text. Where one of them is not the target's argmax, a chain is not followed
     further: survival is the product of the shares among those that are.
     """
     uses = ("survival", "without_information")
     cases: dict[str, list[list[Tensor]]] = {use: [[] for _ in range(recipe.unroll)] for use in uses}
     weight, bias = (part.float() for part in head)
-    for tokens in windows.to(judge.device).split(16):
+    for rows in texts.ends.argsort(stable=True).split(16):
+        part = texts.take(rows).to(judge.device)
+        tokens = part.tokens
         features, logits = features_of(judge, tokens)
         argmax = logits.argmax(-1)
         unrolled = drafter.unrolled(features, embeddings_of(drafter, judge, tokens), tokens, recipe.unroll)
         length = tokens.shape[1] - recipe.unroll
-        kept = argmax == tokens.roll(-1, 1)  # where the window goes on with the target's argmax
-        output = torch.ones(len(tokens), length, dtype=torch.bool, device=tokens.device)
-        output[:, : recipe.prompt] = False
-        seen = dict.fromkeys(uses, output)
+        kept = argmax == tokens.roll(-1, 1)  # where the text goes on with the target's argmax
+        seen = dict.fromkeys(uses, part.met(recipe.unroll))
         for k, (state, information) in enumerate(unrolled, 1):
             plain = functional.linear(state, weight, bias)
             for use in uses:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from forerun.loading import config_file, load_head, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.heads import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.heads import head_rows
+from forerun.train.chat_data import read_chats
 from forerun.train.data import read_texts, tokenize
 from forerun.train.head_losses import embeddings_of, features_of, judged, loss_of, measure
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts, fingerprint
 from forerun.train.processes import Processes, processes
+from forerun.train.texts import LEARNT, Texts, check_sources, of_chats, of_windows
 
 SEED = 9000  # of the output; no draft is distilled with it
 LOSSES = ("law", "regression")
@@ -70,6 +72,7 @@ def train_head(
     rank: int = 64,
     hot: float = 0.25,
     known: bool = True,
+    chats: Path | None = None,
     start: Path | None = None,
     work: Path | None = None,
     compiled: bool = True,
@@ -84,6 +87,8 @@ def train_head(
     Args:
         hot: the hot set's share of the vocabulary.
         rank: of the token information. For `known` see HiddenDrafter.
+        chats: a folder of conversations (`forerun.train.chat_data`), which take the place of `data` and of windows.
+            Their validation split is the recipe's `held`.
         start: the folder of a head of the same form to go on from, with more of the target's output or another loss. It
             keeps its hot set. With the same data, more `sequences` begin with the same windows.
         compiled: use torch.compile, where there is a C++ compiler and training is long enough to gain from it.
@@ -108,10 +113,14 @@ def train_head(
         config_file(start, f"the head {str(start)!r}")  # it is read when the target is there
     work, sharing = work or out / "work", processes()
     device = sharing.device(device)
+    check_sources(data, chats)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    stream = tokenize(tokenizer, list(read_texts(data)), 0)
-    if len(stream) < 4 * recipe.prompt:
-        raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
+    stream = np.zeros(0)
+    if chats is None:
+        stream = tokenize(tokenizer, list(read_texts(data)), 0)
+        if len(stream) < 4 * recipe.prompt:
+            raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
+    made = None if chats is None else [of_chats(read_chats(chats, split)) for split in LEARNT]
     model = load_model(target, "target", device=device, trust_remote_code=trust_remote_code, plain=True)
     text = model.config.get_text_config(decoder=True)
     length, context = recipe.prompt + recipe.output, context_of(text)
@@ -125,33 +134,36 @@ def train_head(
     begun = None if start is None else _begun(start, judge, config)
     folder = work / "training" / out.resolve().name
     if sharing.is_first:
-        output = {"target": judge.fingerprint, "data": list(data), "prompt": recipe.prompt, "output": recipe.output}
-        claim(work, json.dumps(output))
+        mark = {"target": judge.fingerprint, "data": list(data), "prompt": recipe.prompt, "output": recipe.output}
+        claim(work, json.dumps(mark if chats is None else {"target": judge.fingerprint, "chats": str(chats)}))
         shape = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known, "batches": sharing.count}
         if begun is not None:  # by its weights: the folder may hold another head later
             shape["start"] = [fingerprint(begun), hashlib.sha256(begun.hot.cpu().numpy().tobytes()).hexdigest()]
         claim(folder / "settings", json.dumps(shape | {each: getattr(recipe, each) for each in _OF_RECIPE}))
     else:
         sharing.wait()
-    windows = behind_prompts(
-        model,
-        stream,
-        work / "own-output",
-        sequences=recipe.sequences,
-        prompt=recipe.prompt,
-        output=recipe.output,
-        seed=SEED,
-        say=say,
-    ).astype(np.int64)
+    if made is None:
+        windows = behind_prompts(
+            model,
+            stream,
+            work / "own-output",
+            sequences=recipe.sequences,
+            prompt=recipe.prompt,
+            output=recipe.output,
+            seed=SEED,
+            say=say,
+        )
+        apart = np.s_[:: round(1 / recipe.held)]
+        output, held = (of_windows(each, recipe.prompt) for each in (np.delete(windows, apart, 0), windows[apart]))
+        learnt = replace(output, begins=torch.zeros_like(output.begins))  # from a window's text as well
+    else:
+        output, held = made
+        learnt = output
     if sharing.is_first:
         sharing.wait()  # until then the others wait for the output
-    apart = np.s_[:: round(1 / recipe.held)]
-    held, learnt = windows[apart], np.delete(windows, apart, 0)
-    counts, wanted = (
-        torch.bincount(torch.from_numpy(each[:, recipe.prompt :]).flatten(), minlength=judge.vocab_size)
-        for each in (learnt, held)
-    )
-    config.target, config.recipe = judge.fingerprint, asdict(recipe) | {"target": target, "data": list(data)}
+    counts, wanted = (each.frequencies(judge.vocab_size) for each in (output, held))
+    source: dict[str, Any] = {"data": list(data)} if chats is None else {"chats": chats.name}
+    config.target, config.recipe = judge.fingerprint, asdict(recipe) | {"target": target} | source
     torch.manual_seed(recipe.seed)
     drafter = HiddenDrafter(config)
     if begun is None:
@@ -167,7 +179,7 @@ def train_head(
     if not sharing.is_first:
         return {}
     drafter.eval()
-    found = measure(drafter, judge, head, torch.from_numpy(held), recipe) | {"coverage": round(coverage, 4)}
+    found = measure(drafter, judge, head, held, recipe) | {"coverage": round(coverage, 4)}
     found["parameters"] = sum(parameter.numel() for parameter in drafter.parameters())
     drafter.config.curves = found.pop("curves")
     drafter.config.recipe["validation"] = found
@@ -228,39 +240,40 @@ def _fit(
     drafter: HiddenDrafter,
     judge: CausalLM,
     head: tuple[Tensor, Tensor],
-    learnt: np.ndarray,
-    held: np.ndarray,
+    learnt: Texts,
+    held: Texts,
     recipe: HeadRecipe,
     work: Path,
     compiled: bool,
     say: Callable[[str], None],
     sharing: Processes,
 ) -> None:
-    windows = torch.from_numpy(learnt).to(judge.device)
+    learnt, held = learnt.to(judge.device), held.to(judge.device)
     # Compiling takes as long as some hundred steps.
     fast = torch.compile(loss_of) if compiled and recipe.steps >= 500 and shutil.which("g++") else loss_of
 
     def batch(step: int) -> Tensor:
-        return torch.from_numpy(np.random.default_rng([recipe.seed, step]).integers(len(learnt), size=recipe.batch))
+        return learnt.batch(recipe.seed, step, recipe.batch)
 
-    recall = judged(judge, windows)
+    recall = judged(judge, learnt)
 
     def cast() -> torch.autocast:  # a third of the time, and no worse a head
         return torch.autocast(judge.device.type, torch.bfloat16)
 
+    def value(loss: Callable[..., Tensor], part: Texts, features: Tensor, logits: Tensor) -> Tensor:
+        met = [part.met(k) for k in range(1, recipe.unroll + 1)]
+        embedded = embeddings_of(drafter, judge, part.tokens)
+        return loss(drafter, head, features, logits, part.tokens, met, embedded, recipe)
+
     def loss(rows: Tensor) -> Tensor:
         with cast():
-            tokens = windows[rows]
-            return fast(drafter, head, *recall(rows), tokens, embeddings_of(drafter, judge, tokens), recipe)
+            return value(fast, learnt.take(rows), *recall(rows))
 
     @torch.no_grad()
     def evaluate() -> float:
         with cast():
-            parts = torch.from_numpy(held).to(judge.device).split(recipe.batch)
-            values = [
-                loss_of(drafter, head, *features_of(judge, part), part, embeddings_of(drafter, judge, part), recipe)
-                for part in parts
-            ]
+            parts = [held.take(rows) for rows in held.ends.argsort(stable=True).split(recipe.batch)]
+            values = [value(loss_of, part, *features_of(judge, part.tokens)) for part in parts]
         return float(torch.stack(values).mean())
 
     config = TrainConfig(

@@ -1,0 +1,292 @@
+"""Conversations of a chat model's own making, to train drafts, heads and layers on.
+
+No data set is needed. The model writes the user's turns itself: what it samples behind its template's user header (as
+in Magpie, arXiv 2406.08464). Others are questions about the standard library's functions, which is our choice. Then it
+answers them, half of them greedily and half at temperature 1. Everything is kept in shards, so that a run goes on where
+it was stopped.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from forerun.api import load
+from forerun.decoder import Decoder
+from forerun.files import read_text, write_text
+from forerun.params import SamplingParams
+from forerun.train.loop import claim
+from forerun.zoo.corpus import Split, source_files, split_of
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+ROWS = 64  # decoded together
+STRETCH = 80  # characters that texts of two splits must not share
+OF_A_FILE = 8  # questions about one file's functions
+ASKED = (
+    "What does this Python function do?\n\n{}",
+    "Explain this code in two sentences.\n\n{}",
+    "How would I test this function?\n\n{}",
+    "Write a docstring for this function.\n\n{}",
+    "Can this Python code be made simpler?\n\n{}",
+    "What are the parameters of `{name}` in Python's `{module}`, and what does it return?\n\n{}",
+)
+_MARK = "\x01"
+
+
+@dataclass(frozen=True)
+class ChatRecipe:
+    """Sizes.
+
+    Attributes:
+        conversations: how many are made; a few are dropped as others' neighbours.
+        code: how many of a hundred ask about the standard library.
+        question, answer: tokens of a turn at most; an unfinished question is dropped.
+        shard: conversations of a file.
+        seed: of sampling and of the order.
+    """
+
+    conversations: int = 14_000
+    code: int = 25
+    question: int = 128
+    answer: int = 256
+    shard: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One question with its answer.
+
+    Attributes:
+        question: the user's turn.
+        prompt: ids [p] of the whole prompt, the template's own included.
+        answer: ids [a], with the end token where it ended.
+        text: the answer.
+        temperature: that it was answered at.
+        source: "own" or "stdlib".
+        split: one of SPLITS, which follows from the question.
+    """
+
+    question: str
+    prompt: list[int]
+    answer: list[int]
+    text: str
+    temperature: float
+    source: str
+    split: str
+
+
+def make_chats(
+    target: str,
+    out: Path,
+    recipe: ChatRecipe,
+    *,
+    weights: str | None = None,
+    device: str | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Makes all conversations in `out` and says what came of it. Goes on with what is there.
+
+    Raises ValueError for a target without a chat template, or whose template does not begin with the user's words, and
+    for an `out` of another target or recipe.
+    """
+    decoder = load(target, method="ar", weights=weights, device=device, max_rows=ROWS)
+    tokenizer = decoder.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError(f"{target!r} has no chat template, so it cannot talk to itself")
+    claim(out, json.dumps(asdict(recipe) | {"target": decoder.target.fingerprint}, sort_keys=True))
+    questions = _questions(decoder, tokenizer, out, recipe, say)
+    shards = -(-len(questions) // recipe.shard)
+    begun, made = perf_counter(), 0
+    for number in range(shards):
+        path = out / f"answers-{number:05d}.jsonl"
+        if path.exists():
+            continue
+        part = questions[number * recipe.shard : (number + 1) * recipe.shard]
+        new = list(_answered(decoder, tokenizer, part, recipe, number))
+        _write(path, new)
+        made += sum(len(each.answer) for each in new)
+        pace = made / (perf_counter() - begun)
+        say(f"answers {number + 1}/{shards}, {made} tokens in this run, {pace:.0f} a second")
+    kept, dropped = apart(list(_read_answers(out)))
+    found = {
+        "conversations": {split: sum(each.split == split for each in kept) for split in SPLITS},
+        "answer_tokens": {split: sum(len(c.answer) for c in kept if c.split == split) for split in SPLITS},
+        "dropped_as_neighbours": dropped,
+        "sources": {source: sum(each.source == source for each in kept) for source in ("own", "stdlib")},
+        "recipe": asdict(recipe),
+    }
+    for split in SPLITS:
+        _write(out / f"{split}.jsonl", [each for each in kept if each.split == split])
+    write_text(out / "summary.json", json.dumps(found, indent=1) + "\n")
+    say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
+    return found
+
+
+def read_chats(folder: Path, split: str) -> list[Conversation]:
+    """The conversations of a split; raises ValueError where they have not been made."""
+    path = folder / f"{split}.jsonl"
+    if not path.is_file():
+        raise ValueError(f"no conversations in {folder}: `forerun train chat-data` makes them")
+    return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
+
+
+# Questions.
+
+
+def _questions(
+    decoder: Decoder, tokenizer: PreTrainedTokenizerBase, out: Path, recipe: ChatRecipe, say: Callable[[str], None]
+) -> list[tuple[str, str, str]]:
+    """(question, source, split), in an order of their hashes."""
+    wanted = recipe.conversations * (100 - recipe.code) // 100
+    own: dict[str, str] = {}
+    number = 0
+    while len(own) < wanted:
+        path = out / f"questions-{number:05d}.json"
+        if not path.exists():
+            write_text(path, json.dumps(_sampled_questions(decoder, tokenizer, recipe, number)))
+        known = len(own)
+        for text in json.loads(read_text(path)):
+            own.setdefault(_plain(text), text)
+        if len(own) == known:
+            raise ValueError("the model asks nothing new behind its template's user header: give --code 100")
+        number += 1
+        say(f"questions {min(len(own), wanted)}/{wanted}")
+    found: list[tuple[str, str, str]] = [(text, "own", split_of(text)) for text in list(own.values())[:wanted]]
+    found += [(text, "stdlib", split) for text, split in code_questions(recipe.conversations - wanted)]
+    return sorted(found, key=lambda each: _digest(each[0]))
+
+
+def _sampled_questions(
+    decoder: Decoder, tokenizer: PreTrainedTokenizerBase, recipe: ChatRecipe, number: int
+) -> list[str]:
+    header, mark, _ = _rendered(tokenizer, _MARK).partition(_MARK)
+    if not mark:
+        raise ValueError("the chat template does not show the user's words as they are")
+    ids = tokenizer(header, add_special_tokens=False)["input_ids"]
+    params = SamplingParams(
+        max_new_tokens=recipe.question, temperature=1.0, top_p=0.95, seed=recipe.seed + 100_000 + number
+    )
+    found = decoder.generate([ids] * recipe.shard, params)
+    return [each.text.strip() for each in found if each.finish_reason == "stop" and is_sound(each.text)]
+
+
+def is_sound(text: str) -> bool:
+    """Whether a sampled question is worth an answer: letters mostly, of a fair length, that repeats little."""
+    text = text.strip()
+    if not 12 <= len(text) <= 600 or not text.replace("\n", " ").isprintable():
+        return False
+    letters = sum(each.isascii() and (each.isalpha() or each.isspace()) for each in text)
+    if letters < 0.75 * len(text):
+        return False
+    return len(text) < 120 or len(zlib.compress(text.encode())) > 0.45 * len(text)
+
+
+def code_questions(count: int) -> Iterator[tuple[str, str]]:
+    """Questions about functions of the standard library, with the splits of the files that these stand in."""
+    files = [(relative, text, split) for split in SPLITS for relative, text in source_files(split)]
+    seen: set[str] = set()
+    for relative, text, split in sorted(files, key=lambda each: _digest(each[0])):
+        module = relative.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        functions = [] if module.startswith("test.") else sorted(_functions(text), key=lambda each: _digest(each[1]))
+        for name, code in functions[:OF_A_FILE]:
+            if len(seen) == count:
+                return
+            if code not in seen:
+                seen.add(code)
+                form = ASKED[int(_digest(code)[:8], 16) % len(ASKED)]
+                yield form.format(f"```python\n{code}\n```", name=name, module=module), split
+
+
+def _functions(text: str) -> Iterator[tuple[str, str]]:
+    """Short functions of a source file, with their names."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    lines = text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            indent = len(code) - len(code.lstrip())
+            code = re.sub(rf"^ {{{indent}}}", "", code, flags=re.MULTILINE)
+            if 120 <= len(code) <= 500:
+                yield node.name, code
+
+
+def _plain(text: str) -> str:
+    """What two questions that differ in case, spaces and signs alone have in common."""
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Answers.
+
+
+def _answered(
+    decoder: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[tuple[str, str, str]],
+    recipe: ChatRecipe,
+    number: int,
+) -> Iterator[Conversation]:
+    """Each other question is answered greedily, the rest at temperature 1."""
+    texts = [_rendered(tokenizer, question) for question, _, _ in questions]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for temperature in (0.0, 1.0):
+        chosen = range(int(temperature), len(questions), 2)
+        params = SamplingParams(
+            max_new_tokens=recipe.answer, temperature=temperature, seed=recipe.seed + number if temperature else None
+        )
+        done = decoder.generate([prompts[i] for i in chosen], params)
+        for i, each in zip(chosen, done, strict=True):
+            question, source, split = questions[i]
+            yield Conversation(question, prompts[i], each.tokens, each.text, temperature, source, split)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    message = {"role": "user", "content": question}
+    return str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+
+
+def _read_answers(out: Path) -> Iterator[Conversation]:
+    for path in sorted(out.glob("answers-*.jsonl")):
+        for line in read_text(path).splitlines():
+            yield Conversation(**json.loads(line))
+
+
+def apart(conversations: list[Conversation]) -> tuple[list[Conversation], int]:
+    """Conversations without those that share a stretch of STRETCH characters with a question that is held out from
+    their split, and how many that were. So test questions stay as they are, and training loses the most."""
+    kept: list[Conversation] = []
+    seen: set[int] = set()
+    for split in reversed(SPLITS):
+        own = [each for each in conversations if each.split == split]
+        chosen = [each for each in own if not seen.intersection(stretches(f"{each.question}\n{each.text}"))]
+        kept += chosen
+        if split != SPLITS[0]:
+            for each in chosen:
+                seen.update(stretches(each.question))
+    return kept, len(conversations) - len(kept)
+
+
+def stretches(text: str) -> Iterator[int]:
+    """Hashes of all stretches of STRETCH characters."""
+    return (hash(text[start : start + STRETCH]) for start in range(len(text) - STRETCH + 1))
+
+
+def _write(path: Path, conversations: list[Conversation]) -> None:
+    write_text(path, "".join(json.dumps(asdict(each)) + "\n" for each in conversations))
