@@ -11,19 +11,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun import methods, profiles
 from forerun.decoder import NO_DRAFT, Chunk, Completion, Decoder
 from forerun.loading import DeviceMap, check_draft_tokenizer, load_model, load_tokenizer
-from forerun.methods import Method
+from forerun.methods import Method, Pacer
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
-from forerun.zoo import EMBEDDED, FOLDER, bundled_head
+from forerun.zoo import EMBEDDED, companion, own_draft
 
 __all__ = ["Chunk", "Completion", "Decoder", "load"]
 
 
-def bundled_layer(*chosen: Method | None) -> Path | None:
-    """The folder of the trained layer that comes with the embedded pair for the first of the methods that needs one."""
-    return next((FOLDER / each.layer for each in chosen if each is not None and each.layer is not None), None)
+def bundled_layer(target: object, *chosen: Method | None) -> Path | None:
+    """The folder of the trained layer that comes with a target and its own draft for the first of the methods that
+    needs one. None where there is none."""
+    needed = next((each.layer for each in chosen if each is not None and each.layer is not None), None)
+    return companion(target, needed)
 
 
 def load(
@@ -53,8 +55,9 @@ def load(
     """Loads a target, and a draft if there is one, for decoding by `method`.
 
     Args:
-        target: hub id, folder, GGUF file or model; "embedded" is the pair that comes with the package.
-        draft: likewise; with the embedded target its own draft is the default.
+        target: hub id, folder, GGUF file or model; "embedded" is the pair that comes with the package, "smollm2" the
+            chat model that `forerun fetch` gets.
+        draft: likewise; the draft that comes with forerun for a target of that name is the default.
         method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
             decoding and for sampling. Else "pacer-ouroboros" with a draft and its pre-verifier, "sd" with a draft, and
@@ -71,10 +74,10 @@ def load(
         graphs: record forwards of a few tokens as CUDA graphs, for plain Llamas on a GPU; takes memory and some seconds
             at first. Raises ValueError elsewhere.
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
-        pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those of the embedded pair are
-            there. Raises ValueError where it belongs to other models.
-        head: what "lyanna" and others like it draft with, a folder or the head; the embedded target's is there. Raises
-            ValueError where it belongs to another model.
+        pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those that come with forerun
+            are there. Raises ValueError where it belongs to other models.
+        head: what "lyanna" and others like it draft with, a folder or the head; those that come with forerun are
+            there. Raises ValueError where it belongs to another model.
         phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
         guard: leave drafts out while they do not pay (see forerun/drafters/guard.py). Which steps those are depends on
             the time they take, and with sampling so do the tokens. Default: for greedy decoding, and for sampling with
@@ -88,9 +91,9 @@ def load(
             taken at its word; embeddings of different sizes must then, as ever, differ by padding alone. A profile
             that is damaged.
     """
-    if draft is None and isinstance(target, str) and target == EMBEDDED:
-        draft = EMBEDDED
-    layered = pre_verifier is not None or target == draft == EMBEDDED
+    draft = own_draft(target) if draft is None else draft
+    is_own = isinstance(draft, str) and draft == own_draft(target)
+    layered = pre_verifier is not None or (is_own and bundled_layer(target, Pacer()) is not None)
     chosen = methods.method(method or methods.default_method(draft is not None, layered, options), **options)
     if chosen.needs_draft and draft is None:
         raise ValueError(NO_DRAFT.format(chosen.name))
@@ -108,10 +111,10 @@ def load(
             head = head or next((each.head for each in tried if each.head), None)
         if costs is None and target == draft == EMBEDDED:
             costs = profiles.embedded_costs()
-    if pre_verifier is None and target == draft == EMBEDDED:
-        pre_verifier = bundled_layer(chosen, drawing)
+    if pre_verifier is None and is_own:
+        pre_verifier = bundled_layer(target, chosen, drawing)
     if head is None:
-        head = bundled_head(target, chosen.head or (drawing.head if drawing is not None else None))
+        head = companion(target, chosen.head or (drawing.head if drawing is not None else None))
     drafting = chosen.needs_draft or (drawing is not None and drawing.needs_draft)
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target

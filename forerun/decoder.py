@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from forerun import methods
+from forerun.chat import chat_prompt, turn_ends
 from forerun.costs import Costs
 from forerun.drafters.guard import Guarded, Pace
 from forerun.drafters.phrases import PhrasePool
@@ -90,7 +91,12 @@ class Decoder:
 
     All calls, from one thread or from many, share one engine: their sequences stand in one batch, and each gets what it
     would get alone. An exception in a call's processor or criterion ends that call only.
+
+    Attributes:
+        progress: called while the target reads a prompt, with the tokens read and how many there are; None for nobody.
     """
+
+    progress: Callable[[int, int], None] | None = None
 
     def __init__(
         self,
@@ -258,6 +264,12 @@ class Decoder:
         """
         begun = perf_counter()
         single, asked, params = self._requests(prompts, params, logits_processor, stopping_criteria, options)
+        completions = self._completions(asked, params, begun)
+        return completions[0] if single else completions
+
+    def _completions(
+        self, asked: list[Request], params: SamplingParams | GenerationConfig, begun: float
+    ) -> list[Completion]:
         steps = self.driver().run(asked).collect()
         seconds = perf_counter() - begun
         completions = []
@@ -279,7 +291,7 @@ class Decoder:
                     steps=taken,
                 )
             )
-        return completions[0] if single else completions
+        return completions
 
     def stream(
         self,
@@ -298,6 +310,68 @@ class Decoder:
         texts = [self._text(request, params) for request in asked]
         return _chunks(self.driver().run(asked), texts)
 
+    def chat(
+        self,
+        messages: Any,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        system: str | None = None,
+        template_args: dict[str, Any] | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> Any:
+        """The answer to a conversation, a Completion; for a list of conversations a list of them.
+
+        It ends at the model's end tokens and at the one that the chat template writes behind an answer.
+
+        Args:
+            messages: a list of {"role", "content"}, or a list of such lists; see `forerun.chat.checked`.
+            system: a system prompt, for conversations that do not begin with one.
+            template_args: more names for the chat template, such as {"enable_thinking": False}.
+            params, logits_processor, stopping_criteria, **options: as `generate` takes them.
+
+        Raises:
+            ValueError: what `forerun.chat.chat_prompt` and `generate` refuse.
+        """
+        begun = perf_counter()
+        single, rows = self._rendered(messages, system, template_args)
+        _, asked, params = self._requests(rows, params, logits_processor, stopping_criteria, options)
+        completions = self._completions(self._ending(asked, params), params, begun)
+        return completions[0] if single else completions
+
+    def stream_chat(
+        self,
+        messages: Any,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        system: str | None = None,
+        template_args: dict[str, Any] | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Like `chat`, as chunks, as `stream` gives them. Checks its arguments at once."""
+        _, rows = self._rendered(messages, system, template_args)
+        _, asked, params = self._requests(rows, params, logits_processor, stopping_criteria, options)
+        texts = [self._text(request, params) for request in asked]
+        return _chunks(self.driver().run(self._ending(asked, params)), texts)
+
+    def _rendered(
+        self, messages: Any, system: str | None, template_args: dict[str, Any] | None
+    ) -> tuple[bool, list[list[int]]]:
+        """Whether it is one conversation, and the prompt of each."""
+        single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
+        many = [messages] if single else messages
+        return single, [chat_prompt(self.tokenizer, each, system, **template_args or {}) for each in many]
+
+    def _ending(self, asked: list[Request], params: SamplingParams | GenerationConfig) -> list[Request]:
+        """The requests, ending where a turn does."""
+        if isinstance(params, SamplingParams) and params.ignore_eos:
+            return asked
+        ends = turn_ends(self.tokenizer)
+        return [replace(each, eos=each.eos | ends) for each in asked]
+
     def request(
         self, prompt: Prompt, params: SamplingParams | GenerationConfig | None = None, **options: Any
     ) -> Request:
@@ -314,7 +388,10 @@ class Decoder:
     ) -> tuple[bool, list[Request], SamplingParams | GenerationConfig]:
         single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         params = merged(params, options)
-        return single, requests(rows, params, self.target, self.tokenizer, processors, criteria), params
+        asked = requests(rows, params, self.target, self.tokenizer, processors, criteria)
+        if self.progress is not None:
+            asked = [replace(each, progress=self.progress) for each in asked]
+        return single, asked, params
 
     def _text(self, request: Request, params: SamplingParams | GenerationConfig) -> TextStream | None:
         if self.tokenizer is None:

@@ -240,6 +240,8 @@ class Engine:
         for done in self.target.prefill(seq.tokens[:-1], chunk):
             if done >= CHUNKS[0]:
                 self._rate = done / max(perf_counter() - begun, 1e-9)
+            if seq.request.progress is not None:
+                seq.request.progress(self.target.prompt_read, len(seq.tokens))
             yield done
             begun = perf_counter()
         self.target.join(seq.id, self._reserve(seq))

@@ -33,6 +33,7 @@ class Request:
         stream: which stream of random numbers of the seed, for rows that share a seed. Streams of neighbouring seeds
             do not overlap.
         generator: source of random numbers, instead of one made from `seed` and `stream`.
+        progress: called while the target reads the prompt, with the tokens read and how many there are.
     """
 
     tokens: Sequence[int]
@@ -44,6 +45,7 @@ class Request:
     seed: int | None = None
     stream: int = 0
     generator: torch.Generator | None = None
+    progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:

@@ -171,6 +171,11 @@ class CausalLM(Rows):
             self.prefixes.put(tokens, cache.view(_PROMPT, held), self.prompt_hidden)
 
     @property
+    def prompt_read(self) -> int:
+        """Tokens of the last prompt that `prefill` has got to."""
+        return len(self._prompt_tokens)
+
+    @property
     def prompt_hidden(self) -> Tensor | None:
         """[n, d] LM head's inputs over the prefilled prompt, where they are kept."""
         if not self.keeps_prompt:

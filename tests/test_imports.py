@@ -28,6 +28,7 @@ GROUND = {
 LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
 METHODS = LOOP | {"costs", "probabilities", "nn", "lengths", "drafters", "methods", "params"}
 API = METHODS | {
+    "chat",
     "text",
     "files",
     "kinds",
@@ -49,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache": set(),
     "params": set(),
     "kinds": set(),
+    "chat": set(),
     "text": set(),
     "files": set(),
     "probabilities": set(),
@@ -74,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime"},
     "runtime": GROUND | {"nn", "costs", "probabilities", "files", "kinds"},
     "gguf": {"runtime", "kinds"},
-    "zoo": GROUND | {"nn"},
+    "zoo": GROUND | {"nn", "files"},
     "profiles": {"methods", "costs", "files", "zoo"},
     "loading": GROUND | {"nn", "runtime", "zoo", "gguf", "kinds"},
     "decoder": API - {"profiles", "api"},

@@ -27,7 +27,7 @@ from forerun.bench.report import versions
 from forerun.loading import load_head
 from forerun.methods import Eagle, Lyanna, Medusa, Method, PacerLyanna, method
 from forerun.nn.heads import HiddenConfig, HiddenDrafter
-from forerun.zoo import EMBEDDED, bundled_head
+from forerun.zoo import EMBEDDED, companion
 from forerun.zoo.corpus import held_out_prompts
 
 # Chains as deep as is best for each kind.
@@ -95,7 +95,7 @@ def plot(table: dict[str, dict[str, float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--head", default=bundled_head(EMBEDDED, "lyanna"))
+    parser.add_argument("--head", default=companion(EMBEDDED, "lyanna"))
     parser.add_argument("--other", action="append", default=[])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)

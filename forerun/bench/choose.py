@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.files import read_text
 from forerun.methods import METHODS, Method, method, parse_value
-from forerun.zoo import EMBEDDED, FOLDER
+from forerun.zoo import EMBEDDED, FOLDER, resolve
 
 ASSISTED = "hf-assisted"
 SCHEDULES = ("heuristic", "heuristic_transient", "constant")
@@ -108,7 +108,7 @@ def check_llama(name: str, target: str, batch: int, device: str | None) -> None:
         raise ValueError(f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}")
     from forerun.gguf import find
 
-    if find(target) is None:
+    if find(resolve(target, "target")) is None:
         raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")
     if find_spec("llama_cpp") is None:
         raise ValueError(f"method {name!r} needs 'pip install llama-cpp-python', which compiles llama.cpp")

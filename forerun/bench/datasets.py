@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.chat import chat_prompt, checked
 from forerun.files import read_text
 
 if TYPE_CHECKING:
@@ -35,19 +36,21 @@ PUBLIC = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, as text or as token ids.
+    """One prompt, as text, as a conversation or as token ids.
 
     Attributes:
         id: unique in its dataset.
-        text: None where there are only token ids.
+        text: None where there are only token ids or messages.
         tokens: None until the text has been through the tokenizer.
         cut: whether tokens were dropped in front so that the output fits the context.
+        messages: of a conversation, which the target's chat template renders.
     """
 
     id: str
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     cut: bool = False
+    messages: tuple[dict[str, str], ...] | None = None
 
 
 def dataset_name(dataset: str) -> str:
@@ -138,8 +141,14 @@ def tokenised(
     longest: int | None,
     vocab_size: int,
     front: tuple[int, ...] = (),
+    chat: bool = False,
 ) -> Prompt:
-    """The prompt as token ids, the last `longest` of them; where it begins with `front`, that stays its beginning."""
+    """The prompt as token ids, the last `longest` of them; where it begins with `front`, that stays its beginning.
+
+    A conversation is rendered by the chat template and never cut. With `chat` other prompts are one, of one message.
+    """
+    if chat or prompt.messages is not None:
+        return _rendered(prompt, tokenizer, longest, vocab_size, front)
     tokens = prompt.tokens
     if tokens is None:
         assert tokenizer is not None
@@ -153,6 +162,32 @@ def tokenised(
     if tokens[: len(front)] != front or len(front) >= longest:
         front = ()
     return replace(prompt, tokens=front + tokens[len(front) - longest :], cut=True)
+
+
+def _rendered(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    longest: int | None,
+    vocab_size: int,
+    front: tuple[int, ...],
+) -> Prompt:
+    messages: Any = prompt.messages
+    try:
+        if messages is None:
+            text = prompt.text
+            if text is None:
+                assert tokenizer is not None and prompt.tokens is not None
+                tokens = prompt.tokens[len(front) :] if prompt.tokens[: len(front)] == front else prompt.tokens
+                text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+            messages = [{"role": "user", "content": text}]
+        ids = tuple(chat_prompt(tokenizer, messages))
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id!r}: {error}") from None
+    if not ids or max(ids) >= vocab_size:
+        raise ValueError(f"prompt {prompt.id!r} has no tokens, or token ids outside 0..{vocab_size - 1}")
+    if longest is not None and len(ids) > longest:
+        raise ValueError(f"prompt {prompt.id!r} has {len(ids)} tokens as a chat; there is room for {longest}")
+    return replace(prompt, tokens=ids)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -188,6 +223,11 @@ def _prompt(dataset: str, number: int, entry: dict[str, Any]) -> Prompt:
         return Prompt(
             f"{entry.get('category', '')}/{entry.get('question_id', number)}", _text({"turns": turns[0]}, "turns")
         )
+    if "messages" in entry:
+        messages = checked(entry["messages"])
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("the last message is from the assistant; there is nothing to answer")
+        return Prompt(str(number), messages=tuple(messages))
     if "tokens" not in entry:
         return Prompt(str(number), _text(entry, "prompt"))
     tokens = entry["tokens"]

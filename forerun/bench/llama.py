@@ -19,6 +19,7 @@ from forerun.bench.runners import Outcome, Run
 from forerun.gguf import find
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
+from forerun.zoo import resolve
 
 STEP = 256  # what its context's size is a multiple of
 
@@ -120,7 +121,7 @@ def load_llama(plan: Plan, datasets: dict[str, list[Prompt]], target: CausalLM) 
         return None
     if target.device.type != "cpu":
         raise ValueError(f"method {names[0]!r} runs on the CPU and the target on {target.device}: give --device cpu")
-    path = find(plan.target)
+    path = find(resolve(plan.target, "target"))
     assert path is not None  # the plan was checked
     drafted = max(peer_settings(name).get("num_pred_tokens", 0) for name in names)
     longest = max(len(prompt.tokens or ()) for prompts in datasets.values() for prompt in prompts)

@@ -37,7 +37,7 @@ from forerun.profiles import costs_of
 from forerun.runtime import prepare
 from forerun.runtime.costs import measure_costs
 from forerun.runtime.heads import HiddenLM
-from forerun.zoo import FOLDER, bundled_head
+from forerun.zoo import companion
 
 
 def load_prompts(
@@ -46,7 +46,7 @@ def load_prompts(
     """Token ids of every dataset's prompts, cut in front where they and the output exceed the context, and the
     tokenizer where prompts or a draft needed one."""
     sets = dict(files)
-    tokenizer = _tokenizer(plan, needed=_texts(files) or len(files) < len(plan.datasets))
+    tokenizer = _tokenizer(plan, needed=plan.chat or _texts(files) or len(files) < len(plan.datasets))
     front = front_of(tokenizer) if tokenizer is not None else ()
     config = load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code)
     contexts = [context_of(config)]
@@ -72,7 +72,7 @@ def load_prompts(
             sets[name] = stdlib_prompts(name, tokenizer, plan.prompt_tokens, plan.limit)
         try:
             datasets[dataset_name(name)] = [
-                tokenised(prompt, tokenizer, longest, config.vocab_size, front) for prompt in sets[name]
+                tokenised(prompt, tokenizer, longest, config.vocab_size, front, plan.chat) for prompt in sets[name]
             ]
         except ValueError as error:
             raise ValueError(f"dataset {dataset_name(name)!r}: {error}") from None
@@ -95,7 +95,7 @@ def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
 
 
 def _texts(files: dict[str, list[Prompt]]) -> bool:
-    return any(prompt.text is not None for prompts in files.values() for prompt in prompts)
+    return any(prompt.tokens is None for prompts in files.values() for prompt in prompts)
 
 
 def _how(plan: Plan, part: str) -> dict[str, Any]:
@@ -130,7 +130,8 @@ def _ready(plan: Plan, part: str) -> CausalLM:
 def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | None, PreVerifier]:
     """The trained layers that the plan's methods need, by what they are for; raises ValueError where one is missing."""
     wanted = {method.layer for method in plan.methods.values() if method is not None and method.layer is not None}
-    folders: Sequence[str | Path] = plan.pre_verifier or [FOLDER / name for name in sorted(wanted)]
+    bundled = [companion(plan.target, name) for name in sorted(wanted)]
+    folders: Sequence[str | Path] = plan.pre_verifier or [*filter(None, bundled)]
     found: dict[str | None, PreVerifier] = {}
     for folder in folders if wanted else ():
         layer = load_pre_verifier(folder, target, draft)
@@ -146,7 +147,7 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
 def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     """The heads over hidden states that the plan's methods need, by kind. Raises ValueError where one is missing."""
     wanted = sorted({method.head for method in plan.methods.values() if method is not None and method.head})
-    bundled = [bundled_head(plan.target, kind) for kind in wanted]
+    bundled = [companion(plan.target, kind) for kind in wanted]
     folders = [*filter(None, bundled), *map(Path, plan.head)] if wanted else []
     heads = [load_head(folder, target) for folder in folders]
     if heads and plan.target_shape is not None:

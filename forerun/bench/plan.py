@@ -14,7 +14,7 @@ from forerun.bench.sizes import SHAPES
 from forerun.kinds import check_kind
 from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
-from forerun.zoo import EMBEDDED, bundled_head, resolve
+from forerun.zoo import EMBEDDED, companion, resolve
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Plan:
         rate: open loops, of so many requests a second; likewise.
         requests: how many requests each of these loads has.
         new_tokens: the least and the most new tokens of a request of a load, as MIN:MAX.
+        chat: prompts are messages, rendered by the target's chat template, as conversations are in any case.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then have the best value.
     """
 
@@ -75,6 +76,7 @@ class Plan:
     rate: tuple[float, ...] = ()
     requests: int = 64
     new_tokens: str = "16:256"
+    chat: bool = False
     tune: str | None = None
 
     def __post_init__(self) -> None:
@@ -90,10 +92,10 @@ class Plan:
         for name, each in self.methods.items():
             if self.temperature and isinstance(each, Oracle | SeeingOracle):
                 raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
-            has_layer = self.pre_verifier or self.target == self.draft == EMBEDDED
-            if each is not None and each.layer and not has_layer:
+            bundled = companion(self.target, each.layer) if each is not None and self.target == self.draft else None
+            if each is not None and each.layer and not self.pre_verifier and bundled is None:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
-            if each is not None and each.head and not self.head and bundled_head(self.target, each.head) is None:
+            if each is not None and each.head and not self.head and companion(self.target, each.head) is None:
                 raise ValueError(f"method {name!r} needs a head: give --head")
         for what, folders in (("pre-verifier", self.pre_verifier), ("head", self.head)):
             for folder in folders:

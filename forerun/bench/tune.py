@@ -36,7 +36,7 @@ from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import Choice, pair_of, save
 from forerun.runtime.costs import measure_costs
 from forerun.runtime.heads import HiddenLM
-from forerun.zoo import EMBEDDED, bundled_head
+from forerun.zoo import companion, own_draft
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
 # they have one, is there.
@@ -147,12 +147,12 @@ def tune(
         plan = replace(plan, max_new_tokens=max(1, min(plan.max_new_tokens, context // 2)))
     (dataset, prompts), *_ = load_prompts(plan, files)[0].items()
     target, draft = load_pair(plan)
-    folder = bundled_layer(Pacer()) if plan.target == plan.draft == EMBEDDED else None
+    folder = bundled_layer(plan.target, Pacer()) if plan.draft == own_draft(plan.target) else None
     layers: dict[str | None, PreVerifier] = {}
     if (folder := pre_verifier or folder) is not None and draft is not None:
         layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)
     heads: dict[str | None, HiddenLM] = {}
-    if (source := head or bundled_head(plan.target, Lyanna.head)) is not None:
+    if (source := head or companion(plan.target, Lyanna.head)) is not None:
         heads[Lyanna.head] = HiddenLM(load_head(source, target, Lyanna.head), target)
     costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
     trained = [*layers, *heads]

@@ -26,7 +26,7 @@ def main() -> None:
         sys.exit(status)
     except BaseException as error:
         # An interrupt inside a library may come out as another error.
-        if not _is_interrupt(error):
+        if not is_interrupt(error):
             raise
         _leave()
 
@@ -46,7 +46,7 @@ def _run() -> int:
         if not message:  # help was shown for want of a command
             return 0
     except (ValueError, FileExistsError, PermissionError) as error:
-        if _is_interrupt(error):
+        if is_interrupt(error):
             raise
         message = str(error)
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
@@ -58,7 +58,7 @@ def _run() -> int:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt, but not while one is being handled: that has to come to its end."""
-    if _is_interrupt(sys.exception()):
+    if is_interrupt(sys.exception()):
         return
     while frame is not None:  # inside an import nothing is to be cleaned up, and torch's aborts at an exception
         if frame.f_globals.get("__name__") in ("importlib._bootstrap", "_frozen_importlib"):
@@ -67,7 +67,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _is_interrupt(error: BaseException | None) -> bool:
+def is_interrupt(error: BaseException | None) -> bool:
     """Whether an exception is a KeyboardInterrupt or was raised while one was handled."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__

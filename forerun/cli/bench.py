@@ -26,7 +26,7 @@ from forerun.cli.common import (
     quiet,
 )
 from forerun.profiles import find
-from forerun.zoo import EMBEDDED
+from forerun.zoo import EMBEDDED, own_draft
 
 
 def bench(
@@ -34,6 +34,9 @@ def bench(
     dataset: Annotated[list[str] | None, typer.Option(help=f"{', '.join([*PUBLIC, *STDLIB])} or FILE.jsonl.")] = None,
     data: Annotated[Path | None, typer.Option(help="File of the public dataset, or the folder of several.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are messages, rendered by the target's chat template.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
     max_new_tokens: MaxNewTokensOption = 128,
     out: Annotated[Path | None, typer.Option(help="Folder for records, results, report and pictures.")] = None,
@@ -90,8 +93,7 @@ def bench(
 
     Settings that are not given are those that `forerun tune` found for the pair, where it did.
     """
-    if draft is None and target == EMBEDDED:
-        draft = EMBEDDED
+    draft = draft if draft is not None else own_draft(target)
     tuned = stored_tuning(target, draft, temperature)
     plan = Plan(
         methods=parse_methods(_split(methods), method_arg or [], tune, tuned),
@@ -125,6 +127,7 @@ def bench(
         rate=_numbers("--rate", rate, float),
         requests=requests,
         new_tokens=new_tokens,
+        chat=chat,
         tune=tune,
     )
     if logits and (temperature or plan.loaded or resume or profile):

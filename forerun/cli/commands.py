@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import bench, demo, generate, info, simulate, train, tune
+from forerun.cli import bench, chat, demo, fetch, generate, info, simulate, train, tune
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of their output.",
@@ -16,7 +16,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("bench")(bench.bench)
+app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
+app.command("fetch")(fetch.fetch)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
 app.command("simulate")(simulate.simulate)

@@ -31,7 +31,13 @@ GammaOption = Annotated[int | None, typer.Option(help="Draft length of the metho
 MethodArgOption = Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
-SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable; the guard is then off.")]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Makes sampling repeatable: the same seed, prompt and settings give the same text. Nothing to greedy "
+        "decoding. With it drafts are not left out while they do not pay (--guard)."
+    ),
+]
 DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from forerun.cli.chosen import as_message, check_chat, chosen_method, read_prompt
 from forerun.cli.common import (
     METHOD_HELP,
-    STYLES,
     DeviceOption,
     DraftWeightsOption,
     DtypeOption,
@@ -25,35 +25,20 @@ from forerun.cli.common import (
     TrustOption,
     WeightsOption,
     hint,
-    parse_method,
     quiet,
 )
-from forerun.files import read_text
-from forerun.methods import default_method
+from forerun.cli.writing import Answer, Reading, as_object
 from forerun.params import SamplingParams
-from forerun.zoo import EMBEDDED, bundled_head, resolve
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt of an argument, a file, or stdin ("-", or nothing where stdin is not a terminal)."""
-    if prompt is not None and prompt != "-" and file is not None:
-        raise ValueError("give a prompt or --file, not both")
-    if file is not None:
-        text = read_text(file)
-    elif prompt is not None and prompt != "-":
-        text = prompt
-    elif prompt == "-" or not sys.stdin.isatty():
-        text = sys.stdin.read()
-    else:
-        raise ValueError("no prompt: give one as an argument, with --file, or on stdin")
-    if not text:
-        raise ValueError("the prompt is empty")
-    return text
+from forerun.zoo import EMBEDDED
 
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message, rendered by the target's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="The system prompt of --chat.")] = None,
     target: Annotated[
         str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
     ] = EMBEDDED,
@@ -92,11 +77,6 @@ def generate(
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected."""
-    layered = pre_verifier is not None or (target == EMBEDDED and draft in (None, EMBEDDED))
-    given = [*["gamma"] * (gamma is not None), *(each.partition("=")[0] for each in method_arg or [])]
-    unnamed = default_method(bool(draft) or target == EMBEDDED, layered, given)
-    settings = parse_method(method or unnamed, gamma, method_arg)
-    is_named = method is not None or gamma is not None or bool(method_arg)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -108,10 +88,9 @@ def generate(
         ignore_eos=ignore_eos,
         seed=seed,
     )
-    if settings.needs_draft and not draft and target != EMBEDDED:
-        raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
-    if settings.head is not None and head is None and bundled_head(target, settings.head) is None:
-        raise ValueError(f"method {settings.name!r} needs a head: give --head, train one with `forerun train lyanna`")
+    settings, is_named = chosen_method(target, draft, method, gamma, method_arg, pre_verifier, head)
+    if system is not None and not chat:
+        raise ValueError("--system is for --chat")
     if phrases is not None:
         if settings.phrases is None or not is_named:
             raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
@@ -121,19 +100,22 @@ def generate(
             raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
         raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
-    resolve(target, "target")
-    if draft is not None:
-        resolve(draft, "draft")
     text = read_prompt(prompt, file)
     quiet(threads)
     from forerun.api import load
     from forerun.bench.profile import plot_steps, profile_line
+    from forerun.chat import has_template
     from forerun.loading import check_prompts
 
     advice = hint(target, weights, dtype, device) if device_map is None and sys.stderr.isatty() else None
     if advice is not None:
         print(advice, file=sys.stderr)
-    tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
+    if chat:
+        tokenizer = check_chat(target, as_message(text), system, trust_remote_code=trust_remote_code)
+    else:
+        tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
+        if sys.stderr.isatty() and has_template(tokenizer):
+            print("forerun: this model has a chat template; --chat uses it", file=sys.stderr)
     decoder = load(
         target,
         draft=draft,
@@ -150,40 +132,25 @@ def generate(
         head=head,
         phrases=phrases if phrases is not None and phrases.exists() else None,
     )
+    reading = decoder.progress = Reading()
     if as_json:
-        result = decoder.generate(text, params)
+        result = decoder.chat(as_message(text), params, system=system) if chat else decoder.generate(text, params)
+        reading.erase()
         if phrases is not None:
             decoder.save_phrases(phrases)
         if profile is not None:
             plot_steps(result.steps, profile)
-        print(
-            json.dumps(
-                {
-                    "text": result.text,
-                    "tokens": result.tokens,
-                    "origins": result.origins,
-                    "finish_reason": result.finish_reason,
-                    "method": decoder.method_for(greedy=not temperature).name,
-                    "stats": result.stats.as_dict(),
-                }
-            )
-        )
+        print(json.dumps(as_object(result, decoder.method_for(greedy=not temperature).name)))
         return
 
     from rich.console import Console
-    from rich.text import Text
 
-    console, steps = Console(highlight=False, soft_wrap=True), []
-    for chunk in decoder.stream(text, params):
-        steps.append(chunk.step)
-        if console.is_terminal:
-            for piece, origin in chunk.pieces:
-                console.print(Text(piece, style=STYLES.get(origin, "")), end="")
-        else:
-            print(chunk.text, end="", flush=True)
+    answer = Answer()
+    chunks = decoder.stream_chat(as_message(text), params, system=system) if chat else decoder.stream(text, params)
+    answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
     print()
     if phrases is not None:
         decoder.save_phrases(phrases)
     if profile is not None:
-        plot_steps(steps, profile)
-        print(profile_line(steps), file=sys.stderr)
+        plot_steps(answer.steps, profile)
+        print(profile_line(answer.steps), file=sys.stderr)

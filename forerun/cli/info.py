@@ -25,7 +25,7 @@ from forerun.cli.common import (
 )
 from forerun.methods import METHODS
 from forerun.profiles import pair_of, stored
-from forerun.zoo import EMBEDDED, FOLDER, resolve
+from forerun.zoo import EMBEDDED, FOLDER, own_draft, resolve
 
 BATCHES, TOKENS = (4, 16), (1, 2, 4, 8)  # rows, and tokens of each
 SLOW = 100.0  # ms of a forward from which on batches would take minutes
@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "methods": {name: asdict(settings()) for name, settings in METHODS.items()},
         "embedded": json.loads(results.read_text()) if results.exists() else None,
-        "weights_bytes": sum(path.stat().st_size for path in FOLDER.rglob("*.safetensors")),
+        "weights_bytes": sum(path.stat().st_size for path in FOLDER.glob("*/*.safetensors")),
     }
 
 
@@ -58,7 +58,7 @@ def costs(target: str, draft: str | None, context: int | None, load_options: dic
     from forerun.model import CausalLM
     from forerun.runtime.costs import QUIET, RUN, forward_costs, measure_costs, usual_context
 
-    decoder = load(target, draft=draft, method="sd" if draft or target == EMBEDDED else "ar", **load_options)
+    decoder = load(target, draft=draft, method="sd" if draft or own_draft(target) else "ar", **load_options)
     if context is None:
         context = usual_context(decoder.target, decoder.draft)
     found = measure_costs(decoder.target, decoder.draft, context)
@@ -92,7 +92,7 @@ def peak_mb() -> int | None:
 def profile_facts(target: str, draft: str | None, load_options: dict[str, Any]) -> dict[str, Any] | None:
     """The profile that runs with these models use, None where they were not tuned."""
     how = (load_options[name] for name in ("device", "dtype", "weights", "draft_weights"))
-    pair = pair_of(target, draft if draft or target != EMBEDDED else EMBEDDED, *how)
+    pair = pair_of(target, draft or own_draft(target), *how)
     profile = stored(pair)
     if profile is None:
         return None

@@ -24,7 +24,7 @@ from forerun.cli.common import (
 from forerun.methods import default_method
 from forerun.methods import method as method_of
 from forerun.params import SamplingParams
-from forerun.zoo import EMBEDDED
+from forerun.zoo import EMBEDDED, own_draft
 
 PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded
 
@@ -58,8 +58,7 @@ def tune(
     Later runs with the same models, device, dtype and threads use it by default: for greedy decoding what was tuned
     with temperature 0, for sampling what was tuned with any other.
     """
-    if draft is None and target == EMBEDDED:
-        draft = EMBEDDED
+    draft = draft if draft is not None else own_draft(target)
     if data is not None and data.suffix != ".jsonl":
         raise ValueError(f"--data takes a .jsonl file with a prompt a line, not '{data}'")
     if pre_verifier is not None and draft is None:

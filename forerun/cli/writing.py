@@ -1,0 +1,79 @@
+"""Answers as they come: tinted text on a terminal, plain text elsewhere, and signs of life while a prompt is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from time import perf_counter
+from typing import Any
+
+from forerun.cli.common import STYLES
+
+PATIENCE = 0.5  # seconds after which a user is told that a prompt is still being read
+
+
+class Reading:
+    """Says on stderr how far the reading of a prompt is, where stderr is a terminal and it takes a while."""
+
+    def __init__(self) -> None:
+        self.begun, self.shown = perf_counter(), False
+
+    def __call__(self, read: int, total: int) -> None:
+        if sys.stderr.isatty() and perf_counter() - self.begun > PATIENCE:
+            self.shown = True
+            print(f"\r\033[Kreading the prompt: {read} of {total} tokens", end="", file=sys.stderr, flush=True)
+
+    def erase(self) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self.shown = False
+
+
+class Answer:
+    """What has been written of an answer, whatever ends it.
+
+    Attributes:
+        text: all of it.
+        steps: the target forwards behind it.
+        seconds: since it was asked for; `first` until its first token.
+        finish_reason: None where it was cut.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.finish_reason = "", None
+        self.steps: list[Any] = []
+        self.begun, self.first, self.seconds = perf_counter(), 0.0, 0.0
+
+    def write(self, chunks: Iterator[Any], console: Any, reading: Reading) -> None:
+        """Writes a decoder's stream to the console, which is that of stdout."""
+        from rich.text import Text
+
+        try:
+            with closing(chunks):  # type: ignore[type-var]
+                for chunk in chunks:
+                    reading.erase()
+                    self.seconds = perf_counter() - self.begun
+                    self.first = self.first or self.seconds
+                    self.text += chunk.text
+                    self.steps.append(chunk.step)
+                    self.finish_reason = chunk.finish_reason
+                    if console.is_terminal:
+                        for piece, origin in chunk.pieces:
+                            console.print(Text(piece, style=STYLES.get(origin, "")), end="")
+                    else:
+                        print(chunk.text, end="", flush=True)
+        finally:
+            reading.erase()
+
+
+def as_object(result: Any, method: str) -> dict[str, Any]:
+    """A Completion for --json."""
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "origins": result.origins,
+        "finish_reason": result.finish_reason,
+        "method": method,
+        "stats": result.stats.as_dict(),
+    }

