@@ -22,6 +22,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api import load
+from forerun.chat import chat_prompt, has_template
 from forerun.decoder import Decoder
 from forerun.files import read_text, write_text
 from forerun.params import SamplingParams
@@ -102,7 +103,7 @@ def make_chats(
     """
     decoder = load(target, method="ar", weights=weights, device=device, max_rows=ROWS)
     tokenizer = decoder.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
+    if tokenizer is None or not has_template(tokenizer):
         raise ValueError(f"{target!r} has no chat template, so it cannot talk to itself")
     claim(out, json.dumps(asdict(recipe) | {"target": decoder.target.fingerprint}, sort_keys=True))
     questions = _questions(decoder, tokenizer, out, recipe, say)
@@ -170,7 +171,8 @@ def _questions(
 def _sampled_questions(
     decoder: Decoder, tokenizer: PreTrainedTokenizerBase, recipe: ChatRecipe, number: int
 ) -> list[str]:
-    header, mark, _ = _rendered(tokenizer, _MARK).partition(_MARK)
+    text = str(tokenizer.apply_chat_template([_message(_MARK)], tokenize=False, add_generation_prompt=True))
+    header, mark, _ = text.partition(_MARK)
     if not mark:
         raise ValueError("the chat template does not show the user's words as they are")
     ids = tokenizer(header, add_special_tokens=False)["input_ids"]
@@ -244,8 +246,7 @@ def _answered(
     number: int,
 ) -> Iterator[Conversation]:
     """Each other question is answered greedily, the rest at temperature 1."""
-    texts = [_rendered(tokenizer, question) for question, _, _ in questions]
-    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompts = [chat_prompt(tokenizer, [_message(question)]) for question, _, _ in questions]
     for temperature in (0.0, 1.0):
         chosen = range(int(temperature), len(questions), 2)
         params = SamplingParams(
@@ -257,9 +258,8 @@ def _answered(
             yield Conversation(question, prompts[i], each.tokens, each.text, temperature, source, split)
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
-    message = {"role": "user", "content": question}
-    return str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+def _message(question: str) -> dict[str, str]:
+    return {"role": "user", "content": question}
 
 
 def _read_answers(out: Path) -> Iterator[Conversation]:
