@@ -20,11 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from forerun.claims import check_layer, check_model, lacking
 from forerun.fingerprint import same_model
 from forerun.gguf import find, gguf_config, gguf_tokenizer, load_gguf
 from forerun.kinds import check_kind
 from forerun.model import CausalLM, context_of
-from forerun.nn.heads import HiddenDrafter
+from forerun.nn.heads import HiddenConfig, HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import is_as_made
 from forerun.runtime.stored import store
@@ -155,9 +156,15 @@ def load_model(
         if not isinstance(named, torch.dtype) or not named.is_floating_point:
             raise ValueError(f"unknown dtype {dtype!r}; there are float32, bfloat16, float16 and auto")
         dtype = named
-    if (Path(source) / WEIGHTS).exists():
-        if device_map is not None:
-            raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
+    small = (Path(source) / WEIGHTS).exists()
+    if small and device_map is not None:
+        raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
+    if isinstance(source, Path):
+        try:
+            check_model(source, trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"cannot load {part} {name!r}: {error}") from None
+    if small:
         restored: Any = load_quantised(Path(source))
         return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
     placed = {} if device_map is None else {"device_map": device_map}
@@ -169,8 +176,7 @@ def load_model(
         raise ValueError(f"cannot load {part} {name!r}: {_first_line(error)}") from error
     model, found = loaded
     if found["missing_keys"]:  # transformers fills these with random numbers
-        first, *rest = sorted(found["missing_keys"])
-        raise ValueError(f"cannot load {part} {name!r}: no weights for {first}" + f" and {len(rest)} more" * bool(rest))
+        raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
     return model if placed else _kept(model.to(device), stored)
 
 
@@ -253,8 +259,10 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     if settings.get("model_type") != config.model_type:
         raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
     try:
+        made = config(**settings)
+        check_layer(folder, _blocks(made), lambda: cls(made))
         if (folder / WEIGHTS).is_file():  # the embedded target's
-            stored = cls(config(**settings))
+            stored = cls(made)
             restore(stored, folder)
             return stored
         loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
@@ -266,6 +274,13 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
         first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
         raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
     return layer
+
+
+def _blocks(config: Any) -> int:
+    """How many blocks a trained layer's configuration claims."""
+    if isinstance(config, HiddenConfig):
+        return config.states if config.kind == "medusa" else config.num_hidden_layers
+    return config.layers
 
 
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class CausalLM(Rows):
     Attributes:
         keeps_hidden: whether forwards leave in `hidden` what the LM head was given.
         keeps_prompt: whether `prefill` leaves it in `prompt_hidden`. Set it before any prompt is run.
+        feature: "below" has both keep the states below the last decoder layer instead. Set it before any prompt is run.
         hidden: [N_r, d] of each sequence of the last such forward.
         recorded: runs forwards of a few tokens instead (`forerun.runtime.recorded`), if anything does.
         prefixes: KV of prompts and of finished sequences, None to keep none.
@@ -45,6 +46,7 @@ class CausalLM(Rows):
     """
 
     keeps_hidden = keeps_prompt = False
+    feature = "head"
     hidden: list[Tensor] | None = None
     recorded: Any = None
     _prompt_tokens: list[int]  # what the prompt cache holds, and of it
@@ -98,6 +100,13 @@ class CausalLM(Rows):
         if head is None:
             raise ValueError(f"{type(self.model).__name__} has no readable features: it names no LM head")
         return head
+
+    def last_layer(self) -> nn.Module:
+        """The last decoder layer; raises ValueError for a model whose layers are not found."""
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.config.num_hidden_layers:
+                return module[-1]
+        raise ValueError(f"{type(self.model).__name__} has no readable features below its last layer: there is no list")
 
     @property
     def vocab_size(self) -> int:
@@ -177,11 +186,13 @@ class CausalLM(Rows):
 
     @property
     def prompt_hidden(self) -> Tensor | None:
-        """[n, d] LM head's inputs over the prefilled prompt, where they are kept."""
+        """[n, d] LM head's inputs over the prefilled prompt, or what `feature` says, where they are kept."""
         if not self.keeps_prompt:
             return None
         if len(self._prompt_hidden) != 1:
-            size = getattr(self.head, "in_features", self.config.hidden_size)
+            size = self.config.hidden_size
+            if self.feature == "head":
+                size = getattr(self.head, "in_features", size)
             nothing = torch.empty(0, size, dtype=self.dtype, device=self.device)
             self._prompt_hidden = [torch.cat(self._prompt_hidden) if self._prompt_hidden else nothing]
         return self._prompt_hidden[0]
@@ -273,8 +284,9 @@ class CausalLM(Rows):
 
     def _run(self, inputs: Inputs, cache: KVCache, logits: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """Logits [B, N, V] of padded rows where they are wanted (else they may be of any positions), and the LM head's
-        inputs [B, N, d] where these are kept."""
-        wanted = self.keeps_hidden if logits else self.keeps_prompt
+        inputs [B, N, d], or what `feature` says, where these are kept."""
+        keeps = self.keeps_hidden if logits else self.keeps_prompt
+        wanted = self.feature if keeps else ""
         if self.recorded is not None and logits:
             found = self.recorded(inputs, cache, wanted)
             if found is not None:
@@ -298,9 +310,10 @@ class CausalLM(Rows):
         return output.logits, heard[0] if wanted else None
 
     @contextmanager
-    def hearing(self, wanted: bool = True, one: bool = False) -> Iterator[list[Tensor]]:
-        """Within it, forwards of the model by this thread leave in the list what the LM head was given [B, N, d]. With
-        `one` the head is run at the last position only, so that logits of the others are never made."""
+    def hearing(self, wanted: str = "head", one: bool = False) -> Iterator[list[Tensor]]:
+        """Within it, forwards of the model by this thread leave in the list what the LM head was given [B, N, d], or
+        for "below" what the last decoder layer was given; for "" nothing happens. With `one` the head is run at the
+        last position only, so that logits of the others are never made."""
         heard: list[Tensor] = []
         if not wanted:
             yield heard
@@ -310,11 +323,17 @@ class CausalLM(Rows):
         def hear(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             if threading.get_ident() != thread:
                 return None
-            heard.append(inputs[0])
+            if wanted == "head":
+                heard.append(inputs[0])
             return (inputs[0][:, -1:], *inputs[1:]) if one else None
 
-        handle = self.head.register_forward_pre_hook(hear)
-        try:
+        def hear_below(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                heard.append(inputs[0] if inputs else named["hidden_states"])
+
+        with ExitStack() as hooks:
+            if wanted == "head" or one:
+                hooks.callback(self.head.register_forward_pre_hook(hear).remove)
+            if wanted == "below":
+                hooks.callback(self.last_layer().register_forward_pre_hook(hear_below, with_kwargs=True).remove)
             yield heard
-        finally:
-            handle.remove()

@@ -11,9 +11,10 @@ from torch import Tensor
 from forerun.batch import ForwardBatch, Inputs, lay_out
 from forerun.cache import KVCache
 
-# (a ForwardBatch, or what its own `lay_out` makes; cache; whether logits are wanted; whether the LM head's input is)
-# -> logits [B, N, V], that input [B, N, d]; for a head over hidden states its next states [B, 1, d], None.
-LeanForward = Callable[[Any, KVCache, bool, bool], tuple[Tensor | None, Tensor | None]]
+# (a ForwardBatch, or what its own `lay_out` makes; cache; whether logits are wanted; which states are: "head" for the
+# LM head's input, "below" for that of the last layer, "" for none) -> logits [B, N, V], those states [B, N, d]; for a
+# head over hidden states its next states [B, 1, d], None.
+LeanForward = Callable[[Any, KVCache, bool, str], tuple[Tensor | None, Tensor | None]]
 
 
 class Rows:

@@ -177,6 +177,8 @@ class Verdict:
         tested: nodes looked at: the accepted ones and the level of the first rejection, not what is behind it.
         rejected: whether the last node of the path had children and none was accepted.
         argmax: the target's most probable token behind every node of the draft.
+        scores: [V] the target's processed scores behind the path's last node, that of `token`. They are to be read
+            before its next forward.
     """
 
     path: list[int]
@@ -184,6 +186,7 @@ class Verdict:
     tested: int
     rejected: bool
     argmax: list[int] = field(default_factory=list)
+    scores: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def accepted(self) -> int:

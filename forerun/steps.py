@@ -37,7 +37,8 @@ class Drafter(Protocol):
     """A method. Its state belongs to a sequence; every call may be about others of those that were admitted.
 
     Attributes:
-        wants_hidden: whether it is to be given the target's hidden states.
+        wants_hidden: whether it is to be given the target's hidden states: those that its attribute `feature` says
+            (`CausalLM.feature`), or the LM head's inputs where it has none.
         spread: nodes that a draft may have beyond a chain that fills the sequence's room.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -28,7 +29,7 @@ def judge(
             verdict = accept_greedy(draft, list(islice(found, len(draft))))
         else:
             verdict, row = _judge(seq, draft, row)
-        verdicts.append(verdict)
+        verdicts.append(replace(verdict, scores=row[verdict.path[-1]]))
         scores.append(row)
     return verdicts, scores
 

@@ -124,7 +124,7 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
         "costs.json", "records.jsonl", "results.json", "report.md", "run.json",
     }  # fmt: skip
     page = (out / "report.md").read_text()
-    assert "best of its schedules" in page and "--method-arg sd.gamma=3" in page
+    assert "best of its settings" in page and "--method-arg sd.gamma=3" in page
     for file in ("results.json", "report.md", "run.json", "records.jsonl"):
         assert str(folder) not in (out / file).read_text()
 
@@ -371,7 +371,7 @@ def test_the_commit_is_of_a_repository_that_has_this_source(tmp_path: Path, monk
     commit = report.versions()["commit"]
     assert commit is not None and len(commit) == 12
     source.write_text("changed")
-    assert report.versions()["commit"] == f"{commit}-dirty"
+    assert report.versions()["commit"] == f"{commit}+"
 
 
 def test_prompts_leave_room_for_the_output(folder: Path) -> None:

@@ -145,7 +145,7 @@ def test_info_and_version() -> None:
     assert set(facts["methods"]) == {
         *("ar", "sd", "pacer", "specdec++", "lookup", "heuristic", "confidence", "cumulative", "svip", "adaedl"),
         *("oracle", "seeing-oracle", "ouroboros", "pacer-ouroboros", "lookahead"),
-        *("lyanna", "pacer-lyanna", "eagle", "medusa"),
+        *("lyanna", "pacer-lyanna", "eagle", "pacer-eagle", "medusa"),
     }
     assert facts["embedded"]["gate"]
     assert run("--version").stdout == f"forerun {forerun.__version__}\n"

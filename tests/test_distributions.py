@@ -24,6 +24,7 @@ METHOD_SETTINGS = {
     "lyanna": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-lyanna": {"depth": 3, "nodes": 4, "block": 2},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
+    "pacer-eagle": {"depth": 3, "nodes": 4},
     "medusa": {"depth": 3, "width": 2, "nodes": 5},
 }
 CONFIGS = {

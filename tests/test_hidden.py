@@ -21,12 +21,15 @@ from forerun.drafters.beams import grow
 from forerun.drafters.budget import Budget, Group, StepCosts
 from forerun.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from forerun.drafters.lyanna import LyannaDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.split import Split
 from forerun.generation import Generation, Request
 from forerun.loading import load_head
 from forerun.methods import method
-from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
+from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerEagle, PacerLyanna
 from forerun.model import CausalLM
-from forerun.nn.heads import hot_set
+from forerun.nn.heads import HiddenDrafter, hot_set
+from forerun.runtime.costs import head_costs
 from forerun.runtime.heads import HiddenLM, head_rows
 from forerun.runtime.lean import lean_forward
 from forerun.runtime.recorded import Recorded
@@ -38,8 +41,8 @@ PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 FREE = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0})  # drafting and verifying cost nothing more
 
 
-def features_of(target: CausalLM, tokens: list[int]) -> Tensor:
-    with torch.no_grad(), target.hearing() as heard:
+def features_of(target: CausalLM, tokens: list[int], feature: str = "head") -> Tensor:
+    with torch.no_grad(), target.hearing(feature) as heard:
         target.model(input_ids=torch.tensor([tokens]))
     return heard[0][0]
 
@@ -51,18 +54,32 @@ def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: Sequence[int] |
 # Heads.
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "today's": {},
+    "two layers": {"num_hidden_layers": 2},
+    "unfused": {"known": False},
+    "unfused, two layers": {"known": False, "num_hidden_layers": 2},
+    "below": {"feature": "below"},
+    "figure 3": {"feature": "below", "fusion": "first"},
+    "unfused, first": {"known": False, "fusion": "first"},
+    "uninformed": {"rank": 0},
+}
+
+
 @pytest.mark.parametrize("fixed_shapes", [True, False])
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool, fixed_shapes: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_drafting_goes_on_as_it_was_trained(form: str, fixed_shapes: bool) -> None:
     """States behind every place of a text, drafted from a cache, are those of the unrolled training pass."""
     target = CausalLM(tiny("llama"))
     forward = lean_forward(target.model)
     assert forward is not None
     target.recorded = Recorded(forward) if fixed_shapes else None
-    head = random_head(target, num_hidden_layers=layers, known=known)
+    head = random_head(target, **FORMS[form])
+    known = head.config.known
+    if head.config.feature == "below":  # that it is looked at
+        torch.nn.init.uniform_(head.enter.weight, 0.5, 2.0)
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
-    features = features_of(target, tokens)
+    features = features_of(target, tokens, head.config.feature)
     with torch.no_grad():
         embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
         unrolled = head.unrolled(features[None], embedded, torch.tensor([tokens]), 4)
@@ -74,8 +91,11 @@ def test_drafting_goes_on_as_it_was_trained(layers: int, known: bool, fixed_shap
         assert (fast.length(3), fast.length(7)) == (end, 0)
         for k, ahead in enumerate([state, *fast.roll([3], state, 3)], 1):
             torch.testing.assert_close(ahead[0], unrolled[k - 1][0][0, end - 1], rtol=1e-4, atol=1e-5)
-            information = fast.information(torch.tensor(tokens[end - 1 + k]))
-            torch.testing.assert_close(unrolled[k - 1][1][0, end - 1], information, rtol=1e-4, atol=1e-5)
+            trained = unrolled[k - 1][1]
+            assert (trained is None) == (fast.information is None) == (head.config.rank == 0)
+            if trained is not None:
+                information = fast.information(torch.tensor(tokens[end - 1 + k]))
+                torch.testing.assert_close(trained[0, end - 1], information, rtol=1e-4, atol=1e-5)
         assert (fast.length(3), fast.length(7)) == (end + 3, 0)
         fast.crop([3], [end])
     assert bool(fast.recorded and fast.recorded.shapes) == fixed_shapes
@@ -187,6 +207,7 @@ class TellingHead:
     with the token behind it."""
 
     device, dtype, width, known, states = torch.device("cpu"), torch.float64, 1, True, DEPTH
+    feature = "head"
     hot = torch.arange(VOCAB)
 
     def __init__(self, seqs: Sequence[Generation]) -> None:
@@ -341,6 +362,34 @@ def test_a_trees_logits_are_those_of_its_places() -> None:
     new[: len(old)] += 0.7 * old
     wanted = grow([7], lambda k, tokens, at: new[k] + head.bigrams[tokens], head.hot, [DEPTH], 3, 12)[0]
     assert (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents) and not draft.is_chain
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_old_logits_make_branches_of_their_own(width: int) -> None:
+    """Beside the fresh draft, in one tree, for as many places as are left."""
+    seqs = [sequence([3, 1, 4]), sequence([2, 7], 1)]
+    drafter = lyanna(seqs, "both", width)
+    head: Any = drafter.head
+    nodes = drafter.nodes
+    for seq in seqs:
+        admit(drafter, seq)
+    (first,) = drafter.propose(seqs[:1]).drafts
+    answer(drafter, seqs[0], first, [0, 1], 7)
+    seqs[0].limit = len(seqs[0].tokens) + 4  # at most three more, of four places that are left
+    drafts = drafter.propose(seqs).drafts
+
+    def grown(row: Tensor, depth: int, root: int) -> Draft:
+        return grow([root], lambda k, tokens, at: row[k] + head.bigrams[tokens], head.hot, [depth], width, nodes)[0]
+
+    fresh, old = grown(head.table[2, 4:], 3, 7), grown(head.table[1, 4:], 3, 7)
+    wanted = fresh.merge(old)
+    assert (drafts[0].tokens, drafts[0].parents) == (wanted.tokens, wanted.parents)
+    assert drafts[0].origins == ["draft"] * len(fresh) + ["reused"] * (len(wanted) - len(fresh))
+    assert len(fresh) < len(wanted) <= 3 + 1 + drafter.spread
+    alone = grown(head.table[2, 1:], DEPTH, 7)
+    assert (drafts[1].tokens, drafts[1].parents) == (alone.tokens, alone.parents)
+    # The next step's old logits are the fresh ones.
+    assert torch.equal(drafter.old[0].places[0], head.table[2, 4]) and head.runs == 2
 
 
 def test_neighbours_change_nothing() -> None:
@@ -612,6 +661,43 @@ def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, 
     assert all(draft.drafted <= 1 for draft in tight)
 
 
+@pytest.mark.parametrize(("width", "most"), [(1, 6), (2, 12)])
+def test_an_eagles_budget_is_lyannas(width: int, most: int) -> None:
+    """Each depth is a forward of all beams, and none is made that is not worth its time."""
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target, kind="eagle"), target)
+
+    def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[Draft], int]:
+        drafter = EagleDrafter(head.fresh(), 6, width, 12 if width > 1 else 6, lambda mode: costs, block)
+        drafter.head.curves = [[shift, 1.0, exp(min(shift, 0.0))]]  # all tokens are certain, or hopeless
+        seqs = [sequence(range(2, 12), id) for id in range(2)]
+        for seq in seqs:
+            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
+        proposal = drafter.propose(seqs)
+        assert [drafter.head.length(seq.id) for seq in seqs] == [9, 9]
+        return proposal.drafts, proposal.forwards
+
+    free, forwards = drafted(FREE)
+    assert [draft.drafted for draft in free] == [most, most] and (forwards == 6 or width > 1)
+    for block in (1, 4):
+        dear, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}), -1.0, block)
+        assert all(max(draft.depths) <= block for draft in dear) and forwards == block
+    # Beams are rows: four of them are too dear where two are not.
+    steps = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0, 2: 0.0, 4: 1e6})
+    assert drafted(steps, -1.0)[1] == (6 if width == 1 else 1)
+    tight, _ = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
+    assert all(draft.drafted <= 1 for draft in tight)
+    hopeless, _ = drafted(Costs({1: 1.0, 100: 2.0}, {}, head={1: 0.01}), -30.0)
+    assert not any(draft.drafted for draft in hopeless)
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_the_costs_of_a_heads_states(kind: str) -> None:
+    target = CausalLM(tiny("llama"))
+    costs = head_costs(HiddenLM(random_head(target, kind=kind), target), 8)
+    assert set(costs) == {1, 2, 4, 8, 16} and min(costs.values()) > 0
+
+
 # Trees.
 
 
@@ -654,25 +740,50 @@ WAYS = {
     "free": Lyanna(depth=5, reuse="free", least=1),
     "plain, free": Lyanna(depth=5, reuse="free", least=1),
     "add": Lyanna(depth=5, reuse="add"),
+    "both": Lyanna(depth=5, reuse="both"),
+    "both, tree": Lyanna(depth=4, width=2, nodes=6, reuse="both"),
     "tree": Lyanna(width=3, nodes=7, reuse="off"),
     "tree, free": Lyanna(depth=5, width=2, nodes=9, reuse="free", least=1),
     "paced": PacerLyanna(depth=5, width=2, reuse="free", least=1),
     "paced chain": PacerLyanna(reuse="add"),
+    "below": Lyanna(depth=5, reuse="free", least=1),
+    "below, tree": Lyanna(depth=5, width=2, nodes=9, reuse="off"),
+    "figures 3 and 6": Lyanna(depth=5, width=2, nodes=9, reuse="free", least=1),
+    "uninformed": Lyanna(depth=5, reuse="add"),
+    "uninformed, tree": Lyanna(depth=5, width=3, nodes=9, reuse="add"),
+    "below, uninformed, paced": PacerLyanna(depth=5, width=2, reuse="free", least=1),
     "eagle": Eagle(),
+    "eagle, below": Eagle(depth=4),
+    "eagle, paced": PacerEagle(depth=5),
+    "eagle, paced tree": PacerEagle(depth=5, width=2),
     "eagle, tree": Eagle(depth=3, width=2, nodes=7),
     "medusa": Medusa(),
+    "medusa, below": Medusa(),
     "medusa, tree": Medusa(width=3, nodes=9),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
+# Of the ways that differ from another one by the head's form alone, one is sampled.
+FORMED = [way for way in WAYS if way.partition(",")[0] in ("below", "uninformed") or way.endswith("below")]
+CASES = [(each, way) for each in ("llama", "gpt2", "qwen3", "gemma3") for way in WAYS]
+CASES = [case for case in CASES if case[0] in ("llama", "gemma3") or case[1] not in FORMED]
+
+
+def head_of(target: CausalLM, way: str, **settings: Any) -> HiddenDrafter:
+    """A head as the way's name has it."""
+    below = {"feature": "below"} if "below" in way or "figures" in way else {}
+    form = {"known": "plain" not in way, **({"fusion": "first"} if "figures" in way else {}), **below}
+    rank = {"rank": 0} if "uninformed" in way else {}
+    return random_head(target, kind=str(WAYS[way].head), **form, **rank, **settings)
+
+
+@pytest.mark.parametrize(("architecture", "way"), CASES)
 def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
     chosen = WAYS[way]
-    head = random_head(CausalLM(target), kind=str(chosen.head), known="plain" not in way)
+    head = head_of(CausalLM(target), way)
     decoder = Decoder(target, None, None, chosen, guard=False, head=head)
-    decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+    decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
     ar = Decoder(target, method=method("ar"))
     for prompts in (PROMPTS[:2], PROMPTS, PROMPTS * 4):
         plain = ar.generate(prompts, max_new_tokens=24, ignore_eos=True)
@@ -683,7 +794,8 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     assert decoder.generate(PROMPTS[1], max_new_tokens=24, ignore_eos=True).tokens == plain[1].tokens
 
 
-def test_reused_logits_are_those_of_the_earlier_step() -> None:
+@pytest.mark.parametrize("feature", ["head", "below"])
+def test_reused_logits_are_those_of_the_earlier_step(feature: str) -> None:
     """On a real head: what is left of a step's logits is what the head says of the text as it was then."""
     target = tiny("llama")
     seen: list[tuple[int, int, Tensor]] = []
@@ -697,26 +809,27 @@ def test_reused_logits_are_those_of_the_earlier_step() -> None:
             return super().draft(seqs, limits)
 
     texts: list[list[int]] = []
-    head = HiddenLM(random_head(CausalLM(target)), CausalLM(target))
+    head = HiddenLM(random_head(CausalLM(target), feature=feature), CausalLM(target))
     drafter = Watched(head, 5, 1, 5, "free", least=1)
     decode(CausalLM(target), drafter, [Request([5, 6, 7, 5, 6], 60)])
     assert len(seen) > 3 and not drafter.old and not head.cache.ids
     for text, (length, ahead, places) in list(zip(texts, seen, strict=True))[:6]:
         alone = head.fresh()
-        prefilled(alone, 0, features_of(CausalLM(target), text[: length - 1])[:-1], text[1 : length - 1])
-        state = alone.extend([0], [features_of(CausalLM(target), text[: length - 1])[-1:]], [text[length - 1 : length]])
+        features = features_of(CausalLM(target), text[: length - 1], feature)
+        prefilled(alone, 0, features[:-1], text[1 : length - 1])
+        state = alone.extend([0], [features[-1:]], [text[length - 1 : length]])
         states = torch.cat([state, *alone.roll([0], state, 4)])
         torch.testing.assert_close(places, head.logits(states)[ahead:], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in FORMED])
 def test_sampled_tokens_keep_their_distribution(way: str) -> None:
     """Point masses from any head: the first tokens' joint distribution is the target's, by chi-square."""
     target = tiny("llama", vocab=6)
     model = CausalLM(target)
     prompt = [1, 2, 3, 4, 5, 0, 1, 2]
     chosen = WAYS[way]
-    head = random_head(model, hot=4, kind=str(chosen.head), known="plain" not in way)
+    head = head_of(model, way, hot=4)
     decoder = Decoder(target, None, None, chosen, guard=False, head=head)
     decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
     rows = decoder.generate([prompt] * 1500, max_new_tokens=4, temperature=1.0, seed=0, ignore_eos=True)
@@ -732,7 +845,7 @@ def test_requests_of_all_modes_in_one_batch(way: str) -> None:
     """Greedy, sampled and seeded ones that come and end at their own times: each gets what it gets alone."""
     target = CausalLM(tiny("llama"))
     chosen = WAYS[way]
-    head = HiddenLM(random_head(target, kind=str(chosen.head), known="plain" not in way), target)
+    head = HiddenLM(head_of(target, way), target)
     modes: list[dict[str, Any]] = [{}, {"sampler": Sampler(False), "seed": 5}, {"sampler": Sampler(False), "seed": 6}]
     requests = [
         Request(prompt, 7 + 5 * i, **mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]
@@ -779,6 +892,14 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hot set that does not fit"):
         load_head(head, target, "lyanna")
     config = tmp_path / "head" / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"feature": "above"}))
+    with pytest.raises(ValueError, match="a head's feature is one of head, below, not 'above'"):
+        load_head(tmp_path / "head", target, "lyanna")
+    # Heads from before there was a choice.
+    config.write_text(json.dumps({name: settings[name] for name in set(settings) - {"feature", "fusion"}}))
+    older = load_head(tmp_path / "head", target, "lyanna").config
+    assert (older.feature, older.fusion) == ("head", "every")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"widht": 3}))
     with pytest.raises(ValueError, match="unknown field 'widht'"):
         load_head(tmp_path / "head", target, "lyanna")
@@ -792,13 +913,24 @@ def test_hot_sets() -> None:
             hot_set([1, 5, 0, 3, 5], size)
 
 
+def test_two_methods_take_one_kind_of_states() -> None:
+    target = CausalLM(tiny("llama"))
+    below, head = (HiddenLM(random_head(target, feature=feature), target) for feature in ("below", "head"))
+    with pytest.raises(ValueError, match="one method needs the LM head's inputs"):
+        Split(LyannaDrafter(below, 3, 1, 3, "off"), LyannaDrafter(head, 3, 1, 3, "off"))
+    assert Split(LyannaDrafter(below, 3, 1, 3, "off"), PlainDrafter()).feature == "below"
+
+
 def test_settings_are_checked() -> None:
     wrong: dict[str, Any] = {"depth": 0, "width": 0, "nodes": 0, "least": 0, "weight": -1, "reuse": "never"}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             method("lyanna", **{name: value})
-    with pytest.raises(ValueError, match="block must be an integer of at least 1"):
-        method("pacer-lyanna", block=0)
+    with pytest.raises(ValueError, match="reuse must be off, add or free, not 'both'"):
+        method("pacer-lyanna", reuse="both")
+    for name in ("pacer-lyanna", "pacer-eagle"):
+        with pytest.raises(ValueError, match="block must be an integer of at least 1"):
+            method(name, block=0)
     target = CausalLM(tiny("llama"))
     with pytest.raises(ValueError, match="of the kind 'medusa'; the method needs 'lyanna'"):
         Decoder(target, method=Lyanna(), head=HiddenLM(random_head(target, kind="medusa"), target))

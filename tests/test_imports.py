@@ -28,6 +28,7 @@ GROUND = {
 LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
 METHODS = LOOP | {"costs", "probabilities", "nn", "lengths", "drafters", "methods", "params"}
 API = METHODS | {
+    "claims",
     "chat",
     "text",
     "files",
@@ -78,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "gguf": {"runtime", "kinds"},
     "zoo": GROUND | {"nn", "files"},
     "profiles": {"methods", "costs", "files", "zoo"},
+    "claims": {"zoo"},
     "loading": GROUND | {"nn", "runtime", "zoo", "gguf", "kinds"},
     "decoder": API - {"profiles", "api"},
     "api": API,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -204,6 +205,7 @@ def test_a_run_under_load(tmp_path: Path) -> None:
         for each in [*method["clients"].values(), *method["rate"].values()]:
             assert each["exact_match"] == 1.0 and each["differences"] == [] and each["over"][name] == 1.0
     arguments = printed["arguments"]
+    assert printed["versions"]["cpu"] and printed["date"].endswith(" UTC")
     assert arguments["methods"]["static/sd"] == {"gamma": 3} and arguments["clients"] == [2, 4]
     lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 5 * 2 and all(len(line["requests"]) == 4 for line in lines)
@@ -240,5 +242,19 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
 def test_static_batches_are_of_any_method() -> None:
     found = parse_methods(["static", "static/sd", "hf-batch"], ["sd.gamma=2"], None, {})
     assert found == {"ar": AR(), "static": AR(), "static/sd": SD(2), "hf-batch": None}
-    with pytest.raises(ValueError, match="'hf-batch' is for greedy decoding"):
-        Plan({"ar": AR(), "hf-batch": None}, clients=(2,), temperature=1.0)
+    assert Plan({"ar": AR(), "hf-batch": None}, clients=(2,), temperature=1.0).loaded
+
+
+def test_transformers_own_continuous_batching_samples_by_the_seed() -> None:
+    def outputs(seed: int, **options: float) -> list[list[int]]:
+        params = replace(PARAMS, seed=seed, temperature=1.5, **options)
+        server = BatchingServer(Peers(tiny("llama"), None, params), 2, 16)
+        try:
+            return [one.tokens for one in drive(server, asked, 1)]
+        finally:
+            server.close()
+
+    asked = jobs_of(Load(clients=1), PROMPTS, 2, (8, 8), 1)
+    first, again, other = (outputs(seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert outputs(1, top_p=1e-6) == reference([job.prompt for job in asked], [8, 8])

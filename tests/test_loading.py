@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers
-from toys import noisy_copy, tiny, tiny_tokenizer
+from toys import noisy_copy, random_head, random_layer, tiny, tiny_tokenizer
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     GPT2Config,
     LogitsProcessor,
@@ -24,14 +26,18 @@ from transformers import (
 
 import forerun
 from forerun import Decoder, loading
+from forerun.claims import check_model
 from forerun.cli import main
 from forerun.drafters.chain import ChainDrafter
 from forerun.generation import Generation, Request
 from forerun.lengths import FixedLength
-from forerun.loading import check_tokenizers
+from forerun.loading import check_tokenizers, load_head, load_model, load_pre_verifier
 from forerun.methods import AR, SD
 from forerun.model import CausalLM
+from forerun.nn.heads import HiddenDrafter
+from forerun.nn.pre_verifier import PreVerifier
 from forerun.sampling import Sampler
+from forerun.zoo.quantise import save_quantised
 
 PROMPTS = ["the cat sat", "def add(a", "for"]
 
@@ -331,3 +337,146 @@ def test_a_device_map_without_accelerate_is_one_clear_line(folders: Path) -> Non
     with pytest.raises(ValueError, match=r"cannot load target '.*target': .*requires `accelerate`") as caught:
         forerun.load(folders / "target", device_map="auto")
     assert "\n" not in str(caught.value)
+
+
+def claiming(folder: Path, **sizes: int | str) -> None:
+    """A configuration that says more than there is."""
+    config = json.loads((folder / "config.json").read_text())
+    assert sizes.keys() <= config.keys()
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+
+
+def sharded(folder: Path) -> None:
+    """The same weights in several files."""
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert len([*folder.glob("*.safetensors")]) > 2
+
+
+def under_other_names(folder: Path) -> None:
+    """As in checkpoints that transformers converts."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {f"inner.{name}": each for name, each in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+CLAIMS = [
+    ({"vocab_size": 10**9}, r"by its config\.json .* is \[1000000000, 32\], and in its file \[300, 32\]"),
+    ({"hidden_size": 60000}, r"by its config\.json lm_head\.weight is \[300, 60000\], and in its file \[300, 32\]"),
+    ({"intermediate_size": 10**8}, r"is \[32, 100000000\], and in its file \[32, 64\]"),
+    ({"num_hidden_layers": 10**9}, "claims 1000000000 layers and its files have 21 tensors"),
+    ({"num_hidden_layers": 3}, "no weights for model.layers.2.input_layernorm.weight and 8 more"),
+]
+
+
+@pytest.fixture
+def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing gets as far as taking memory."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(loading, "load_quantised", fail)
+    monkeypatch.setattr(loading, "restore", fail)
+    for layer in (HiddenDrafter, PreVerifier):
+        monkeypatch.setattr(layer, "from_pretrained", fail)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("sizes", "message"), CLAIMS)
+def test_a_draft_that_claims_more_than_its_files_have_is_refused_before_memory_is_taken(
+    sizes: dict[str, int], message: str, split: bool, copies: Path, request: pytest.FixtureRequest
+) -> None:
+    if split:
+        sharded(copies / "draft")
+    claiming(copies / "draft", **sizes)
+    request.getfixturevalue("unmade")
+    with pytest.raises(ValueError, match=f"^cannot load draft '.*draft': .*{message}$") as caught:
+        load_model(copies / "draft", "draft")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_under_other_names_are_counted(copies: Path) -> None:
+    under_other_names(copies / "draft")
+    check_model(copies / "draft")
+    claiming(copies / "draft", hidden_size=60000)
+    with pytest.raises(ValueError, match=r"claims \d+ weights and its files have 3\d+$"):
+        check_model(copies / "draft")
+
+
+def test_tied_weights_are_in_the_files_once(tmp_path: Path) -> None:
+    for name in ("gpt2", "gemma2"):
+        tiny(name).save_pretrained(tmp_path / name)
+        assert "lm_head.weight" not in load_file(tmp_path / name / "model.safetensors")
+        check_model(tmp_path / name)
+        claiming(tmp_path / name, vocab_size=10**8)
+        with pytest.raises(ValueError, match="in its file"):
+            check_model(tmp_path / name)
+
+
+def test_models_quantised_by_others_are_taken_at_their_word(copies: Path) -> None:
+    claiming(copies / "draft", hidden_size=60000)
+    config = json.loads((copies / "draft" / "config.json").read_text())
+    (copies / "draft" / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
+    check_model(copies / "draft")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 60000}, r"fuse\.weight is \[60000, 120000\], and in its file \[32, 64\]"),
+        ({"hot_size": 10**9}, r"answer\.weight is \[1000000000, 8\], and in its file \[12, 8\]"),
+        ({"hot_size": 6}, r"answer\.weight is \[6, 8\], and in its file \[12, 8\]"),
+        ({"rank": 10**9}, "and in its file"),
+        ({"num_hidden_layers": 10**9}, "claims 1000000000 layers and its files have 11 tensors"),
+        ({"num_hidden_layers": 2}, r"do not fit its configuration \(layers\.1"),
+        ({"kind": "medusa", "states": 10**9}, "claims 1000000000 layers"),
+        ({"kind": "medusa"}, r"do not fit its configuration \("),
+    ],
+)
+def test_a_head_that_claims_other_sizes_than_its_file_has_is_refused(
+    sizes: dict[str, int | str], message: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target = CausalLM(tiny("llama"))
+    random_head(target).save_pretrained(tmp_path)
+    load_head(tmp_path, target)
+    claiming(tmp_path, **sizes)
+    request.getfixturevalue("unmade")
+    with pytest.raises(ValueError, match=f"^cannot load the head '.*': .*{message}") as caught:
+        load_head(tmp_path, target)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pre_verifier_that_claims_other_sizes_is_refused(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    target, draft = CausalLM(tiny("llama")), CausalLM(tiny("llama", 3))
+    layer = random_layer(inputs=("hidden", "confidence"), target=target.model, draft=draft.model)
+    layer.save_pretrained(tmp_path)
+    load_pre_verifier(tmp_path, target, draft)
+    request.getfixturevalue("unmade")
+    for sizes in ({"draft_size": 10**9}, {"width": 60000}, {"depth": 10**8}, {"layers": 10**9}):
+        claiming(tmp_path, **sizes)
+        with pytest.raises(ValueError, match=r"^cannot load the pre-verifier '.*': .* in its file|its files have"):
+            load_pre_verifier(tmp_path, target, draft)
+        claiming(tmp_path, **{key: getattr(layer.config, key) for key in sizes})
+
+
+def test_what_is_stored_in_few_bits_is_held_to_its_sizes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    model = tiny("llama")
+    for bits in (6, 8):
+        save_quantised(model, tmp_path / str(bits), {}, bits)
+        load_model(tmp_path / str(bits), "draft")
+    head = random_head(CausalLM(model))
+    save_quantised(head, tmp_path / "head", {})
+    load_head(tmp_path / "head", CausalLM(model))
+    claiming(tmp_path / "head", rank=10**9)
+    request.getfixturevalue("unmade")
+    with pytest.raises(ValueError, match=r"^cannot load the head .* in its file"):
+        load_head(tmp_path / "head", CausalLM(model))
+    for bits in (6, 8):
+        claiming(tmp_path / str(bits), hidden_size=60000)
+        with pytest.raises(ValueError, match=r"^cannot load draft .* in its file \[.*, 32\]$"):
+            load_model(tmp_path / str(bits), "draft")

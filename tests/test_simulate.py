@@ -226,6 +226,11 @@ def test_a_recorded_run_at_other_costs(run: Path, simulate: Callable[..., Done],
         (methods,) = datasets(simulate(str(run), "--costs", str(path), "--json")).values()
         assert {name: each["speedup"] for name, each in methods.items()} == pytest.approx(ratios(draft_ms), abs=1e-3)
     assert methods["ar"]["speedup"] == 1 < methods["sd"]["tau"]
+    found = json.loads(simulate(str(run), "--costs", str(path), "--json").stdout)
+    results = json.loads((run / "results.json").read_text())
+    assert found["recorded"] == {key: results[key] for key in ("arguments", "versions", "date")}
+    assert found["arguments"] == {"run": run.name, "costs": "costs.json", "learn": None}
+    assert found["versions"]["cpu"] and found["date"].endswith(" UTC")
     shown = simulate(str(run), "--costs", "h100:llama-2-7b:llama-68m")
     assert shown.returncode == 0 and "lookup" in shown.stdout and "what forwards cost where" in shown.stdout
 

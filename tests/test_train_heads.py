@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from toys import tiny, tiny_tokenizer
 
+from forerun import Decoder
 from forerun.loading import load_head
+from forerun.methods import method
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.train.head_losses import features_of, judged
@@ -66,8 +68,11 @@ def test_training_learns_and_resumes(kind: str, tmp_path: Path) -> None:
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.parametrize("feature", ["head", "below"])
 @pytest.mark.parametrize("model", ["llama", "capped"])
-def test_features_are_remembered_where_they_lead_to_the_logits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_remembered_where_they_lead_to_the_logits(
+    model: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judge = CausalLM(tiny("llama"))
     windows = torch.randint(judge.vocab_size, (6, 9), generator=torch.Generator().manual_seed(0))
     asked: list[int] = []
@@ -81,15 +86,74 @@ def test_features_are_remembered_where_they_lead_to_the_logits(model: str, monke
         return found
 
     monkeypatch.setattr(judge.model, "forward", counted)
-    recall = judged(judge, of_windows(windows.numpy()))
+    recall = judged(judge, of_windows(windows.numpy()), feature)
     asked.clear()
     for rows in ([3, 1, 3], [1, 4], [3, 4, 1]):
-        features, logits = recall(torch.tensor(rows))
-        wanted = features_of(judge, windows[rows])
-        torch.testing.assert_close(features, wanted[0], rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(logits, wanted[1], rtol=3e-2, atol=3e-2)
+        known, wanted = recall(torch.tensor(rows)), features_of(judge, windows[rows], feature)
+        torch.testing.assert_close(known.features, wanted.features, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(known.states, wanted.states, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(known.logits, wanted.logits, rtol=3e-2, atol=3e-2)
+        assert torch.equal(known.features, known.states) == (feature == "head")
         asked.pop()  # that of what is wanted
     assert asked == ([2, 1] if model == "llama" else [3, 2, 3])
+
+
+@pytest.mark.parametrize("loss", ["law", "regression"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("lyanna", {"feature": "below", "fusion": "first"}),
+        ("lyanna", {"feature": "below", "rank": 0}),
+        ("lyanna", {"known": False, "fusion": "first"}),
+        ("eagle", {"feature": "below", "rank": 0}),
+        ("medusa", {"feature": "below"}),
+    ],
+)
+def test_heads_of_other_forms_learn_and_decode(kind: str, form: dict[str, Any], loss: str, tmp_path: Path) -> None:
+    what = trainable(tmp_path)
+    recipe = HeadRecipe(sequences=32, prompt=8, output=24, steps=40, batch=4, unroll=3, lr=1e-2, held=0.2, loss=loss)
+    train_head(*what, tmp_path / "head", recipe, kind, say=lambda line: None, **form)
+    log = [json.loads(line) for line in (tmp_path / "head/work/training/head/log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"]
+    target = tiny("llama", vocab=len(tiny_tokenizer()))
+    head = load_head(tmp_path / "head", CausalLM(target), kind)
+    assert all(getattr(head.config, name) == value for name, value in form.items())
+    # The target's states are taken at their own scale, and this is trained.
+    assert hasattr(head, "enter") == (form.get("feature") == "below")
+    if hasattr(head, "enter"):
+        assert not torch.equal(head.enter.weight, torch.ones_like(head.enter.weight))
+    assert hasattr(head, "embed") == (kind == "lyanna" and form.get("rank") != 0)
+    decoder, plain = Decoder(target, None, None, method(kind), guard=False, head=head), Decoder(target, None)
+    for prompt in ([5, 6, 7, 8], [9]):
+        found, wanted = (each.generate(prompt, max_new_tokens=20, ignore_eos=True) for each in (decoder, plain))
+        assert found.tokens == wanted.tokens and found.stats.drafted > 0
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_heads_of_all_kinds_are_of_one_size(rank: int, tmp_path: Path) -> None:
+    what = trainable(tmp_path)
+    recipe = HeadRecipe(sequences=8, prompt=8, output=24, steps=1, unroll=2, held=0.5)
+    sizes = [
+        train_head(*what, tmp_path / kind, recipe, kind, rank=rank, feature="below", say=lambda line: None)[
+            "parameters"
+        ]
+        for kind in ("lyanna", "eagle", "medusa")
+    ]
+    assert max(sizes) - min(sizes) <= 0.02 * min(sizes)  # whole rows of an MLP
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"feature": "above"}, "feature must be one of head, below, not 'above'"),
+        ({"fusion": "never"}, "fusion must be one of every, first, not 'never'"),
+        ({"fusion": "first", "kind": "eagle"}, "fusion first is for the kind lyanna"),
+        ({"rank": -1}, "rank must be at least 0, not -1"),
+    ],
+)
+def test_forms_that_there_are_not(form: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_head("nothing", [], tmp_path / "out", HeadRecipe(), **form)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +212,9 @@ def test_training_goes_on_from_a_head(kind: str, tmp_path: Path) -> None:
     for other in ("counted", None):
         with pytest.raises(ValueError, match="other settings"):
             run("further", further, other)
-    with pytest.raises(ValueError, match="first' has rank 8, not 40"):
-        run("other", further, "first", rank=40)
+    for name, there, other in (("rank", "8", 40), ("feature", "head", "below")):
+        with pytest.raises(ValueError, match=f"first' has {name} {there}, not {other}"):
+            run("other", further, "first", **{name: other})
     with pytest.raises(ValueError, match=f"first' has kind {kind}, not "):
         run("other", further, "first", kind="eagle" if kind != "eagle" else "lyanna")
     with pytest.raises(ValueError, match="there is no"):

@@ -448,6 +448,9 @@ def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path, inside:
     assert found["measured_speedup"] == max(found["measured"].values())
     assert {name.partition(" ")[0] for name in found["predicted"]} == {"ar", *found["tuned"]} >= {"sd", "lookup"}
     assert profile.greedy.prompts["dataset"] == "own.jsonl"
+    assert found["versions"] == profile.versions and found["date"].endswith(" UTC")
+    assert found["arguments"]["target"] == "target" and found["arguments"]["budget"] == 2.0
+    assert str(folder) not in json.dumps(found["arguments"])
 
     # Whatever was fastest here, what is stored is what runs.
     save(profile.pair, "greedy", replace(profile.greedy, method="lookup", settings={"gamma": 2, "ngram": 1}),

@@ -162,21 +162,10 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
     config = target.config
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        head = HiddenDrafter(
-            HiddenConfig(
-                hidden_size=config.hidden_size,
-                intermediate_size=48,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
-                vocab_size=target.vocab_size,
-                hot_size=hot,
-                rank=8,
-                max_position_embeddings=512,
-                target=target.fingerprint,
-                **settings,
-            )
-        ).eval()
+        sizes: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"head_dim": 8, "rank": 8, "max_position_embeddings": 512, "hidden_size": config.hidden_size}
+        known: dict[str, Any] = {"vocab_size": target.vocab_size, "hot_size": hot, "target": target.fingerprint}
+        head = HiddenDrafter(HiddenConfig(**sizes | known | settings)).eval()
         head.hot.copy_(torch.randperm(target.vocab_size)[:hot])
     return head
 

@@ -12,8 +12,10 @@ from forerun.methods import AR
 from forerun.model import CausalLM
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.sampling import Sampler
+from forerun.train.drafts import FIELDS
 from forerun.train.pre_verifier import TEMPERATURE, TOP_P, measure
 from forerun.train.rollout import Rollouts, roll_out
+from forerun.train.texts import of_windows
 from forerun.zoo import EMBEDDED, FOLDER
 from forerun.zoo.corpus import held_out_prompts
 
@@ -22,8 +24,8 @@ NEW = 128
 
 def drafts_of(target: CausalLM, draft: CausalLM, windows: torch.Tensor, depth: int, sampler: Sampler) -> list[Rollouts]:
     generator = torch.Generator().manual_seed(0)
-    first = windows.shape[1] - NEW
-    return [roll_out(target, draft, rows, first, None, depth, sampler, generator) for rows in windows.split(4)]
+    texts = [of_windows(rows.numpy(), windows.shape[1] - NEW - 1) for rows in windows.split(4)]
+    return [roll_out(target, draft, each, None, depth, sampler, generator) for each in texts]
 
 
 def main() -> None:
@@ -40,8 +42,7 @@ def main() -> None:
         done = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True, **options)
         windows = torch.tensor([prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)])
         parts = drafts_of(target, draft, windows, depth, sampler if options else Sampler())
-        names = ("tokens", "accept", "hidden", "log_q", "target", "history", "echoes")
-        drafts = {each: torch.cat([getattr(part, each) for part in parts]) for each in names}
+        drafts = {each: torch.cat([getattr(part, each) for part in parts]) for each in FIELDS}
         found = measure(layer, drafts, draft.model.get_input_embeddings().weight.detach())
         print(f"{name}: AUC {found['auc']}, ECE {found['ece']}, {found['drafts']} drafts")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from forerun.bench.load import Event, Job
@@ -18,10 +19,11 @@ class BatchingServer:
     """Transformers' own manager, which decodes in a thread of its own and notes when each token was there.
 
     Its cache holds `rows` requests of `length` tokens; prefixes are not shared, as ours are not in a bench.
+    What is sampled follows from the seed and from when requests come: all rows draw from one source.
     """
 
     def __init__(self, peers: Peers, rows: int, length: int) -> None:
-        config = GenerationConfig(do_sample=False, eos_token_id=sorted(peers.ends) or -1, pad_token_id=peers.pad)
+        config = GenerationConfig(**peers.drawing(), eos_token_id=sorted(peers.ends) or -1, pad_token_id=peers.pad)
         sizes = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=rows * -(-(length + 1) // PAGE) + 1,
@@ -32,6 +34,8 @@ class BatchingServer:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it misses psutil; failures come back
         model: Any = peers.target
         self.manager = model.init_continuous_batching(config, sizes)
+        if peers.params.seed is not None:
+            torch.manual_seed(peers.params.seed)
         self.manager.start()
 
     def add(self, job: Job) -> int:

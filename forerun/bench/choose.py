@@ -13,10 +13,12 @@ from forerun.zoo import EMBEDDED, FOLDER, resolve
 
 ASSISTED = "hf-assisted"
 SCHEDULES = ("heuristic", "heuristic_transient", "constant")
-PEERS = ("hf-ar", "hf-lookup", *(f"{ASSISTED}/{schedule}" for schedule in SCHEDULES))
+HF_LOOKUP = "hf-lookup"
+PEERS = ("hf-ar", HF_LOOKUP, *(f"{ASSISTED}/{schedule}" for schedule in SCHEDULES))
+FORWARD = "hf-forward"  # a method of ours, on transformers' own forwards
 BATCHING, STATIC = "hf-batch", "static"  # under load alone
 LLAMA, LLAMA_LOOKUP = "llama-cpp", "llama-cpp-lookup"
-NAMES = (*METHODS, "hf-ar", "hf-lookup", ASSISTED, LLAMA, LLAMA_LOOKUP, BATCHING, STATIC)
+NAMES = (*METHODS, "hf-ar", HF_LOOKUP, ASSISTED, f"{FORWARD}/METHOD", LLAMA, LLAMA_LOOKUP, BATCHING, STATIC)
 LOOKUP_TOKENS = 10  # of hf-lookup: what transformers' documentation uses
 LLAMA_TOKENS, LLAMA_NGRAM = 2, 2  # of llama-cpp-lookup: what its documentation has for CPUs, and its default
 DEFAULT_METHODS = ("ar", "sd", "lookup")
@@ -28,8 +30,8 @@ def parse_methods(
     """The methods of --methods, --method-arg and --tune, `ar` always among them.
 
     `tuned` holds settings that take the place of a method's defaults, not of what is given. `static` is `ar` in static
-    batches, static/NAME another method in them. llama-cpp-lookup/TOKENS/NGRAM drafts so many tokens behind the longest
-    phrase of up to NGRAM tokens that has been there before.
+    batches, static/NAME another method in them; hf-forward/NAME is a method of ours on transformers' own forwards.
+    `hf-assisted` stands for all of transformers' schedules. What a peer's name may hold says `peer_settings`.
     """
     given: dict[str, dict[str, Any]] = {}
     for setting in settings:
@@ -48,9 +50,7 @@ def parse_methods(
     for name in wanted if "ar" in wanted else ["ar", *wanted]:
         if name == ASSISTED:
             chosen |= {peer: None for peer in PEERS if peer.startswith(ASSISTED)}
-        elif name in (*PEERS, BATCHING):
-            chosen[name] = None
-        elif is_llama(name):
+        elif name == BATCHING or is_transformers(name) or is_llama(name):
             peer_settings(name)  # raises for numbers that are none
             chosen[name] = None
         elif (own := own_name(name)) in METHODS:
@@ -64,8 +64,8 @@ def parse_methods(
 
 
 def own_name(name: str) -> str:
-    """The method that is served in static batches by this name, else the name itself."""
-    return METHODS["ar"].name if name == STATIC else name.removeprefix(f"{STATIC}/")
+    """The method that is served in static batches, or on transformers' forwards, by this name, else the name itself."""
+    return METHODS["ar"].name if name == STATIC else name.removeprefix(f"{STATIC}/").removeprefix(f"{FORWARD}/")
 
 
 def stored_tuning(target: str, draft: str | None, temperature: float) -> dict[str, dict[str, Any]]:
@@ -77,22 +77,62 @@ def stored_tuning(target: str, draft: str | None, temperature: float) -> dict[st
     return json.loads(read_text(path))["sampling" if temperature else "greedy"]
 
 
+def on_their_forward(name: str) -> bool:
+    """Whether a method of ours runs on transformers' own forwards."""
+    return name.startswith(f"{FORWARD}/")
+
+
+def is_transformers(name: str) -> bool:
+    """Whether transformers' own `generate` decodes."""
+    return name == "hf-ar" or name.partition("/")[0] in (HF_LOOKUP, ASSISTED)
+
+
 def is_llama(name: str) -> bool:
     """Whether llama.cpp decodes, not transformers and not we."""
     return name == LLAMA or name.partition("/")[0] == LLAMA_LOOKUP
 
 
 def peer_settings(name: str) -> dict[str, Any]:
-    """What a peer's method is called with, beside what all are. Raises ValueError for numbers that it cannot take."""
-    if name.partition("/")[0] == LLAMA_LOOKUP:
-        given = name.split("/")[1:]
-        if len(given) > 2 or not all(each.isdecimal() and int(each) for each in given):
-            raise ValueError(f"{LLAMA_LOOKUP}/TOKENS/NGRAM takes two numbers of at least 1, not {name!r}")
+    """What a peer's method is called with, beside what all are. Raises ValueError for numbers that it cannot take.
+
+    llama-cpp-lookup/TOKENS/NGRAM and hf-lookup/TOKENS/NGRAM draft so many tokens behind the longest phrase of up to
+    NGRAM tokens that has been there before. hf-assisted/SCHEDULE/TOKENS/THRESHOLD drafts so many tokens with a model,
+    fewer where its probability of a token is below THRESHOLD, which adapts unless it is 0; without a schedule the
+    number is constant, as is transformers' default. What is left out at the end is the program's own.
+    """
+    kind, *given = name.split("/")
+    if kind in (LLAMA_LOOKUP, HF_LOOKUP):
+        if len(given) > 2 or not all(map(_counts, given)):
+            raise ValueError(f"{kind}/TOKENS/NGRAM takes two numbers of at least 1, not {name!r}")
+        if kind == HF_LOOKUP:
+            names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
+            return dict(zip(names, map(int, given), strict=False)) or {names[0]: LOOKUP_TOKENS}
         tokens, ngram, *_ = (*map(int, given), *(LLAMA_TOKENS, LLAMA_NGRAM)[len(given) :])
         return {"num_pred_tokens": tokens, "max_ngram_size": ngram}
-    if name.startswith(ASSISTED):
-        return {"num_assistant_tokens_schedule": name.partition("/")[2]}
-    return {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-lookup" else {}
+    return _assisted(name, given) if kind == ASSISTED else {}
+
+
+def _assisted(name: str, given: list[str]) -> dict[str, Any]:
+    schedule, *numbers = given if given and given[0] in SCHEDULES else ["constant", *given]
+    if len(numbers) > 2 or not all(map(_counts, numbers[:1])) or not all(map(_shares, numbers[1:])):
+        raise ValueError(
+            f"{ASSISTED}/SCHEDULE/TOKENS/THRESHOLD takes one of {', '.join(SCHEDULES)}, a number of at least 1 and one "
+            f"from 0 to below 1, not {name!r}"
+        )
+    settings: dict[str, Any] = {"num_assistant_tokens_schedule": schedule}
+    if numbers:
+        settings["num_assistant_tokens"] = int(numbers[0])
+    if numbers[1:]:
+        settings["assistant_confidence_threshold"] = float(numbers[1])
+    return settings
+
+
+def _counts(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
+
+
+def _shares(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal() and float(text) < 1
 
 
 def takes_rows(name: str) -> bool:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from forerun.api import Decoder
 from forerun.bench.datasets import Prompt
-from forerun.bench.models import load_decoders, load_prompts
+from forerun.bench.decoders import load_decoders
+from forerun.bench.models import load_prompts
 from forerun.bench.peers import end_tokens
 from forerun.bench.plan import Plan
-from forerun.bench.report import versions
+from forerun.bench.report import provenance
 from forerun.draft import Draft
 from forerun.files import write_text
 from forerun.model import CausalLM
@@ -63,8 +64,7 @@ def check_logits(
         "check_logits": {name: asdict(each) for name, each in found.items()},
         "target": facts_of(target),
         "prompts": len(prompts),
-        "arguments": plan.arguments(),
-        "versions": versions(),
+        **provenance(plan.arguments()),
     }
 
 

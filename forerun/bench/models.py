@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.api import Decoder
 from forerun.bench.choose import ASSISTED, is_llama
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan
-from forerun.bench.roofline import read_costs
 from forerun.bench.shapes import difference, expand, expand_head
 from forerun.bench.sizes import SHAPES
-from forerun.costs import Costs
-from forerun.files import read_text, write_text
-from forerun.lengths.oracle import Truth
 from forerun.loading import (
     check_draft_tokenizer,
     load_config,
@@ -30,12 +23,10 @@ from forerun.loading import (
     load_pre_verifier,
     load_tokenizer,
 )
-from forerun.methods import Lyanna, Pacer, SpecDec
+from forerun.methods import Pacer, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
-from forerun.profiles import costs_of
 from forerun.runtime import prepare
-from forerun.runtime.costs import measure_costs
 from forerun.runtime.heads import HiddenLM
 from forerun.zoo import companion
 
@@ -168,50 +159,14 @@ def load_peers(plan: Plan) -> Peers | None:
     assistant = None
     if any(name.startswith(ASSISTED) for name in theirs):
         assert plan.draft is not None
-        assistant = _theirs(plan, "draft")
-    return Peers(_theirs(plan, "target"), assistant, plan.params())
+        assistant = load_theirs(plan, "draft")
+    return Peers(load_theirs(plan, "target"), assistant, plan.params())
 
 
-def _theirs(plan: Plan, part: str) -> PreTrainedModel:
+def load_theirs(plan: Plan, part: str) -> PreTrainedModel:
     """A model as transformers would load it: a GGUF file in float32."""
     weights = plan.weights if part == "target" else plan.draft_weights
     how = _how(plan, part) | {"weights": weights if weights in ("float32", "bfloat16") else None}
     if how["weights"] == "bfloat16":  # not ours, whatever the device
         how |= {"weights": None, "dtype": "bfloat16"}
     return load_model(getattr(plan, part), part, plain=True, **how)
-
-
-def load_decoders(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path | None
-) -> tuple[dict[str, Decoder], CausalLM, Costs | None]:
-    """The methods of ours, on one target and one draft; the target; and what forwards cost: as the plan gives it, else
-    on this machine when the run began, where a method or a run with a folder wants to know."""
-    target, draft = load_pair(plan)
-    layers = load_layers(plan, target, draft) if draft is not None else {}
-    heads, truth = load_heads(plan, target), Truth()
-    costs = read_costs(plan.costs) if plan.costs is not None else None
-    kept = out / "costs.json" if out is not None and plan.costs is None else None
-    if kept is not None and kept.exists():
-        costs = costs_of(json.loads(read_text(kept)))
-    elif costs is None and (kept or any(each is not None and each.needs_costs for each in plan.methods.values())):
-        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
-        if kept is not None:
-            write_text(kept, json.dumps(asdict(costs)) + "\n")
-    decoders: dict[str, Decoder] = {}
-    for name, method in plan.methods.items():
-        if method is None:
-            continue
-        decoders[name] = decoder = Decoder(
-            target,
-            tokenizer,
-            draft if method.needs_draft else None,
-            method,
-            plan.guard,
-            pre_verifier=layers.get(method.layer),
-            head=heads.get(method.head),
-            max_rows=plan.rows,
-            prefix_bytes=0,  # a prompt that comes again is computed again
-        )
-        decoder.costs, decoder.truth = costs, truth
-        decoder.tokenizer = None  # making text is no part of what is measured
-    return decoders, target, costs

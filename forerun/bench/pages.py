@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.bench.choose import LLAMA_NGRAM, LLAMA_TOKENS, is_llama
+from forerun.bench.choose import (
+    ASSISTED,
+    FORWARD,
+    LLAMA_NGRAM,
+    LLAMA_TOKENS,
+    is_llama,
+    is_transformers,
+    on_their_forward,
+)
 from forerun.bench.margins import explained
 
 COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisation", "overhead", "same tokens")
@@ -165,10 +173,17 @@ def _notes(results: dict[str, Any]) -> list[str]:
             )
     else:
         notes.append("- Sampled: outputs are from one distribution and differ from method to method.")
-    if any(name.startswith("hf-") for name in methods):
+    if any(map(is_transformers, methods)):
         notes.append(
             "- `hf-` methods are transformers' own `generate` on the same weights, loaded apart. `hf-assisted` is the "
-            "best of its schedules by median tokens/s, chosen in each table after the run, which favours it."
+            "best of its settings by median tokens/s, chosen in each table after the run, which favours it."
+        )
+        if results["versions"]["scikit-learn"] is None and any(name.startswith(ASSISTED) for name in methods):
+            notes.append("- Without scikit-learn the threshold of transformers' assistant stays as it is.")
+    if any(map(on_their_forward, methods)):
+        notes.append(
+            f"- `{FORWARD}/METHOD` is our method on transformers' own forwards of target and draft: the speedup that "
+            "it has there does not come from our forwards. A file in few bits is in float32 there."
         )
     if any(is_llama(name) for name in methods):
         notes.append(

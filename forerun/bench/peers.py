@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from forerun.bench.choose import ASSISTED, peer_settings, takes_rows
+from forerun.bench.choose import ASSISTED, HF_LOOKUP, peer_settings, takes_rows
 from forerun.bench.runners import Outcome, Run
 from forerun.params import SamplingParams
 
@@ -54,14 +54,19 @@ class Peers:
         self.of_target = Forwards(target)
         self.of_draft = Forwards(draft) if draft is not None else None
 
+    def drawing(self) -> dict[str, Any]:
+        """How tokens are chosen: nothing but the temperature and top-p."""
+        asked = self.params
+        if not asked.temperature:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": asked.top_p}
+
     def config(self, name: str) -> GenerationConfig:
         """How `generate` is asked for a method, beside its assistant."""
-        options: dict[str, Any] = {"do_sample": False}
-        asked = self.params
-        if asked.temperature:
-            options = {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": asked.top_p}
+        options = self.drawing()
         special = {key: getattr(self.target.generation_config, key) for key in ("eos_token_id", "pad_token_id")}
-        return GenerationConfig(max_new_tokens=asked.max_new_tokens, **special, **options, **peer_settings(name))
+        options |= peer_settings(name) if name.startswith(HF_LOOKUP) else {}  # of the assistant's are asked for there
+        return GenerationConfig(max_new_tokens=self.params.max_new_tokens, **special, **options)
 
     def run(self, name: str) -> Run:
         """The method of that name; batches go through row by row where transformers refuses them."""

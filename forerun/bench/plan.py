@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.choose import ASSISTED, BATCHING, STATIC, check_llama, is_llama, peer_settings
+from forerun.bench.choose import ASSISTED, BATCHING, STATIC, check_llama, is_llama, on_their_forward, peer_settings
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.bench.roofline import check_costs, read_costs
 from forerun.bench.sizes import SHAPES
@@ -110,7 +110,7 @@ class Plan:
                 if kind in ("bfloat16", "int8", "int4"):
                     raise ValueError(f"weights {kind!r} cannot be measured in another shape; choose float32")
             for name, each in self.methods.items():
-                if each is None:
+                if each is None or on_their_forward(name):
                     raise ValueError(f"method {name!r} cannot be measured in another shape; leave it out")
         if self.costs is not None:
             ours = {name: each for name, each in self.methods.items() if each is not None}
@@ -136,8 +136,6 @@ class Plan:
         for option, given in (("--batch", self.batch > 1), ("--tune", self.tune is not None)):
             if given:
                 raise ValueError(f"{option} is not for --clients and --rate")
-        if self.temperature and BATCHING in self.methods:
-            raise ValueError(f"method {BATCHING!r} is for greedy decoding; leave it out or set the temperature to 0")
         if min((*self.clients, 1)) < 1 or not min((*self.rate, 1.0)) > 0:
             raise ValueError("--clients must be at least 1 and --rate above 0")
         low, high = self.lengths

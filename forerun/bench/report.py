@@ -34,24 +34,35 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def summary(records: Sequence[Record], margins: Margins, batch: int = 1) -> dict[str, Any]:
     """Statistics of each method, from records of one dataset or of several.
 
-    A speedup is a ratio to `ar` on the same prompts in the same round. `hf-assisted` is whichever of its schedules
+    A speedup is a ratio to `ar` on the same prompts in the same round, and `over` has the median of such ratios to
+    every method. `hf-assisted` is whichever of its settings
     has the best median tokens/s in these very records. `batch` is how many prompts were given at once.
     """
-    plain = {record.group: record for record in records if record.method == "ar"}
+    rates: dict[str, dict[Group, float]] = {}
+    for record in sorted(records, key=lambda each: each.group):
+        rates.setdefault(record.method, {})[record.group] = record.stats.tokens_per_s
     methods: dict[str, Any] = {}
-    for name in dict.fromkeys(record.method for record in sorted(records, key=lambda each: each.group)):
+    for name in rates:
         own = [record for record in records if record.method == name]
-        methods[name] = _method(own, plain, margins) | {"rows_one_by_one": batch > 1 and not takes_rows(name)}
+        shared = {other: _ratios(rates[name], theirs) for other, theirs in rates.items()}
+        over = {other: round(median(ratios), 4) for other, ratios in shared.items() if ratios}
+        slow = {"rows_one_by_one": batch > 1 and not takes_rows(name)}
+        methods[name] = _method(own, rates["ar"], margins) | {"over": over} | slow
     schedules = [name for name in methods if name.startswith(f"{ASSISTED}/")]
-    if schedules:
+    if len(schedules) > 1:
         best = max(schedules, key=lambda name: methods[name]["tokens_per_s"])
         methods[ASSISTED] = methods[best] | {"schedule": best.partition("/")[2]}
     return methods
 
 
-def _method(own: Sequence[Record], plain: dict[Group, Record], margins: Margins) -> dict[str, Any]:
+def _ratios(own: dict[Group, float], other: dict[Group, float]) -> list[float]:
+    """Of tokens/s on the same prompts in the same round."""
+    return [rate / other[group] for group, rate in own.items() if group in other]
+
+
+def _method(own: Sequence[Record], plain: dict[Group, float], margins: Margins) -> dict[str, Any]:
     rates = spread([record.stats.tokens_per_s for record in own])
-    ratios = spread([record.stats.tokens_per_s / plain[record.group].stats.tokens_per_s for record in own])
+    ratios = spread([record.stats.tokens_per_s / plain[record.group] for record in own])
     stats = total([record.stats for record in own])
     spent = [record.times for record in own if record.times is not None]
     drafting = spent and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
@@ -125,7 +136,14 @@ def results(
         **({"tuned": _tuned(plan, methods)} if plan.tune else {}),
         "reference": plan.reference if not plan.temperature else None,
         "costs": asdict(costs) if costs is not None else None,
-        "arguments": plan.arguments(),
+        **provenance(plan.arguments()),
+    }
+
+
+def provenance(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What every file of results holds: what was asked for, with and on what it was measured, and when."""
+    return {
+        "arguments": arguments,
         "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
@@ -164,9 +182,10 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with -dirty where the package has been changed since; None where there is none.
+    """The commit of this source tree, with a + where the package has been changed since; None where there is none.
 
-    A repository that merely encloses an installed package does not track this file.
+    Changes beside the package do not count: results and pages are written while runs go on. A repository that merely
+    encloses an installed package does not track this file.
     """
 
     here = Path(__file__).resolve()
@@ -177,6 +196,6 @@ def _commit() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", str(here))
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", ".") else "")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,14 +14,15 @@ from forerun.api import Decoder
 from forerun.bench.batching import BatchingServer
 from forerun.bench.choose import BATCHING, STATIC
 from forerun.bench.datasets import Prompt
+from forerun.bench.decoders import load_decoders
 from forerun.bench.load import EngineServer, Load, Served, Server, drive, figures, jobs_of, middle
 from forerun.bench.measure import WARM_UP, turned
-from forerun.bench.models import load_decoders, load_peers, load_prompts
+from forerun.bench.models import load_peers, load_prompts
 from forerun.bench.pages import load_markdown
 from forerun.bench.peers import Peers
 from forerun.bench.plan import Plan
 from forerun.bench.records import first_difference
-from forerun.bench.report import versions
+from forerun.bench.report import provenance
 from forerun.bench.session import claimed
 from forerun.files import write_text
 
@@ -114,9 +114,7 @@ def _results(
     return first | {
         "methods": methods,
         "prompts": facts,
-        "arguments": plan.arguments(),
-        "versions": versions(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        **provenance(plan.arguments()),
     }
 
 

@@ -12,9 +12,10 @@ from typing import Any
 from forerun.api import Decoder
 from forerun.bench.choose import is_llama
 from forerun.bench.datasets import Prompt
+from forerun.bench.decoders import load_decoders, load_on_their_forward
 from forerun.bench.llama import load_llama
 from forerun.bench.measure import WARM_UP, margins, measure
-from forerun.bench.models import load_decoders, load_peers, load_prompts
+from forerun.bench.models import load_peers, load_prompts
 from forerun.bench.pages import markdown
 from forerun.bench.plan import Plan, check_folder
 from forerun.bench.records import Records
@@ -54,6 +55,7 @@ def bench(
         records.resume(list(plan.methods))
     peers = load_peers(plan)
     decoders, target, costs = load_decoders(plan, tokenizer, out)
+    decoders |= load_on_their_forward(plan, tokenizer)
     llama = load_llama(plan, datasets, target)
     runs: dict[str, Run] = {}
     for name in plan.methods:
@@ -108,7 +110,7 @@ def _timelines(
         forget_phrases(decoder)
         found = step_of(decoder, prompts, params)
         if found is not None:
-            pictures.append(f"timeline-{name}.png")
+            pictures.append(f"timeline-{name.replace('/', '-')}.png")
             plot_timeline(name, *found, out / pictures[-1])
             methods[name]["timeline"] = {"ms": round(found[1].ms, 3), "busy_ms": round(found[1].busy, 3)}
     return pictures

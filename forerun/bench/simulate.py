@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class RecordedRun:
         records: of these.
         costs, given: what forwards cost, or what --costs gave for them, and the name of that.
         batch, samples: of the run.
+        source: its arguments, versions and date.
     """
 
     methods: dict[str, Method]
@@ -43,6 +44,7 @@ class RecordedRun:
     given: str | None
     batch: int
     samples: bool
+    source: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -67,9 +69,10 @@ def read_run(folder: Path) -> RecordedRun:
         if arguments["guard"]:
             raise ValueError("a clock decided when it drafted (--guard)")
         given, batch, samples = arguments["costs"], arguments["batch"], arguments["temperature"] > 0
+        source = {key: results.get(key) for key in ("arguments", "versions", "date")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} holds no run of `forerun bench --out` that can be simulated: {error}") from None
-    return RecordedRun(methods, own, costs, given, batch, samples)
+    return RecordedRun(methods, own, costs, given, batch, samples, source)
 
 
 def simulated(run: RecordedRun, costs: Costs) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from forerun.bench.models import load_pair, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.prices import Prices, kind
 from forerun.bench.records import Records
-from forerun.bench.report import summary, versions
+from forerun.bench.report import provenance, summary, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.bench.search import FINALISTS, calibrate, finalists, screen, singly
 from forerun.costs import Costs
@@ -241,7 +241,9 @@ def tune(
         plan.draft_weights,
     )
     path = save(pair, "sampling" if plan.temperature else "greedy", choice, costs, versions())
+    folders = {"pre_verifier": pre_verifier and pre_verifier.name, "head": head and head.name}
     return {
+        **provenance(plan.arguments() | {"methods": [*GRID], "top_p": top_p, "budget": budget} | folders),
         "profile": str(path),
         **asdict(choice),
         "predicted": predicted,

@@ -49,7 +49,11 @@ def simulate(
         found = {"datasets": datasets, "costs": costs} | went_by
         columns = {"speedup": "speedup", "speedup_p10": "10 %", "speedup_p90": "90 %", "tau": "tau"}
     if as_json:
-        print(json.dumps(found))
+        from forerun.bench.report import provenance
+
+        arguments = {"run": run.resolve().name, "costs": Path(costs).name if costs is not None else None}
+        arguments |= {"learn": learn.resolve().name if learn is not None else None}
+        print(json.dumps(found | {"recorded": recorded.source} | provenance(arguments)))
         return
     _show(found, columns)
 

@@ -142,22 +142,29 @@ def chat_data(
 def pre_verifier(
     out: Annotated[Path, typer.Option(help="Where the layer goes; a run that was stopped goes on from it.")],
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="Text for prompts, best such as neither model was trained on: files or folders (.txt .md .py "
             ".jsonl), 'stdlib', or 'stdlib-spare' (files the embedded pair has not seen); repeatable."
         ),
-    ],
+    ] = None,
+    chats: ChatsOption = None,
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     kind: Annotated[str, typer.Option(help="pacer, or specdec++ for that method's head.")] = "pacer",
-    inputs: Annotated[str | None, typer.Option(help="What the layer sees: names, separated by commas.")] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="What the layer sees, separated by commas: confidence, echoes and history by default; also hidden, "
+            "token, target, and entropy and top of the target's law behind the last verified token."
+        ),
+    ] = None,
     width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 32,
     layers: Annotated[int, typer.Option(min=0, help="Transformer blocks; 0 for a perceptron.")] = 0,
-    sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output.")] = 2048,
+    sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output, or conversations.")] = 2048,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens of text a window begins with.")] = 128,
     output: Annotated[int, typer.Option(min=24, help="Tokens of output a window goes on with.")] = 148,
-    anchors: Annotated[int, typer.Option(min=2, help="Drafts that leave each window.")] = 48,
+    anchors: Annotated[int, typer.Option(min=2, help="Drafts that leave each window or answer.")] = 48,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 2e-3,
     weight: Annotated[float | None, typer.Option(min=0, help="Weight of rejections in the loss.")] = None,
@@ -175,6 +182,7 @@ def pre_verifier(
         raise ValueError(f"--kind must be pacer or specdec++, not {kind!r}")
     if width % 4:
         raise ValueError(f"--width must be a multiple of 4, not {width}")
+    data = data or []
     _check_data(data, "stdlib", "stdlib-spare")
     resolve(target, "target")
     resolve(draft, "draft")
@@ -207,6 +215,7 @@ def pre_verifier(
         out,
         recipe,
         layer,
+        chats=chats,
         work=work,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -225,11 +234,18 @@ def lyanna(
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
     kind: Annotated[str, typer.Option(help="lyanna, or eagle or medusa to compare with.")] = "lyanna",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the token information.")] = 64,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of the token information; 0 for a head without it.")] = 64,
     hot: Annotated[float, typer.Option(help="Share of the vocabulary that it drafts from.")] = 0.25,
     known: Annotated[
         bool, typer.Option(help="Whether lyanna's layers see the tokens behind the target's features.")
     ] = True,
+    feature: Annotated[
+        str,
+        typer.Option(help="What the head takes: head, the LM head's input; below, the states below the last layer."),
+    ] = "head",
+    fusion: Annotated[
+        str, typer.Option(help="States that lyanna's fusion layer takes: every; first, the target's features alone.")
+    ] = "every",
     sequences: Annotated[int, typer.Option(min=4, help="Windows of the target's own output.")] = 2048,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens of text a window begins with.")] = 64,
     output: Annotated[int, typer.Option(min=8, help="Tokens of output a window goes on with.")] = 192,
@@ -263,6 +279,8 @@ def lyanna(
         rank=rank,
         hot=hot,
         known=known,
+        feature=feature,
+        fusion=fusion,
         chats=chats,
         start=start,
         work=work,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from math import exp, log1p
@@ -12,15 +13,18 @@ import numpy as np
 
 from forerun.costs import Costs
 from forerun.drafters.beams import Array
+from forerun.generation import Generation, Mode
+from forerun.runtime.heads import HiddenLM
 
 _CERTAIN = 1 - 1e-6  # above this, log-odds are those of this
 
 
 class StepCosts:
-    """Milliseconds of a head's next state, and of target forwards by the number of nodes of each of `rows` rows."""
+    """Milliseconds of a head's next state, and of target forwards by the number of nodes of each of `rows` rows. A
+    state is one of each of `beams` beams."""
 
-    def __init__(self, costs: Costs, rows: int, nodes: int) -> None:
-        self.state = costs.heading(rows)
+    def __init__(self, costs: Costs, rows: int, nodes: int, beams: int = 1) -> None:
+        self.state = costs.heading(rows * beams)
         self.verify = [costs.verify(rows * (count + 1)) for count in range(nodes + 1)]
 
 
@@ -147,3 +151,37 @@ class Budget:
             further[row] = self._first([*self.sure[row], *list(usual)[1:]])
         there, _ = group.rate([further[row] for row in group.rows], steps * group.state)
         return there > group.rate([self.sure[row] for row in group.rows])[0]
+
+
+class Budgets:
+    """Makes the budget of each step. Greedy sequences stop together, others each for itself."""
+
+    def __init__(
+        self,
+        head: HiddenLM,
+        costs_for: Callable[[Mode], Costs],
+        block: int,
+        nodes: int,
+        beams: int = 1,
+    ) -> None:
+        """`costs_for`: the costs of forwards by mode. `nodes`: of a row, at most. `beams`: see `StepCosts`."""
+        self.head, self.costs_for, self.block, self.nodes, self.beams = head, costs_for, block, nodes, beams
+        self._costs: dict[tuple[Mode, int], StepCosts] = {}
+
+    def of(self, seqs: list[Generation], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
+        """That of a step. `fresh`: the rows that the head drafts states for. `limits`, `ahead`: see `Budget`."""
+        together = [row for row, seq in enumerate(seqs) if seq.greedy]
+        groups = [together] if together else []
+        groups += [[row] for row, seq in enumerate(seqs) if not seq.greedy]
+        parts = [
+            Group(rows, self._step_costs(seqs[rows[0]].mode, len(rows)), bool(set(rows) & set(fresh)))
+            for rows in groups
+        ]
+        return Budget(parts, self.head.curves, self.block, limits, ahead)
+
+    def _step_costs(self, mode: Mode, rows: int) -> StepCosts:
+        if (mode, rows) not in self._costs:
+            costs = self.costs_for(mode)
+            costs = costs if mode == "greedy" else costs.sampled
+            self._costs[mode, rows] = StepCosts(costs, rows, self.nodes, self.beams)
+        return self._costs[mode, rows]

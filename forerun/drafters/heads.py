@@ -3,16 +3,18 @@ compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from forerun.costs import Costs
 from forerun.draft import Draft
 from forerun.drafters.beams import grow
+from forerun.drafters.budget import Budgets
 from forerun.engine import Proposal
-from forerun.generation import Generation
+from forerun.generation import Generation, Mode
 from forerun.runtime.heads import HiddenLM
 from forerun.sampling import Verdict
 
@@ -23,6 +25,7 @@ class HeadDrafter:
     Attributes:
         features: of each sequence, by id, [n, d]: the target's features that the head has not run yet. The last one is
             at the position before the last token.
+        feature: which of the target's states these are.
         seconds, forwards: of the head, in the present step.
     """
 
@@ -30,7 +33,7 @@ class HeadDrafter:
 
     def __init__(self, head: HiddenLM, depth: int, width: int, nodes: int) -> None:
         self.head, self.depth, self.width, self.nodes = head, depth, width, nodes
-        self.spread = nodes if width > 1 else 0
+        self.spread, self.feature = nodes if width > 1 else 0, head.feature
         self.features: dict[int, Tensor] = {}
         self.seconds, self.forwards = 0.0, 0
 
@@ -82,7 +85,22 @@ class HeadDrafter:
 
 class EagleDrafter(HeadDrafter):
     """Each state is made from the one before and the token behind it (arXiv 2401.15077). So every depth of a tree is a
-    forward of the head on all beams."""
+    forward of the head on all beams.
+
+    With `costs_for`, the costs of forwards by mode, each step chooses its depth and number of nodes by the rule of
+    Lyanna's (`Budget`); whether to go on is asked every `block` depths."""
+
+    def __init__(
+        self,
+        head: HiddenLM,
+        depth: int,
+        width: int,
+        nodes: int,
+        costs_for: Callable[[Mode], Costs] | None = None,
+        block: int = 1,
+    ) -> None:
+        super().__init__(head, depth, width, nodes)
+        self.budgets = Budgets(head, costs_for, block, nodes, width) if costs_for is not None else None
 
     def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
         # Sequences without a feature, or without room, sit out.
@@ -108,9 +126,11 @@ class EagleDrafter(HeadDrafter):
             self.seconds += perf_counter() - begun
             return found
 
-        found = grow(
-            [seq.tokens[-1] for seq in own], logits, head.hot, [limits[row] for row in live], self.width, self.nodes
-        )
+        limits, budget = [limits[row] for row in live], None
+        if self.budgets is not None:
+            budget = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
+        roots = [seq.tokens[-1] for seq in own]
+        found = grow(roots, logits, head.hot, limits, self.width, self.nodes, budget)
         head.crop(ids, lengths)
         drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
         for row, draft in zip(live, found, strict=True):

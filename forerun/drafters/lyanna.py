@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.costs import Costs
 from forerun.draft import Draft
 from forerun.drafters.beams import grow
-from forerun.drafters.budget import Budget, Group, StepCosts
+from forerun.drafters.budget import Budget, Budgets
 from forerun.drafters.heads import HeadDrafter
 from forerun.generation import Generation, Mode
 from forerun.runtime.heads import HiddenLM
@@ -46,8 +46,12 @@ class LyannaDrafter(HeadDrafter):
 
     `reuse` of the logits that an earlier step drafted for places behind the new root:
         "add": they are added to the new ones with `weight` (mode A of METHODS; ours). Their tokens count as reused.
-        "free": where `least` or more are left, the draft is made from them alone and the head does not run (mode D;
-            `least` 1 is mode C). Greedy sequences do so only where all of a step can, as the head runs anyway.
+        "both": branches of their own beside the fresh draft, verified in the same target forward (mode B, the paper's
+            verification fusion). They are as many nodes again, at most.
+        "free": where `least` or more are left, the draft is made from them alone and the head does not run (Figure 6
+            of the paper; mode D, and for a `least` of 1 mode C, in which re-sampled tokens always get a target forward
+            of their own). The new root's token information goes to the oldest row that is left, that of the tokens
+            behind it to the next ones. Greedy sequences do so only where all of a step can, as the head runs anyway.
         "off": they are dropped.
 
     With `costs_for`, the costs of forwards by mode, each step chooses its depth and number of nodes (`Budget`), and
@@ -67,9 +71,11 @@ class LyannaDrafter(HeadDrafter):
         block: int = 1,
     ) -> None:
         super().__init__(head, depth, width, nodes)
-        self.reuse, self.weight, self.least, self.costs_for, self.block = reuse, weight, least, costs_for, block
+        self.reuse, self.weight, self.least = reuse, weight, least
+        self.budgets = Budgets(head, costs_for, block, nodes) if costs_for is not None else None
         self.old: dict[int, OldLogits] = {}  # by sequence
-        self._costs: dict[tuple[Mode, int], StepCosts] = {}
+        if reuse == "both":
+            self.spread += nodes
 
     def drop(self, seq: Generation) -> None:
         super().drop(seq)
@@ -81,7 +87,8 @@ class LyannaDrafter(HeadDrafter):
         free = self._free(seqs, limits, left)
         fresh = [row for row, limit in enumerate(limits) if limit > 0 and not free[row]]
         deep = [min(limit, left[row]) if free[row] else limit for row, limit in enumerate(limits)]
-        budget = self._budget(seqs, deep, fresh, old) if self.costs_for is not None else None
+        ahead = [0 if row in fresh or each is None else each.ahead for row, each in enumerate(old)]
+        budget = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
         logits = StepLogits(self, seqs, fresh, deep, old, budget)
         origins = ["reused" if is_free else "draft" for is_free in free]
         drafts = grow(roots, logits, self.head.hot, deep, self.width, self.nodes, budget, origins)
@@ -92,6 +99,11 @@ class LyannaDrafter(HeadDrafter):
                     if 0 < depth <= left[row]:
                         drafts[row].origins[node] = "reused"
             self.old[seqs[row].id] = OldLogits(logits.drafted(row))
+        if self.reuse == "both" and any(left):
+            again = [min(pair) for pair in zip(limits, left, strict=True)]
+            branches = StepLogits(self, seqs, [], again, old)
+            more = grow(roots, branches, self.head.hot, again, self.width, self.nodes, origins=["reused"] * len(seqs))
+            drafts = [draft.merge(own) for draft, own in zip(drafts, more, strict=True)]
         return drafts
 
     def _free(self, seqs: list[Generation], limits: list[int], left: list[int]) -> list[bool]:
@@ -102,26 +114,6 @@ class LyannaDrafter(HeadDrafter):
         if not all(free[row] or limits[row] < 1 for row, seq in enumerate(seqs) if seq.greedy):
             free = [is_free and not seq.greedy for is_free, seq in zip(free, seqs, strict=True)]
         return free
-
-    def _budget(
-        self, seqs: list[Generation], limits: list[int], fresh: list[int], old: list[OldLogits | None]
-    ) -> Budget:
-        together = [row for row, seq in enumerate(seqs) if seq.greedy]
-        groups = [together] if together else []
-        groups += [[row] for row, seq in enumerate(seqs) if not seq.greedy]
-        parts = [
-            Group(rows, self._step_costs(seqs[rows[0]].mode, len(rows)), bool(set(rows) & set(fresh)))
-            for rows in groups
-        ]
-        ahead = [0 if row in fresh or each is None else each.ahead for row, each in enumerate(old)]
-        return Budget(parts, self.head.curves, self.block, limits, ahead)
-
-    def _step_costs(self, mode: Mode, rows: int) -> StepCosts:
-        assert self.costs_for is not None
-        if (mode, rows) not in self._costs:
-            costs = self.costs_for(mode)
-            self._costs[mode, rows] = StepCosts(costs if mode == "greedy" else costs.sampled, rows, self.nodes)
-        return self._costs[mode, rows]
 
     def observe(
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
@@ -157,7 +149,11 @@ class StepLogits:
     def __call__(self, k: int, tokens: Tensor, at: Tensor) -> Tensor:
         if self.fresh and k == len(self.places):
             self._run(max(self._deep(row) for row in self.fresh) - k)
-        found = self._at(k, len(tokens))[:, None] + self.head.information(tokens)
+        found = self._at(k, len(tokens))[:, None]
+        if self.head.information is not None:
+            found = found + self.head.information(tokens)
+        else:  # whatever the token before, the logits are the same
+            found = found.repeat(1, tokens.shape[1], 1)
         if self.drafter.reuse == "add":
             for row in self.fresh:
                 old = self.old[row]

@@ -20,7 +20,7 @@ from forerun.generation import Generation, Mode
 from forerun.lengths import LengthPolicy, LengthRule, Look
 from forerun.lengths.confidence import ProductRule
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import LEAST, USUAL, PreVerifier
+from forerun.nn.pre_verifier import LEAST, UNKNOWN, USUAL, PreVerifier, law_of
 from forerun.nn.quick import Array, QuickState, quick
 from forerun.probabilities import probabilities_of
 from forerun.sampling import Verdict
@@ -82,11 +82,15 @@ class _Past:
         echo: its text.
         runs: lengths of its last runs of accepted tokens, the present one first.
         target: [D] the target's LM-head input that gave its last token.
+        law: entropy and top probability of the target's law that its last token was chosen from.
+        length: of the sequence, when that token was the last one.
     """
 
     echo: Echo = field(default_factory=Echo)
     runs: list[float] = field(default_factory=lambda: [0.0, USUAL, USUAL])
     target: Tensor | None = None
+    law: tuple[float, float] = UNKNOWN
+    length: int = 0
 
 
 class PacerStop(LengthPolicy):
@@ -117,6 +121,7 @@ class PacerStop(LengthPolicy):
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
         self.echoing, self.embedding = "echoes" in inputs, "token" in inputs
+        self.weighing = "entropy" in inputs or "top" in inputs
         self.past: dict[int, _Past] = {}
         self._settings: dict[tuple[Mode, int], tuple[int, float, bool]] = {}
 
@@ -179,6 +184,24 @@ class PacerStop(LengthPolicy):
                 past.runs = [0.0, *past.runs[:2]]
             else:
                 past.runs[0] += 1
+        if self.weighing:
+            self._weigh(seqs, verdicts)
+
+    def _weigh(self, seqs: Sequence[Generation], verdicts: list[Verdict]) -> None:
+        """Keeps the entropy and the top probability of the law behind each last token."""
+        rows = [row for row, verdict in enumerate(verdicts) if verdict.scores is not None]
+        if not rows:
+            return
+        scores = torch.stack([verdicts[row].scores.float() for row in rows])  # type: ignore[union-attr]
+        for row, (entropy, top) in zip(rows, law_of(scores).tolist(), strict=True):
+            past = self.past[seqs[row].id]
+            past.law, past.length = (entropy, top), len(seqs[row].tokens)
+
+    def law(self, seq: Generation) -> tuple[float, float]:
+        """The law that a sequence's last token was chosen from: unknown behind its prompt, and where it has grown
+        unobserved, as in a guard's pause."""
+        past = self.past[seq.id]
+        return past.law if past.length == len(seq.tokens) else UNKNOWN
 
 
 class BlockRule(LengthRule):
@@ -244,7 +267,8 @@ class BlockRule(LengthRule):
             known = next((each.target for each in past if each.target is not None), None)
             none = torch.zeros(self.policy.layer.target_size) if known is None else torch.zeros_like(known)
             target = torch.stack([each.target if each.target is not None else none for each in past])
-        return self.policy.layer.begin(target, [each.runs for each in past])
+        law = [self.policy.law(seq) for seq in seqs] if self.policy.weighing else None
+        return self.policy.layer.begin(target, [each.runs for each in past], law)
 
     def _echo(self, seq: Generation, drafted: list[int], new: int) -> list[tuple[int, ...]]:
         text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)

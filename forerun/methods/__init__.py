@@ -23,7 +23,7 @@ from forerun.methods.chains import (
     SeeingOracle,
     SpecDec,
 )
-from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
+from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerEagle, PacerLyanna
 from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
 from forerun.methods.settings import Parts, Settings
 
@@ -41,6 +41,7 @@ Method = (
     | Lyanna
     | PacerLyanna
     | Eagle
+    | PacerEagle
     | Medusa
     | Heuristic
     | Confidence

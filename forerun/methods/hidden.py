@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Those of the embedded target, for where none may be measured: seeded output must not depend on a clock.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
-REUSE = ("off", "add", "free")
+REUSE = ("off", "add", "both", "free")
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,46 @@ class Heads(Settings):
         """Depth, width, and nodes at most."""
         return self.depth, self.width, self.nodes if self.width > 1 else self.depth
 
+    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs] | None:
+        """The costs by mode that it chooses its drafts by, if any."""
+        return None
+
+    @property
+    def steps(self) -> int:
+        """How many states it makes before it asks whether to make more, where it asks."""
+        return self.depth
+
+
+class Paced:
+    """What methods have in common that choose each step's depth and number of nodes by costs and calibration."""
+
+    block: int
+
+    @property
+    def steps(self) -> int:
+        return self.block
+
+    @property
+    def needs_costs(self) -> bool:
+        return True
+
+    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs]:
+        def costs(mode: Mode) -> Costs:
+            known = parts.costs_for(mode)
+            return known if known is not None and known.head else USUAL
+
+        return costs
+
 
 @dataclass(frozen=True)
 class Lyanna(Heads):
     """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
     else the best `nodes` of a tree that is so many beams wide.
 
-    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft,
-    "free" drafts from it alone where it holds `least` places or more, "off" drops it.
+    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft, "both"
+    drafts from it beside the fresh draft, "free" drafts from it alone, without the head, where it holds `least` places
+    or more (the paper's Figure 6), "off" drops it. The figure's tree has a `width` of 2: the best children of all beams
+    go on, others end as leaves.
     """
 
     reuse: str = "add"
@@ -68,18 +100,9 @@ class Lyanna(Heads):
             parts.head.fresh(), *self.shape, self.reuse, self.weight, self.least, self.costs_for(parts), self.steps
         )
 
-    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs] | None:
-        """The costs by mode that it chooses its drafts by, if any."""
-        return None
-
-    @property
-    def steps(self) -> int:
-        """How many states it makes before it asks whether to make more, where it asks."""
-        return self.depth
-
 
 @dataclass(frozen=True)
-class PacerLyanna(Lyanna):
+class PacerLyanna(Paced, Lyanna):
     """Lyanna, `depth` and `nodes` being limits: each step goes as deep, in blocks of `block` states, and takes as many
     tokens as its most probable paths are worth, by the head's calibration and what forwards cost here."""
 
@@ -91,21 +114,10 @@ class PacerLyanna(Lyanna):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("block", self.block, 1)
-
-    @property
-    def steps(self) -> int:
-        return self.block
-
-    @property
-    def needs_costs(self) -> bool:
-        return True
-
-    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs]:
-        def costs(mode: Mode) -> Costs:
-            known = parts.costs_for(mode)
-            return known if known is not None and known.head else USUAL
-
-        return costs
+        if self.reuse == "both":
+            raise ValueError(
+                "pacer-lyanna knows no value of a second draft: reuse must be off, add or free, not 'both'"
+            )
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,22 @@ class Eagle(Heads):
         from forerun.drafters.heads import EagleDrafter
 
         assert parts.head is not None
-        return EagleDrafter(parts.head.fresh(), *self.shape)
+        return EagleDrafter(parts.head.fresh(), *self.shape, self.costs_for(parts), self.steps)
+
+
+@dataclass(frozen=True)
+class PacerEagle(Paced, Eagle):
+    """The EAGLE-like head with the rule of `pacer-lyanna`: `depth` and `nodes` are limits, and each step goes as deep
+    and takes as many tokens as they are worth. It asks every `block` depths, each of which is a forward of the head."""
+
+    depth: int = 16
+    nodes: int = 16
+    block: int = 1
+    name: ClassVar[str] = "pacer-eagle"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("block", self.block, 1)
 
 
 @dataclass(frozen=True)

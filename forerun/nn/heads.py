@@ -5,8 +5,9 @@ Lyanna's head predicts state after state without seeing drafted tokens. Token in
 tokens are chosen. The paper gives few details; the forms here are ours. The other two heads are built of the same parts
 at equal size.
 
-Feature h_j [d] is the input of the target's LM head at position j. All heads give logits of the *hot set* only: the S
-most frequent tokens of the target's output.
+Feature h_j [d] is the input of the target's LM head at position j, or the state below the target's last layer, as in
+the Lyanna paper's Figure 3. What a head predicts goes to the LM head in either case. All heads give logits of the
+*hot set* only: the S most frequent tokens of the target's output.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 KINDS = ("lyanna", "eagle", "medusa")
+FEATURES = ("head", "below")
+FUSIONS = ("every", "first")
 
 
 class HiddenConfig(PreTrainedConfig):
@@ -31,8 +34,11 @@ class HiddenConfig(PreTrainedConfig):
         intermediate_size: as of the target; of a block, for medusa.
         num_hidden_layers: decoder layers of the head (lyanna, eagle).
         states: residual blocks (medusa), each for one place further ahead.
-        rank: of the token information (lyanna).
-        known: whether lyanna's layers see tokens that are not drafted.
+        rank: of the token information (lyanna); 0 for a head without it.
+        known: whether lyanna's layers see tokens that are not drafted. Without, nothing is fused.
+        feature: "head": the LM head's input. "below": the states below the target's last layer.
+        fusion: "every": all states go through the fusion layer, drafted ones without a token. "first": the target's
+            features alone do, and drafted states go to the layers as they are (the paper's Figure 3; lyanna).
         vocab_size, hot_size: tokens of the target, and how many of them it answers for.
         max_position_embeddings: as of the target.
         curves: calibration for 1, 2, ... places ahead, each (a, b, m). Behind right tokens, a token to which the head
@@ -61,6 +67,8 @@ class HiddenConfig(PreTrainedConfig):
         states: int = 4,
         rank: int = 32,
         known: bool = True,
+        feature: str = "head",
+        fusion: str = "every",
         vocab_size: int = 256,
         hot_size: int = 64,
         max_position_embeddings: int = 1024,
@@ -73,7 +81,7 @@ class HiddenConfig(PreTrainedConfig):
         self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
         self.num_hidden_layers, self.states, self.rank = num_hidden_layers, states, rank
-        self.known = known
+        self.known, self.feature, self.fusion = known, feature, fusion
         self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
         self.curves = curves or [[0.0, 1.0, 0.7]]
         self.target, self.recipe = target or {}, recipe or {}
@@ -83,8 +91,9 @@ class HiddenConfig(PreTrainedConfig):
 class HiddenDrafter(PreTrainedModel):
     """One head of any of the KINDS. `hot` [S] are its tokens, most frequent first.
 
-    lyanna: P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)) with states h^ from the layers and T(v) = U norm(E[v]).
-    With `known`, the layers see the tokens that follow the target's own features, never a drafted token.
+    lyanna: P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)) with states h^ from the layers and T(v) = U norm(E[v]), or
+    without T for a rank of 0. With `known`, the layers see the tokens that follow the target's own features, never a
+    drafted one.
     eagle: P(x_{j+1}) = softmax(W_o h^_j). The layers see the next token beside each state, drafted ones too.
     medusa: softmax(W_o (h + D_k silu(A_k h))) k places ahead of the last feature h.
     W_o is the target's LM head at the hot set. It is not part of the head.
@@ -95,6 +104,9 @@ class HiddenDrafter(PreTrainedModel):
 
     def __init__(self, config: HiddenConfig) -> None:
         super().__init__(config)
+        for name, known in (("feature", FEATURES), ("fusion", FUSIONS)):
+            if getattr(config, name) not in known:
+                raise ValueError(f"a head's {name} is one of {', '.join(known)}, not {getattr(config, name)!r}")
         size = config.hidden_size
         self.hot: Tensor
         self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))
@@ -104,7 +116,9 @@ class HiddenDrafter(PreTrainedModel):
             self.layers = nn.ModuleList([HeadLayer(config) for _ in range(config.num_hidden_layers)])
             self.norm = nn.RMSNorm(size, config.rms_norm_eps)
             self.fuse = nn.Linear(2 * size, size, bias=False)
-        if config.kind == "lyanna":
+        if config.feature == "below":  # such states are of any size, some of them of hundreds
+            self.enter = nn.RMSNorm(size, config.rms_norm_eps)
+        if config.kind == "lyanna" and config.rank:
             self.embed = nn.Embedding(config.vocab_size, config.rank)
             self.answer = nn.Linear(config.rank, config.hot_size, bias=False)
         self.post_init()
@@ -136,6 +150,10 @@ class HiddenDrafter(PreTrainedModel):
             return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
         return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
+    def entered(self, features: Tensor) -> Tensor:
+        """Features of the target [.., d] as the head takes them."""
+        return self.enter(features) if self.config.feature == "below" else features
+
     def unrolled(
         self, features: Tensor, embedded: Tensor | None, tokens: Tensor, steps: int
     ) -> list[tuple[Tensor, Tensor | None]]:
@@ -145,10 +163,10 @@ class HiddenDrafter(PreTrainedModel):
             features: [B, T, d] of the target over `tokens` [B, T].
             embedded: [B, T, d] the target's embeddings of the tokens; medusa needs none.
         Returns:
-            For k = 1 .. steps: states [B, T - k, d] and token information [B, T - k, S] (None for other kinds than
-            lyanna). State j stands for the feature at position j + k; it was drafted from features 0 .. j.
+            For k = 1 .. steps: states [B, T - k, d] and token information [B, T - k, S] (None for heads without it).
+            State j stands for the feature at position j + k; it was drafted from features 0 .. j.
         """
-        length = features.shape[1]
+        length, features = features.shape[1], self.entered(features)
         found: list[tuple[Tensor, Tensor | None]] = []
         if self.config.kind == "medusa":
             for k, block in enumerate(self.blocks[:steps], 1):
@@ -162,12 +180,13 @@ class HiddenDrafter(PreTrainedModel):
                 # The token behind each state. The last k have none; they are cut below.
                 assert embedded is not None
                 x = self.fused(x, embedded.roll(-k, 1)).float()
-            else:
+            elif k == 1 or self.config.fusion == "every":
                 x = self.fused(x).float()
             for layer, own in zip(self.layers, seen, strict=True):
                 x = layer(x, positions + k - 1, own)
             x = self.norm(x)
-            information = self.token_information(tokens[:, k:]) if self.config.kind == "lyanna" else None
+            informed = self.config.kind == "lyanna" and self.config.rank > 0
+            information = self.token_information(tokens[:, k:]) if informed else None
             found.append((x[:, : length - k], information))
         return found
 

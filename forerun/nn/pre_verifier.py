@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.nn.echo import SIZES
 
-INPUTS = ("confidence", "echoes", "history", "hidden", "token", "target")
+INPUTS = ("confidence", "echoes", "history", "hidden", "token", "target", "entropy", "top")
 CONFIDENCE, ECHOES, HISTORY = 3, 3 * len(SIZES), 3
+UNKNOWN = (0.0, 0.0)  # entropy and top probability where there is no law yet; no law has these
 COUNTED = 4.0  # echoes of a kind, at most
 LEAST = 6e-6  # the smallest probability that the layer is given
 TRACES = 512
@@ -70,9 +71,9 @@ class PreVerifierConfig(PreTrainedConfig):
 
 
 class PreVerifier(PreTrainedModel):
-    """u_i = W [norm(g_i); norm(e_i); confidence_i; echoes_i; norm(h); history] + P[i] for the i-th token of a draft,
-    then pre-norm transformer blocks that are causal over this draft only, or without them a perceptron, then one number
-    a token: whether the target will still be with the draft there.
+    """u_i = W [norm(g_i); norm(e_i); confidence_i; echoes_i; norm(h); history; log(1 + entropy); top] + P[i] for the
+    i-th token of a draft, then pre-norm transformer blocks that are causal over this draft only, or without them a
+    perceptron, then one number a token: whether the target will still be with the draft there.
 
     This is the form for training; decoding runs `forerun.nn.quick`, token by token.
 
@@ -94,6 +95,8 @@ class PreVerifier(PreTrainedModel):
             "echoes": ECHOES,
             "target": config.target_size,
             "history": HISTORY,
+            "entropy": 1,
+            "top": 1,
         }
         self.enter = nn.ModuleDict({name: nn.Linear(sizes[name], width, bias=False) for name in inputs})
         self.place = nn.Parameter(torch.zeros(config.depth, width))
@@ -120,6 +123,7 @@ class PreVerifier(PreTrainedModel):
         echoes: Tensor | None,
         hidden: Tensor | None,
         embedded: Tensor | None,
+        law: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits [N, G] of N whole drafts, of survival or, by `config.kind`, of acceptance; and the survival [N, G]
         that follows. What is no input may be None.
@@ -131,6 +135,8 @@ class PreVerifier(PreTrainedModel):
             echoes: [N, G, E] of `forerun.nn.echo`.
             hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
             embedded: [N, G, e] the tokens' embeddings.
+            law: [N, 2] of `law_of`, for the target's scores that the last verified token was chosen from; UNKNOWN where
+                there are none yet.
         """
         log_q, last = log_q.float(), self.config.depth - 1
         x = self.place[[min(at, last) for at in range(log_q.shape[1])]].expand(len(log_q), -1, -1)
@@ -139,6 +145,12 @@ class PreVerifier(PreTrainedModel):
         if "target" in self.enter:
             assert target is not None
             x = x + self.enter["target"](normed(target))[:, None]
+        if "entropy" in self.enter:
+            assert law is not None
+            x = x + self.enter["entropy"](law[:, :1].float().log1p())[:, None]
+        if "top" in self.enter:
+            assert law is not None
+            x = x + self.enter["top"](law[:, 1:].float())[:, None]
         if "confidence" in self.enter:
             sums, least = log_q.cumsum(-1).clamp(min=-20.0) / 2, log_q.cummin(-1).values
             x = x + self.enter["confidence"](torch.stack([log_q, sums, least], -1))
@@ -181,6 +193,18 @@ class CausalBlock(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, new, width))
         return x + self.down(functional.relu(self.up(normed(x))))
+
+
+def law_of(scores: Tensor) -> Tensor:
+    """[.., 2] of the softmax of scores [.., V]: its entropy in nats, and its largest probability.
+
+    The scores are processed ones. So a sampled request's law is the one that its tokens are drawn from, behind its
+    temperature and top-p, and a greedy one's that of the logits.
+    """
+    logs = scores.float().log_softmax(-1)
+    top = logs.amax(-1).exp()
+    logs = logs.clamp_(min=-80.0)  # what is less probable adds nothing; -inf times 0 would be NaN
+    return torch.stack([torch.linalg.vecdot(logs.exp(), -logs), top], -1)
 
 
 def normed(x: Tensor) -> Tensor:

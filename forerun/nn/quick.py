@@ -62,6 +62,10 @@ class QuickPreVerifier:
         for block in self.blocks:
             block[0][:, : self.width] *= (self.width // self.heads) ** -0.5
         self.middle = None
+        sees_law = "entropy" in self.enter or "top" in self.enter
+        none = np.zeros((1, self.width), np.float32)
+        # [2, width] for the law of the last verified token, or None
+        self.law = np.concatenate([self.enter.get(name, none) for name in ("entropy", "top")]) if sees_law else None
         if not self.blocks:
             self.middle = weights["middle.weight"].T, weights["middle.bias"]
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
@@ -69,12 +73,17 @@ class QuickPreVerifier:
         # Drafts that were shorter leave columns without an entry.
         self.traces = {name: value[..., : max(1, int(value.any((0, 1)).sum()))] for name, value in traces.items()}
 
-    def begin(self, target: Tensor | None, history: list[list[float]]) -> QuickState:
-        """The state in front of N drafts; arguments as for `PreVerifier.forward`, the history as lists."""
+    def begin(
+        self, target: Tensor | None, history: list[list[float]], law: list[tuple[float, float]] | None = None
+    ) -> QuickState:
+        """The state in front of N drafts; arguments as for `PreVerifier.forward`, the history as lists and the law as
+        pairs. Without a law it is unknown."""
         base = self.place[None]
         if "target" in self.enter:
             assert target is not None
             base = base + (normed(target.float().cpu().numpy()) @ self.enter["target"])[:, None]
+        if self.law is not None and law is not None:
+            base = base + (np.array([(log1p(entropy), top) for entropy, top in law], np.float32) @ self.law)[:, None]
         runs = [[log1p(run) for run in row] for row in history]
         running = [[0.0] * (2 + 2 * len(SIZES)) for _ in history]
         return QuickState(base, 0, runs, running, np.zeros(len(history), np.float32), ())

@@ -84,6 +84,8 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
 @torch.inference_mode()
 def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
     """Milliseconds of a head's next state and its logits, by the number of rows, behind `context` others."""
+    eagle, token = head.kind == "eagle", torch.zeros(1, 1, dtype=torch.long, device=head.device)
+    itself = torch.ones(1, 1, 1, dtype=torch.bool, device=head.device)
     head, found = head.fresh(), {}
     for rows in COUNTS[:-1]:
         head.reset()
@@ -91,11 +93,15 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         for id in ids:
             head.add(id, context + 1)
         states = torch.zeros(rows, context, head.width, dtype=head.dtype, device=head.device)
-        state = head.extend(ids, list(states))
+        state = head.extend(ids, list(states), [[0] * context] * rows if eagle else None)
         seconds = []
         for _ in range(3 * RUN):
             begun = perf_counter()
-            head.logits(*head.roll(ids, state, 1))
+            if eagle:  # whose states are each made with the token behind it
+                following = head.branch(ids, state[:, None], token.expand(rows, 1), 0, itself.expand(rows, 1, 1))
+                head.logits(following[:, 0])
+            else:
+                head.logits(*head.roll(ids, state, 1))
             if head.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(perf_counter() - begun)

@@ -130,24 +130,28 @@ class FamilyForward:
         return lay_out_blocks(inputs, cache, self.heads // self.groups, self.sliding)
 
     def __call__(
-        self, batch: BlockBatch, cache: KVCache, logits: bool, wanted: bool
+        self, batch: BlockBatch, cache: KVCache, logits: bool, wanted: str
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `forerun.rows.LeanForward` says; logits in float32, hidden states in bfloat16."""
         rows, new = batch.positions.shape
         x = self.embed(batch.ids.reshape(-1)).float()
-        turn = self.turning(batch.positions)
+        turn, last = self.turning(batch.positions), self.layers[-1]
+        hidden: Tensor | None = None
         for layer, stored in zip(self.layers, cache.layers, strict=True):
+            if wanted == "below" and layer is last:
+                hidden = x.bfloat16()
             parts = layer.qkv(self.normed(x, layer.first))
             if layer.bias is not None:
                 parts = (parts + layer.bias).bfloat16()
             parts = parts.view(rows, new, -1, self.size)
             x = x + layer.out(self.attended(layer, parts, turn, batch, stored))
             x += layer.down(gated(layer.up(self.normed(x, layer.second))))
-        if not logits and not wanted:
-            return None, None
-        x = self.scaled(x, self.norm)
+        if logits or wanted == "head":
+            x = self.scaled(x, self.norm)
+        if wanted == "head":
+            hidden = x.bfloat16()
         scores = self.head(x).view(rows, new, -1) if logits else None
-        return scores, x.bfloat16().view(rows, new, -1) if wanted else None
+        return scores, hidden.view(rows, new, -1) if hidden is not None else None
 
     def normed(self, x: Tensor, gain: Tensor) -> Tensor:
         """RMSNorm of [n, d], in bfloat16."""

@@ -32,9 +32,11 @@ class HiddenLM(Rows):
         width: size of a state.
         hot: [S] the tokens that it gives logits of.
         logits: of states [n, d], logits [n, S] without token information.
-        information: of tokens [..], T [.., S] (lyanna). A table, or a product where that is too large.
+        information: of tokens [..], T [.., S] (lyanna). A table, or a product where that is too large. None for a head
+            without it.
         states: how many places it predicts (medusa).
         known: whether features are run with the tokens behind them.
+        feature: which states of the target it takes as features, see `HiddenConfig`.
         curves: calibration, see `HiddenConfig`.
         recorded: runs states one by one instead, where the target's forwards are recorded.
     """
@@ -45,7 +47,7 @@ class HiddenLM(Rows):
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
         config = head.config
         self.kind, self.width, self.states = config.kind, config.hidden_size, config.states
-        self.known = config.known or self.kind == "eagle"
+        self.known, self.feature = config.known or self.kind == "eagle", config.feature
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
         multiply = functools.partial(product, one_row=True, few=few)
@@ -53,6 +55,7 @@ class HiddenLM(Rows):
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
         self.logits = multiply(weight, bias if bias.any() else None)
+        self._enter = (head.enter.weight.float().clone(), config.rms_norm_eps) if self.feature == "below" else None
         self._depth = 0 if self.kind == "medusa" else config.num_hidden_layers
         self._empty()
         if self.kind == "medusa":
@@ -64,12 +67,15 @@ class HiddenLM(Rows):
         self.embeddings = target.model.get_input_embeddings()
         fuse = head.fuse.weight.to(self.dtype)
         self.both = multiply(fuse)
+        self.information: Product | None = None
         if self.kind == "lyanna":
             self.alone = multiply(fuse[:, : self.width].contiguous())
+            self.between: Product = self.alone if config.fusion == "every" else lambda states: states
+        if self.kind == "lyanna" and config.rank:
             every = torch.arange(config.vocab_size, device=head.hot.device)
             if config.vocab_size * config.hot_size <= LARGEST_TABLE:
                 table = head.token_information(every).to(self.dtype)
-                self.information: Product = functools.partial(functional.embedding, weight=table)
+                self.information = functools.partial(functional.embedding, weight=table)
             else:
                 tokens, answer = head.token_states(every).to(self.dtype), multiply(head.answer.weight.to(self.dtype))
                 self.information = lambda ids: answer(tokens[ids].flatten(0, -2)).view(*ids.shape, -1)
@@ -121,7 +127,7 @@ class HiddenLM(Rows):
         prompt.reset()
         prompt.add(0, count)
         for start in range(0, count, chunk):
-            part = features[start : start + chunk].to(self.dtype)
+            part = self._entered(features[start : start + chunk])
             behind = None if tokens is None else [tokens[start : start + chunk]]
             self._extend(prompt, [0], [part], behind)
             yield len(part)
@@ -133,9 +139,15 @@ class HiddenLM(Rows):
     def extend(
         self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """Runs and keeps the next states [n_r, d] of each sequence, at least one, with the tokens behind them or
+        """Runs and keeps the next features [n_r, d] of each sequence, at least one, with the tokens behind them or
         without. Returns the head's states [R, d] behind each sequence's last one."""
-        return self._extend(self.cache, ids, [own.to(self.dtype) for own in states], tokens)
+        return self._extend(self.cache, ids, [self._entered(own) for own in states], tokens)
+
+    def _entered(self, features: Tensor) -> Tensor:
+        if self._enter is None:
+            return features.to(self.dtype)
+        gain, eps = self._enter
+        return functional.rms_norm(features.float(), (self.width,), gain, eps).to(self.dtype)
 
     def _extend(
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None
@@ -169,7 +181,7 @@ class HiddenLM(Rows):
         for _ in range(steps):
             inputs, step = Inputs(rows, one, given=given), None
             if self.recorded is not None:
-                step = self.recorded(inputs, self.cache, False)
+                step = self.recorded(inputs, self.cache, "")
             if step is None:
                 step = self._step(self._lay_out(inputs), self.cache)
             given = step[0]
@@ -177,10 +189,10 @@ class HiddenLM(Rows):
             found.append(of_rows(given[:, 0], rows))
         return found
 
-    def _step(self, batch: ForwardBatch, cache: KVCache, *_: bool) -> tuple[Tensor, None]:
+    def _step(self, batch: ForwardBatch, cache: KVCache, *_: bool | str) -> tuple[Tensor, None]:
         """A lean forward (`forerun.rows`) from states [B, 1, d] to the next ones."""
         assert batch.states is not None
-        x = self.alone(batch.states.flatten(0, 1))
+        x = self.between(batch.states.flatten(0, 1))
         return self._through(x, batch, cache).view(batch.states.shape), None
 
     @torch.inference_mode()
@@ -213,7 +225,7 @@ class HiddenLM(Rows):
     @torch.inference_mode()
     def ahead(self, states: Tensor, places: int) -> Tensor:
         """States [B, K, d] of the next K places behind states [B, d] (medusa)."""
-        states = states.to(self.dtype)
+        states = self._entered(states)
         return torch.stack([states + down(functional.silu(up(states))) for up, down in self.blocks[:places]], 1)
 
 

@@ -68,15 +68,18 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
         )
         normed, head, gain = layers.behind(base.norm.weight, model.lm_head.weight)
 
-    def forward(batch: ForwardBatch, cache: KVCache, logits: bool, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    def forward(batch: ForwardBatch, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
         rows, new = batch.positions.shape
         assert batch.ids is not None
+        below: list[Tensor] = []
         x = functional.embedding(batch.ids.reshape(-1), base.embed_tokens.weight)
-        x = layers(x, batch, cache)
-        if not logits and not wanted:
-            return None, None
+        x = layers(x, batch, cache, below)
+        hidden = below[0].view(rows, new, width) if wanted == "below" else None
+        if not logits and wanted != "head":
+            return None, hidden
         x = normed(x)
-        hidden = (x if gain is None else x * gain).view(rows, new, width) if wanted else None
+        if wanted == "head":
+            hidden = (x if gain is None else x * gain).view(rows, new, width)
         return head(x).view(rows, new, vocabulary) if logits else None, hidden
 
     return forward
@@ -139,8 +142,8 @@ class LeanLayers:
         factor = gain.float() * self.width**0.5
         return self.normed, self.product(weight.float() * factor), factor
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """States [B N, d] behind the layers from those before."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, below: list[Tensor] | None = None) -> Tensor:
+        """States [B N, d] behind the layers from those before. Those below the last layer are added to `below`."""
         positions, mask = batch.positions, batch.mask
         rows, new = positions.shape
         heads, groups, size = self.heads, self.groups, self.size
@@ -152,7 +155,10 @@ class LeanLayers:
             assert mask is not None
             mask = mask.repeat(*[1] * (mask.ndim - 2), heads // groups, 1)
         cos, sin = self.cosines[positions][:, None], self.sines[positions][:, None]
+        last = cache.layers[-1]
         for (norm, qkv, out, second, gate_up, down), stored in zip(self.layers, cache.layers, strict=True):
+            if below is not None and stored is last:
+                below.append(x)
             parts = qkv(norm(x)).view(rows, new, heads + 2 * groups, size).transpose(1, 2)
             turned = parts[:, : heads + groups]  # queries and keys at once
             turned = turned * cos + turned.roll(size // 2, -1) * sin

@@ -100,7 +100,7 @@ class NativeForward(FamilyForward):
         """What `__call__` takes."""
         return lay_out_tokens(inputs, cache)
 
-    def __call__(self, batch: Any, cache: KVCache, logits: bool, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    def __call__(self, batch: Any, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
         """As `FamilyForward` has it."""
         rows, new = batch.positions.shape
         x = self.embed(batch.ids.reshape(-1)).float().contiguous()
@@ -116,6 +116,8 @@ class NativeForward(FamilyForward):
         norm(here, None, self.layers[0].first.data_ptr(), floor, count, width, there, None)
         for weights, stored in zip(self._quick, cache.layers, strict=True):
             layer, qkv, out, up, down, second, following = weights
+            if wanted == "below" and following == self._last:
+                below = x.bfloat16()  # now, as x is added to in its place
             attention(qkv(h), layer, stored)
             added = out(attended)
             norm(here, added.data_ptr(), second, floor, count, width, there, None)
@@ -125,7 +127,8 @@ class NativeForward(FamilyForward):
             last = whole.data_ptr() if following == self._last else None
             norm(here, added.data_ptr(), following, floor, count, width, there, last)
         scores = self.head(whole).view(rows, new, -1) if logits else None
-        return scores, h.view(rows, new, -1) if wanted else None
+        hidden = below if wanted == "below" else h if wanted else None
+        return scores, hidden.view(rows, new, -1) if hidden is not None else None
 
     def _turn(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, D], of which the sines of the first half are negative."""

@@ -27,7 +27,7 @@ class Recorded:
 
     def __init__(self, forward: LeanForward) -> None:
         self.forward = forward
-        self.shapes: dict[tuple[int, int, int, bool], FixedShape] = {}
+        self.shapes: dict[tuple[int, int, int, str], FixedShape] = {}
         self.version = -1  # of the cache that the shapes were made for
         self.pool: Any = None  # memory of all graphs; they can share it, as their outputs are copied
 
@@ -35,9 +35,10 @@ class Recorded:
         """The same forward, for another cache."""
         return Recorded(self.forward)
 
-    def __call__(self, inputs: Inputs, cache: KVCache, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
-        """Logits [B, N, V] of new tokens, or a head's next states [B, 1, d]; and the LM head's input [B, N, d] where
-        that is wanted. None for more tokens than the widest shape has, and before the cache's first forward."""
+    def __call__(self, inputs: Inputs, cache: KVCache, wanted: str) -> tuple[Tensor, Tensor | None] | None:
+        """Logits [B, N, V] of new tokens, or a head's next states [B, 1, d]; and the states [B, N, d] that are wanted
+        (`forerun.rows.LeanForward`). None for more tokens than the widest shape has, and before the cache's first
+        forward."""
         new, size = inputs.new, inputs.size
         if new > WIDTHS[-1] or not cache.ready:
             return None
@@ -70,7 +71,7 @@ class FixedShape:
         rows: int,
         width: int,
         seen: int,
-        wanted: bool,
+        wanted: str,
         pool: Any,
         states: Tensor | None,
     ) -> None:

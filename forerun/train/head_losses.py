@@ -4,7 +4,7 @@ features on the fly; they are never written to disk."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +22,27 @@ if TYPE_CHECKING:
 REMEMBERED = 5 * 2**30  # bytes of features, those of 4 million tokens of states of 640 numbers
 
 
+class Known(NamedTuple):
+    """What the target says about texts.
+
+    Attributes:
+        features: [B, T, d] what a head takes: the LM head's inputs, or the states below the last layer.
+        states: [B, T, d] the LM head's inputs, which a head predicts.
+        logits: [B, T, V] of these.
+    """
+
+    features: Tensor
+    states: Tensor
+    logits: Tensor
+
+
 @torch.no_grad()
-def features_of(judge: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Features [B, T, d] and logits [B, T, V] of the target over tokens [B, T]."""
-    with judge.hearing() as heard:
+def features_of(judge: CausalLM, tokens: Tensor, feature: str = "head") -> Known:
+    """What the target says about tokens [B, T]. For `feature` see `HiddenConfig`."""
+    with judge.hearing() as heard, judge.hearing("below" if feature == "below" else "") as below:
         logits = judge.model(input_ids=tokens, use_cache=False).logits
-    return heard[0].float(), logits.float()
+    states = heard[0].float()
+    return Known(below[0].float() if below else states, states, logits.float())
 
 
 @torch.no_grad()
@@ -36,29 +51,32 @@ def logits_of(judge: CausalLM, features: Tensor) -> Tensor:
     return judge.head(features.to(judge.model.dtype)).float()
 
 
-def judged(judge: CausalLM, texts: Texts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Callable[[Tensor], Known]:
     """A function that gives `features_of` of some texts by their indices [B], no wider than the longest of them.
 
     Each text goes through the target once, where the features of all fit into REMEMBERED bytes and the LM head alone
     makes the logits of them."""
-    features, logits = features_of(judge, texts.take(torch.arange(1)).tokens)
-    size = features.shape[-1]
+    first = features_of(judge, texts.take(torch.arange(1)).tokens, feature)
+    size = first.states.shape[-1] * (2 if feature == "below" else 1)  # both are stored where they differ
     starts = functional.pad(texts.ends.cumsum(0), (1, 0))  # of each text's features, one behind the other
-    by_head = logits_of(judge, features)  # some models cap or scale their head's logits
-    if 2 * int(starts[-1]) * size > REMEMBERED or not torch.allclose(by_head, logits, atol=1e-2, rtol=1e-2):
-        return lambda rows: features_of(judge, texts.take(rows).tokens)
+    by_head = logits_of(judge, first.states)  # some models cap or scale their head's logits
+    if 2 * int(starts[-1]) * size > REMEMBERED or not torch.allclose(by_head, first.logits, atol=1e-2, rtol=1e-2):
+        return lambda rows: features_of(judge, texts.take(rows).tokens, feature)
     store = torch.empty(int(starts[-1]), size, dtype=torch.bfloat16, device=texts.tokens.device)
     stored = torch.zeros(len(texts), dtype=torch.bool, device=texts.tokens.device)
 
-    def recall(rows: Tensor) -> tuple[Tensor, Tensor]:
+    def recall(rows: Tensor) -> Known:
         new = rows[~stored[rows]].unique()
         if len(new):
-            for row, own in zip(new.tolist(), features_of(judge, texts.take(new).tokens)[0].bfloat16(), strict=True):
+            known = features_of(judge, texts.take(new).tokens, feature)
+            kept = torch.cat([known.features, known.states], -1) if feature == "below" else known.states
+            for row, own in zip(new.tolist(), kept.bfloat16(), strict=True):
                 store[starts[row] : starts[row + 1]] = own[: int(texts.ends[row])]
             stored[new] = True
         own = [store[starts[row] : starts[row + 1]] for row in rows.tolist()]
-        features = pad_sequence(own, batch_first=True).float()
-        return features, logits_of(judge, features)
+        whole = pad_sequence(own, batch_first=True).float()
+        features, states = whole.chunk(2, -1) if feature == "below" else (whole, whole)
+        return Known(features, states, logits_of(judge, states))
 
     return recall
 
@@ -66,8 +84,7 @@ def judged(judge: CausalLM, texts: Texts) -> Callable[[Tensor], tuple[Tensor, Te
 def loss_of(
     drafter: HiddenDrafter,
     head: tuple[Tensor, Tensor],
-    features: Tensor,
-    logits: Tensor,
+    known: Known,
     tokens: Tensor,
     met: Sequence[Tensor],
     embedded: Tensor | None,
@@ -76,13 +93,13 @@ def loss_of(
     """Mean loss, a scalar, over all steps of drafts from texts [B, T], from the positions [B, T - k] of `met[k - 1]`.
     `head`: the result of `head_rows` for the hot set."""
     weight, bias = (part.float() for part in head)
-    wanted = logits.softmax(-1)[..., drafter.hot]
+    wanted = known.logits.softmax(-1)[..., drafter.hot]
     losses = []
-    for k, (state, information) in enumerate(drafter.unrolled(features, embedded, tokens, recipe.unroll), 1):
+    for k, (state, information) in enumerate(drafter.unrolled(known.features, embedded, tokens, recipe.unroll), 1):
         plain, share = functional.linear(state, weight, bias), met[k - 1].float()
         share = share / share.sum().clamp(min=1)
         if recipe.loss == "regression":
-            near = functional.smooth_l1_loss(state, features[:, k:], reduction="none").mean(-1)
+            near = functional.smooth_l1_loss(state, known.states[:, k:], reduction="none").mean(-1)
             losses.append((near * share).sum() + 0.1 * cross_entropy(plain, wanted[:, k:], share))
             if information is not None:
                 losses[-1] = losses[-1] + cross_entropy(plain.detach() + information, wanted[:, k:], share)
@@ -122,9 +139,9 @@ def measure(
     for rows in texts.ends.argsort(stable=True).split(16):
         part = texts.take(rows).to(judge.device)
         tokens = part.tokens
-        features, logits = features_of(judge, tokens)
-        argmax = logits.argmax(-1)
-        unrolled = drafter.unrolled(features, embeddings_of(drafter, judge, tokens), tokens, recipe.unroll)
+        known = features_of(judge, tokens, drafter.config.feature)
+        argmax = known.logits.argmax(-1)
+        unrolled = drafter.unrolled(known.features, embeddings_of(drafter, judge, tokens), tokens, recipe.unroll)
         length = tokens.shape[1] - recipe.unroll
         kept = argmax == tokens.roll(-1, 1)  # where the text goes on with the target's argmax
         seen = dict.fromkeys(uses, part.met(recipe.unroll))

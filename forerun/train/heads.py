@@ -18,11 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from forerun.files import write_text
 from forerun.loading import config_file, load_head, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
-from forerun.nn.heads import KINDS, HiddenConfig, HiddenDrafter, hot_set
+from forerun.nn.heads import FEATURES, FUSIONS, KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.heads import head_rows
 from forerun.train.chat_data import read_chats
 from forerun.train.data import read_texts, tokenize
-from forerun.train.head_losses import embeddings_of, features_of, judged, loss_of, measure
+from forerun.train.head_losses import Known, embeddings_of, features_of, judged, loss_of, measure
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts, fingerprint
 from forerun.train.processes import Processes, processes
@@ -31,7 +31,7 @@ from forerun.train.texts import LEARNT, Texts, check_sources, of_chats, of_windo
 SEED = 9000  # of the output; no draft is distilled with it
 LOSSES = ("law", "regression")
 LONGEST = 65536  # context of a head whose target names none
-_OF_FORM = ("kind", "num_hidden_layers", "rank", "known", "hot_size", "intermediate_size")
+_OF_FORM = ("kind", "num_hidden_layers", "rank", "known", "feature", "fusion", "hot_size", "intermediate_size")
 _OF_RECIPE = ("sequences", "loss", "unroll", "held")
 
 
@@ -72,6 +72,8 @@ def train_head(
     rank: int = 64,
     hot: float = 0.25,
     known: bool = True,
+    feature: str = "head",
+    fusion: str = "every",
     chats: Path | None = None,
     start: Path | None = None,
     work: Path | None = None,
@@ -86,7 +88,8 @@ def train_head(
 
     Args:
         hot: the hot set's share of the vocabulary.
-        rank: of the token information. For `known` see HiddenDrafter.
+        rank: of the token information; 0 trains a head without it.
+        known, feature, fusion: see HiddenConfig.
         chats: a folder of conversations (`forerun.train.chat_data`), which take the place of `data` and of windows.
             Their validation split is the recipe's `held`.
         start: the folder of a head of the same form to go on from, with more of the target's output or another loss. It
@@ -100,6 +103,14 @@ def train_head(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    if feature not in FEATURES:
+        raise ValueError(f"feature must be one of {', '.join(FEATURES)}, not {feature!r}")
+    if fusion not in FUSIONS:
+        raise ValueError(f"fusion must be one of {', '.join(FUSIONS)}, not {fusion!r}")
+    if fusion == "first" and kind != "lyanna":
+        raise ValueError(f"fusion first is for the kind lyanna: {kind} has no states that no token is fused with")
+    if rank < 0:
+        raise ValueError(f"rank must be at least 0, not {rank}")
     if recipe.loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, not {recipe.loss!r}")
     for name, value, most in (("hot", hot, 1.0), ("held", recipe.held, 0.5)):
@@ -130,13 +141,20 @@ def train_head(
     size = judge.head.get_parameter("weight").shape[-1]
     if model.get_input_embeddings().get_parameter("weight").shape[-1] != size:
         raise ValueError(f"the target's embeddings and its LM head are of other widths; its head reads {size}")
+    if feature == "below":
+        judge.last_layer()  # raises where there is none
+        if judge.config.hidden_size != size:
+            raise ValueError(f"the target's states are {judge.config.hidden_size} wide and its LM head reads {size}")
     config = _config(text, kind, size, recipe.unroll, layers, rank, max(1, round(hot * judge.vocab_size)), known)
+    config.feature, config.fusion = feature, fusion
     begun = None if start is None else _begun(start, judge, config)
     folder = work / "training" / out.resolve().name
     if sharing.is_first:
         mark = {"target": judge.fingerprint, "data": list(data), "prompt": recipe.prompt, "output": recipe.output}
         claim(work, json.dumps(mark if chats is None else {"target": judge.fingerprint, "chats": str(chats)}))
         shape = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known, "batches": sharing.count}
+        usual = {"feature": "head", "fusion": "every"}  # runs from before there were others go on
+        shape |= {name: getattr(config, name) for name in usual if getattr(config, name) != usual[name]}
         if begun is not None:  # by its weights: the folder may hold another head later
             shape["start"] = [fingerprint(begun), hashlib.sha256(begun.hot.cpu().numpy().tobytes()).hexdigest()]
         claim(folder / "settings", json.dumps(shape | {each: getattr(recipe, each) for each in _OF_RECIPE}))
@@ -231,7 +249,7 @@ def _begun(folder: Path, judge: CausalLM, config: HiddenConfig) -> HiddenDrafter
     for name in [*_OF_FORM, "states"] if config.kind == "medusa" else _OF_FORM:
         there, wanted = getattr(head.config, name), getattr(config, name)
         if there != wanted:
-            same = "kind, layers, rank, known and hot, and for medusa the same unroll"
+            same = "kind, layers, rank, known, feature, fusion and hot, and for medusa the same unroll"
             raise ValueError(f"the head {str(folder)!r} has {name} {there}, not {wanted}; give it the same {same}")
     return head
 
@@ -255,25 +273,26 @@ def _fit(
     def batch(step: int) -> Tensor:
         return learnt.batch(recipe.seed, step, recipe.batch)
 
-    recall = judged(judge, learnt)
+    recall = judged(judge, learnt, drafter.config.feature)
 
     def cast() -> torch.autocast:  # a third of the time, and no worse a head
         return torch.autocast(judge.device.type, torch.bfloat16)
 
-    def value(loss: Callable[..., Tensor], part: Texts, features: Tensor, logits: Tensor) -> Tensor:
+    def value(loss: Callable[..., Tensor], part: Texts, known: Known) -> Tensor:
         met = [part.met(k) for k in range(1, recipe.unroll + 1)]
         embedded = embeddings_of(drafter, judge, part.tokens)
-        return loss(drafter, head, features, logits, part.tokens, met, embedded, recipe)
+        return loss(drafter, head, known, part.tokens, met, embedded, recipe)
 
     def loss(rows: Tensor) -> Tensor:
         with cast():
-            return value(fast, learnt.take(rows), *recall(rows))
+            return value(fast, learnt.take(rows), recall(rows))
 
     @torch.no_grad()
     def evaluate() -> float:
         with cast():
             parts = [held.take(rows) for rows in held.ends.argsort(stable=True).split(recipe.batch)]
-            values = [value(loss_of, part, *features_of(judge, part.tokens)) for part in parts]
+            feature = drafter.config.feature
+            values = [value(loss_of, part, features_of(judge, part.tokens, feature)) for part in parts]
         return float(torch.stack(values).mean())
 
     config = TrainConfig(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -23,14 +20,16 @@ from forerun.model import CausalLM, context_of
 from forerun.nn.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.sampling import Sampler
 from forerun.train.data import read_texts, tokenize
+from forerun.train.drafts import Shard, collect, gather, of_conversations, of_own_output, split
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts
-from forerun.train.processes import Processes, processes
-from forerun.train.rollout import Rollouts, roll_out
+from forerun.train.processes import processes
+from forerun.train.texts import check_sources
 from forerun.zoo.corpus import spare_files
 
 SPARE = "stdlib-spare"
-TEMPERATURE, TOP_P = 1.0, 0.95
+TEMPERATURE, TOP_P = 1.0, 0.95  # of sampled windows
+CHAT_TOP_P = 1.0  # what conversations are sampled with
 SEED = 8000  # so that the draft was not distilled on the same output
 
 
@@ -39,12 +38,14 @@ class Recipe:
     """How a pre-verifier is trained.
 
     Attributes:
-        sequences: windows of the target's own output, half of them greedy; prompt and output are tokens of each.
-        anchors: drafts that leave each window.
+        sequences: windows of the target's own output, half of them greedy; prompt and output are tokens of each. Of
+            conversations, the most that are used.
+        anchors: drafts that leave each window or answer; a short answer has fewer.
         depth, drawn_depth: tokens of a draft, greedy and drawn.
         steps, batch, lr, seed: of the training; a batch counts drafts.
         weight: of what the target rejects in the loss.
-        held: share of the windows kept for validation.
+        held: share of the windows kept for validation. Conversations have a validation split: so many of it, for each
+            that is learnt from.
     """
 
     sequences: int = 2048
@@ -69,6 +70,7 @@ def train_pre_verifier(
     recipe: Recipe,
     layer: dict[str, Any] | None = None,
     *,
+    chats: Path | None = None,
     work: Path | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -77,12 +79,14 @@ def train_pre_verifier(
     """Trains a pre-verifier of this draft for this target and saves it in `out`; returns what validation says.
 
     `work`, by default a folder of that name in `out`, holds what a stopped run needs to go on; several layers may be
-    trained from the drafts that one has gathered. `layer` holds settings of PreVerifierConfig. Under
-    `accelerate launch` the processes share the drafting, which is nearly all of the work; the first one trains.
+    trained from the drafts that one has gathered. `layer` holds settings of PreVerifierConfig. `chats` is a folder of
+    conversations (`forerun.train.chat_data`), which take the place of `data` and of windows: drafts leave the answers.
+    Under `accelerate launch` the processes share the drafting, which is nearly all of the work; the first one trains.
 
-    Raises ValueError for data that is missing or too little, windows longer than a context, and an `out` that holds
+    Raises ValueError for data that is missing or too little, texts longer than a context, and an `out` that holds
     another run.
     """
+    check_sources(data, chats)
     work = work or out / "work"
     sharing = processes()
     how: dict[str, Any] = {"device": sharing.device(device)}
@@ -91,20 +95,25 @@ def train_pre_verifier(
         raise ValueError(f"sequences must be at least 2, one greedy and one drawn, not {recipe.sequences}")
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
     check_draft_tokenizer(tokenizer, draft, trust_remote_code=trust_remote_code)
-    texts = [text for source in data if source != SPARE for text in read_texts([source])]
-    if SPARE in data:
-        texts += spare_files(tokenizer)
-    stream = tokenize(tokenizer, texts, recipe.seed)
-    if len(stream) < 4 * recipe.prompt:
-        raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
+    depths, stream, shards = (recipe.depth, recipe.drawn_depth), np.zeros(0), []
+    if chats is None:
+        texts = [text for source in data if source != SPARE for text in read_texts([source])]
+        if SPARE in data:
+            texts += spare_files(tokenizer)
+        stream = tokenize(tokenizer, texts, recipe.seed)
+        if len(stream) < 4 * recipe.prompt:
+            raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
+        length, what = recipe.prompt + recipe.output, "prompt + output"
+    else:
+        shards = of_conversations(chats, recipe.sequences, recipe.held, depths)
+        length, what = max(shard.texts.tokens.shape[1] for shard in shards), "the longest conversation"
     big, small = (
         load_model(source, part, plain=True, **how) for source, part in ((target, "target"), (draft, "draft"))
     )
-    length = recipe.prompt + recipe.output
     for name, model in (("target", big), ("draft", small)):
         context = context_of(model.config.get_text_config(decoder=True))
         if context is not None and length > context:
-            raise ValueError(f"prompt + output is {length} tokens, more than the {name}'s context of {context}")
+            raise ValueError(f"{what} is {length} tokens, more than the {name}'s context of {context}")
     verifying, drafting = CausalLM(big), CausalLM(small)
     if verifying.vocab_size != drafting.vocab_size:
         raise ValueError(
@@ -113,9 +122,8 @@ def train_pre_verifier(
         )
     for name, runner in (("target", verifying), ("draft", drafting)):
         if runner.window is not None and runner.window < length + recipe.depth:
-            raise ValueError(
-                f"the {name} sees {runner.window} tokens back: prompt + output + {recipe.depth} must not be more"
-            )
+            raise ValueError(f"the {name} sees {runner.window} tokens back: {what} + {recipe.depth} must not be more")
+    source: dict[str, Any] = {"data": list(data)} if chats is None else {"chats": chats.name}
     embeddings: Tensor = small.get_input_embeddings().get_parameter("weight").detach()
     sizes = [model.head.get_parameter("weight").shape[-1] for model in (drafting, verifying)]
     config = PreVerifierConfig(
@@ -125,43 +133,59 @@ def train_pre_verifier(
         depth=recipe.depth,
         draft=drafting.fingerprint,
         target=verifying.fingerprint,
-        recipe=asdict(recipe) | {"target": target, "draft": draft, "data": list(data)},
+        recipe=asdict(recipe) | {"target": target, "draft": draft} | source,
         **layer or {},
     )
     if sharing.is_first:
-        mark = {"target": verifying.fingerprint, "draft": drafting.fingerprint, "data": list(data)}
-        drawn = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
+        mark: dict[str, Any] = {"target": verifying.fingerprint, "draft": drafting.fingerprint}
+        mark |= {"data": list(data)} if chats is None else {"chats": str(chats)}
+        other = _OF_TRAINING if chats is None else _NOT_OF_CHATS
+        drawn = {name: value for name, value in asdict(recipe).items() if name not in other}
         claim(work, json.dumps(mark | drawn))
-        behind_prompts(
-            verifying.model,
-            stream,
-            work / "own-output",
-            sequences=recipe.sequences,
-            prompt=recipe.prompt,
-            output=recipe.output,
-            seed=recipe.seed + SEED,
-            top_p=TOP_P,
-            say=say,
-        )
+        if chats is None:
+            behind_prompts(
+                verifying.model,
+                stream,
+                work / "own-output",
+                sequences=recipe.sequences,
+                prompt=recipe.prompt,
+                output=recipe.output,
+                seed=recipe.seed + SEED,
+                top_p=TOP_P,
+                say=say,
+            )
     sharing.wait()
-    _collect(verifying, drafting, work, recipe, sharing, say)
+    shards = shards or of_own_output(work / "own-output", recipe.prompt)
+    top_p = TOP_P if chats is None else CHAT_TOP_P
+    law = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=top_p, top_k=0)
+    collect(
+        verifying,
+        drafting,
+        shards,
+        work / "rollouts",
+        Sampler(False, verifying.processors(law, recipe.prompt)),
+        anchors=recipe.anchors,
+        depths=depths,
+        seed=recipe.seed + 5,
+        sharing=sharing,
+        say=say,
+    )
     sharing.wait()
     if not sharing.is_first:
         return {}
     torch.manual_seed(recipe.seed)
     model = PreVerifier(config)
     nn.Module.to(model, big.device)
-    shards = sorted((work / "rollouts").glob("*.safetensors"))
-    kinds = {"greedy": gather(shards[::2]), "sampling": gather(shards[1::2])}
+    kinds = {name: _parts(work / "rollouts", shards, name == "greedy", recipe.held) for name in ("greedy", "sampling")}
     _fit(model, list(kinds.values()), embeddings, recipe, work / "training" / out.resolve().name, say)
     model.eval()
     for name, buffer in (("greedy", model.greedy_traces), ("sampling", model.drawn_traces)):
-        _, spare = split(kinds[name], recipe)
+        _, spare = kinds[name]
         chosen = torch.arange(TRACES) * len(spare["accept"]) // TRACES  # from all windows
         _, survival = run(model, spare, chosen, embeddings)
         both = torch.stack([survival.detach().cpu(), spare["log_q"][chosen].cumsum(-1).exp()])
         buffer.copy_((255 * functional.pad(both, (0, recipe.depth - both.shape[-1]))).round())
-    found = {name: measure(model, split(drafts, recipe)[1], embeddings) for name, drafts in kinds.items()}
+    found = {name: measure(model, spare, embeddings) for name, (_, spare) in kinds.items()}
     model.config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
     save(model, found, out)
     for name, each in found.items():
@@ -170,70 +194,21 @@ def train_pre_verifier(
     return found
 
 
+Drafts = dict[str, Tensor]
 _OF_TRAINING = ("steps", "batch", "lr", "weight", "held")  # drafts are the same whatever these are
+_NOT_OF_CHATS = ("steps", "batch", "lr", "weight", "prompt", "output")
 
 
-def _collect(
-    target: CausalLM, draft: CausalLM, work: Path, recipe: Recipe, sharing: Processes, say: Callable[[str], None]
-) -> None:
-    """Drafts from every shard of the target's own output, this process's share of them; greedy shards have even
-    numbers."""
-    (work / "rollouts").mkdir(exist_ok=True)
-    config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
-    samplers = [Sampler(), Sampler(False, target.processors(config, recipe.prompt))]
-    sources = sorted((work / "own-output").glob("[0-9]*.safetensors"))
-    begun, made = perf_counter(), 0
-    for number, source in list(enumerate(sources))[sharing.rank :: sharing.count]:
-        path = work / "rollouts" / source.name
-        if path.exists():
-            continue
-        sampler = samplers[number % 2]
-        generator = torch.Generator(target.device).manual_seed(recipe.seed + 5 + number)
-        windows = load_file(source)["tokens"].long().to(target.device)
-        parts = [
-            roll_out(
-                target,
-                draft,
-                rows,
-                recipe.prompt,
-                recipe.anchors,
-                recipe.depth if sampler.greedy else recipe.drawn_depth,
-                sampler,
-                generator,
-            )
-            for rows in windows.split(8)
-        ]
-        tensors = {name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in _FIELDS}
-        kept = {"hidden": torch.float16, "target": torch.float16, "tokens": torch.int32, "echoes": torch.int8}
-        tensors = {name: value.to(kept.get(name, value.dtype)).contiguous() for name, value in tensors.items()}
-        temporary = path.with_suffix(".tmp")
-        save_file(tensors, temporary)
-        os.replace(temporary, path)
-        made += 1
-        left = (perf_counter() - begun) / made * (len(sources[sharing.rank :: sharing.count]) - made)
-        say(f"drafts of {number + 1}/{len(sources)} shards, {left / 60:.0f} min left")
-
-
-_FIELDS = tuple(field.name for field in fields(Rollouts) if field.name != "anchors")
-
-
-def gather(shards: Sequence[Path]) -> dict[str, Tensor]:
-    """The drafts of many shards, in their order."""
-    parts = [load_file(shard) for shard in shards]
-    return {name: torch.cat([part[name] for part in parts]) for name in _FIELDS}
-
-
-def split(drafts: dict[str, Tensor], recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Drafts to learn from and the last `held` share of them, which come from other windows."""
-    windows = len(drafts["accept"]) // recipe.anchors
-    cut = recipe.anchors * (windows - max(1, round(windows * recipe.held)))
-    return {k: v[:cut] for k, v in drafts.items()}, {k: v[cut:] for k, v in drafts.items()}
+def _parts(folder: Path, shards: Sequence[Shard], greedy: bool, held: float) -> tuple[Drafts, Drafts]:
+    """The drafts of a kind to learn from, and those kept for validation."""
+    learnt, spare = ([each for each in shards if each.greedy == greedy and each.held == kept] for kept in (False, True))
+    return (gather(folder, learnt), gather(folder, spare)) if spare else split(gather(folder, learnt), held)
 
 
 def run(layer: PreVerifier, drafts: dict[str, Tensor], rows: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [R, G] and survival [R, G] of some of the drafts."""
     device, inputs = embeddings.device, layer.config.inputs
-    taken = {name: drafts[name][rows].to(device) for name in ("target", "history", "log_q", "echoes")}
+    taken = {name: drafts[name][rows].to(device) for name in ("target", "history", "log_q", "echoes", "law")}
     hidden = drafts["hidden"][rows].to(device) if "hidden" in inputs else None
     embedded = embeddings[drafts["tokens"][rows].long().to(device)] if "token" in inputs else None
     return layer(**taken, hidden=hidden, embedded=embedded)
@@ -251,14 +226,13 @@ def loss_of(layer: PreVerifier, logits: Tensor, accept: Tensor, weight: float) -
 
 def _fit(
     layer: PreVerifier,
-    kinds: Sequence[dict[str, Tensor]],
+    parts: Sequence[tuple[Drafts, Drafts]],
     embeddings: Tensor,
     recipe: Recipe,
     work: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Trains on greedy and drawn drafts in turns of one batch each."""
-    parts = [split(drafts, recipe) for drafts in kinds]
+    """Trains on greedy and drawn drafts, of each those to learn from and those held, in turns of one batch each."""
 
     def batch(step: int) -> Tensor:
         kind = step % len(parts)

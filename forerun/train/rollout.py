@@ -12,9 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 from forerun.batch import additive
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import LEAST, USUAL
+from forerun.nn.pre_verifier import LEAST, USUAL, law_of
 from forerun.probabilities import probabilities_of
 from forerun.sampling import Sampler
+from forerun.train.texts import Texts
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,13 @@ class Rollouts:
         hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
         log_q: [N, G] their log-probabilities under the distributions that they were chosen from.
         target: [N, D] the target's LM-head input that gave the anchor: the last that is known when drafting begins.
+            Zeros where that is the prompt's last token: in decoding nothing is known there.
         history: [N, 3] how many tokens went well since the last rejection, before that, and before that; see `history`.
         echoes: [N, G, 5] whether each token follows what the text had before; see `forerun.nn.echo`.
-        anchors: [N] their positions in the windows.
+        law: [N, 2] entropy and top probability of the target's law that the anchor was chosen from, by the sampler's
+            scores; `forerun.nn.pre_verifier.UNKNOWN` at a prompt's last token.
+        rows: [N] the text of each draft.
+        anchors: [N] their positions in the texts.
     """
 
     tokens: Tensor
@@ -40,6 +45,8 @@ class Rollouts:
     target: Tensor
     history: Tensor
     echoes: Tensor
+    law: Tensor
+    rows: Tensor
     anchors: Tensor
 
 
@@ -47,34 +54,42 @@ class Rollouts:
 def roll_out(
     target: CausalLM,
     draft: CausalLM,
-    windows: Tensor,
-    first: int,
+    texts: Texts,
     count: int | None,
     depth: int,
     sampler: Sampler,
     generator: torch.Generator | None = None,
 ) -> Rollouts:
-    """Drafts `depth` tokens from `count` anchors in each of `windows` [B, T], whose tokens from position `first` on are
-    the target's own output under that sampler.
+    """Drafts `depth` tokens from `count` anchors in each of B texts. Their tokens behind `begins` are the target's own
+    output under that sampler. A whole draft lies in the output; a text with fewer such places has fewer drafts, and one
+    of the texts must have one.
 
-    Greedy, the windows tell what the target accepts; for sampling it runs the drafts as well. All drafts of a window go
+    Greedy, the texts tell what the target accepts; for sampling it runs the drafts as well. All drafts of a text go
     through one forward a token, as branches from a shared context.
 
     With a count of None from every place. Else half of the anchors, where there are so many, stand where a draft would
     just have been rejected: most drafts of a long-winded drafter begin there, and what follows is harder than
     elsewhere. The others stand anywhere (ours).
     """
+    windows, begins = texts.tokens, texts.begins[:, None]
+    last = texts.ends.clamp(max=windows.shape[1] - 1)[:, None] - depth  # where a draft may begin
     follows, judge = _Branches(draft, windows), _Branches(target, windows)
-    kept = _kept(_scores(sampler, follows.logits), _scores(sampler, judge.logits), windows, sampler.greedy)
+    p = _scores(sampler, judge.logits)
+    kept = _kept(_scores(sampler, follows.logits), p, windows, sampler.greedy)
     kept[:, 1:] = kept[:, :-1].clone()  # now of each token, not of the one behind it
     kept = torch.rand(kept.shape, generator=generator, device=kept.device) < kept
-    places = kept[:, first - 1 : windows.shape[1] - depth]
+    at = torch.arange(int(begins.min()), int(last.max()) + 1, device=windows.device)
+    assert len(at)
+    allowed = (at >= begins) & (at <= last)
     if count is None:
-        anchors = torch.arange(places.shape[1], device=windows.device).expand(len(windows), -1) + first - 1
+        anchors, real = at.expand(len(windows), -1), allowed
     else:
-        anchors = _choose(places, count, generator) + first - 1
-    known = judge.hidden[_rows(windows), anchors - 1]
-    past = history(kept, first, anchors)
+        places, real = _choose(kept[:, at], allowed, count, generator)
+        anchors = at[places]
+    before, begun = (anchors - 1).clamp(min=0), (anchors > begins)[..., None]
+    known, law = judge.hidden[_rows(windows), before] * begun, law_of(p[_rows(windows), before]) * begun
+    del p
+    past = history(kept, texts.begins, anchors)
     logits, hidden = follows.branch(anchors)
     p_logits = judge.branch(anchors)[0]
     tokens, accept, states, log_q = [], [], [], []
@@ -98,14 +113,16 @@ def roll_out(
                 p_logits = judge.extend(chosen)[0]
     drafted = torch.stack(tokens, -1)
     return Rollouts(
-        tokens=drafted.flatten(0, 1),
-        accept=torch.stack(accept, -1).flatten(0, 1),
-        hidden=torch.stack(states, -2).flatten(0, 1),
-        log_q=torch.stack(log_q, -1).flatten(0, 1),
-        target=known.flatten(0, 1),
-        history=past.flatten(0, 1),
-        echoes=echoes(windows, anchors, drafted).flatten(0, 1),
-        anchors=anchors.flatten(),
+        tokens=drafted[real],
+        accept=torch.stack(accept, -1)[real],
+        hidden=torch.stack(states, -2)[real],
+        log_q=torch.stack(log_q, -1)[real],
+        target=known[real],
+        history=past[real],
+        echoes=echoes(windows, anchors, drafted)[real],
+        law=law[real],
+        rows=_rows(windows).expand_as(anchors)[real],
+        anchors=anchors[real],
     )
 
 
@@ -121,19 +138,22 @@ def _kept(q: Tensor, p: Tensor, windows: Tensor, greedy: bool) -> Tensor:
     return torch.cat([right, torch.ones_like(right[:, :1])], 1)
 
 
-def _choose(kept: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """`count` columns [B, count] of [B, C]: half of them, or as many as there are, not kept; the others any."""
-    order = torch.rand(kept.shape, generator=generator, device=kept.device)
+def _choose(kept: Tensor, allowed: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """`count` columns [B, count] of [B, C] that are allowed: half of them, or as many as there are, not kept; the
+    others any. And which of them are meant, as a row may have fewer."""
+    order = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(~allowed, 3.0)
     wrong = (order + kept.float()).argsort(-1)[:, : count // 2]
     order.scatter_(-1, wrong, 2.0)  # not twice
-    return torch.cat([wrong, order.argsort(-1)[:, : count - count // 2]], -1)
+    others = order.argsort(-1)[:, : count - count // 2]
+    return torch.cat([wrong, others], -1), torch.cat([allowed.gather(-1, wrong), order.gather(-1, others) < 1], -1)
 
 
-def history(kept: Tensor, first: int, anchors: Tensor) -> Tensor:
+def history(kept: Tensor, begins: Tensor, anchors: Tensor) -> Tensor:
     """[B, A, 3] tokens of the output up to each anchor since its last rejection, between that and the one before, and
-    once more. `kept` [B, T] says of each token whether it was no correction; the output begins at `first`."""
+    once more. `kept` [B, T] says of each token whether it was no correction; behind `begins` [B] the output begins."""
     found = torch.zeros(*anchors.shape, 3)
     for row, wrong in enumerate((~kept).cpu().tolist()):
+        first = int(begins[row]) + 1
         places = [at for at in range(first, len(wrong)) if wrong[at]]
         for i, anchor in enumerate(anchors[row].tolist()):
             before = [first - 1, *[at for at in places if at <= anchor]][-3:]

@@ -1,0 +1,271 @@
+"""Drafts to learn from: they leave answers of conversations, and the layer sees in decoding what it learnt from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toys import noisy_copy, random_layer, tiny, tiny_tokenizer
+from transformers import GenerationConfig
+
+from forerun import Decoder
+from forerun.generation import Generation, Request
+from forerun.lengths.pacer import PacerStop
+from forerun.loading import load_model, load_pre_verifier
+from forerun.methods import AR, Pacer, method
+from forerun.model import CausalLM
+from forerun.nn.pre_verifier import UNKNOWN, law_of
+from forerun.nn.quick import QuickPreVerifier
+from forerun.params import SamplingParams
+from forerun.sampling import Sampler, Verdict
+from forerun.train.chat_data import Conversation
+from forerun.train.drafts import Shard, gather, of_conversations
+from forerun.train.pre_verifier import Recipe, train_pre_verifier
+from forerun.train.rollout import roll_out
+from forerun.train.texts import Texts, of_chats
+
+PROMPTS = [[5, 6, 7, 5, 6], [9, 3], [8, 8, 4, 1, 2, 3, 7]]
+LAWS = ("entropy", "top", "history")
+DRAWN = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
+RECIPE = Recipe(sequences=12, anchors=5, depth=6, drawn_depth=4, steps=6, batch=8, held=0.5)
+
+
+def conversation(prompt: list[int], answer: list[int], temperature: float = 0.0, split: str = "train") -> Conversation:
+    return Conversation("?", prompt, answer, "", temperature, "own", split)
+
+
+@pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["pacer", "pacer-ouroboros"])
+def test_laws_in_decoding_are_those_of_training(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows at once, drafts that break off at different places, by what the layer itself is given."""
+    target = tiny("llama")
+    draft = noisy_copy(target, 0.03)
+    asked: list[tuple[int, ...]] = []
+    told: list[Sequence[tuple[float, float]]] = []
+    law, begin = PacerStop.law, QuickPreVerifier.begin
+
+    def noted(self: PacerStop, seq: Generation) -> tuple[float, float]:
+        asked.append(tuple(seq.tokens))
+        return law(self, seq)
+
+    def begun(self: QuickPreVerifier, target: Any, history: Any, law: Any = None) -> Any:
+        told.append(law)
+        return begin(self, target, history, law)
+
+    monkeypatch.setattr(PacerStop, "law", noted)
+    monkeypatch.setattr(QuickPreVerifier, "begin", begun)
+    layer = random_layer(target, draft, inputs=LAWS)
+    settings = method(name, block=2, threshold=0.4, most=6)
+    done = Decoder(target, None, draft, settings, guard=False, pre_verifier=layer).generate(
+        PROMPTS, max_new_tokens=40, ignore_eos=True, **options
+    )
+    accepted = {step.accepted for row in done for step in row.steps}
+    # Phrases are drafted row by row.
+    assert max(len(laws) for laws in told) == (3 if name == "pacer" else 1) and len(accepted) >= 3
+    assert any(step.accepted < step.drafted for row in done for step in row.steps)
+    found = dict(zip(asked, [each for laws in told for each in laws], strict=True))
+
+    judge = CausalLM(target)
+    sampler = Sampler()
+    if options:
+        config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0)
+        sampler = Sampler(False, judge.processors(config, 1))
+    texts = of_chats([conversation(prompt, row.tokens) for prompt, row in zip(PROMPTS, done, strict=True)])
+    drafts = roll_out(judge, CausalLM(draft), texts, None, 1, sampler, torch.Generator().manual_seed(0))
+    places = zip(drafts.rows.tolist(), drafts.anchors.tolist(), drafts.law.tolist(), strict=True)
+    learnt = {tuple(texts.tokens[row, : anchor + 1].tolist()): both for row, anchor, both in places}
+    assert len(learnt) == 3 * 40
+    assert len(found) > 30 and found.keys() <= learnt.keys()
+    for text, both in found.items():
+        assert both == pytest.approx(learnt[text], rel=1e-3, abs=1e-4)
+        assert (tuple(both) == UNKNOWN) == (list(text) in PROMPTS)
+    assert len({round(entropy, 3) for entropy, _ in found.values()}) > 20
+
+
+def test_laws_by_hand() -> None:
+    scores = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf], [0.0, -200.0, -200.0, -200.0]])
+    expected = torch.tensor([[4.0, 0.25], [2.0, 0.5], [1.0, 1.0]])
+    expected[:, 0].log_()
+    torch.testing.assert_close(law_of(scores), expected)
+    torch.testing.assert_close(law_of(scores.bfloat16()), expected)
+
+
+def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
+    """As in a guard's pause. And a layer that does not see laws keeps none."""
+    for names in (LAWS, ("history",)):
+        policy = PacerStop(random_layer(inputs=names), torch.nn.Embedding(4, 4), 1, 9, 0.5)
+        seqs = [Generation(Request([1, 2], 30), id) for id in range(2)]
+        for seq in seqs:
+            policy.admit(seq)
+        assert [policy.law(seq) for seq in seqs] == [UNKNOWN] * 2
+        # The first row's scores are of another type, as those that nothing processed may be.
+        verdicts = [Verdict([0], 0, 0, False, scores=torch.zeros(4, dtype=torch.bfloat16))]
+        verdicts.append(Verdict([0], 0, 0, False, scores=torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])))
+        for seq in seqs:
+            seq.tokens.append(0)
+        policy.observe(seqs, [], verdicts, None)
+        if names != LAWS:
+            assert [policy.law(seq) for seq in seqs] == [UNKNOWN] * 2
+            continue
+        assert [policy.law(seq)[1] for seq in seqs] == [0.25, 0.5]
+        seqs[0].tokens.append(0)
+        assert policy.law(seqs[0]) == UNKNOWN and policy.law(seqs[1])[1] == 0.5
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a draft, with a tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("pair"), tiny_tokenizer()
+    target = tiny("llama", vocab=len(tokenizer))
+    for name, model in (("target", target), ("draft", noisy_copy(target, 0.02))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "target"), str(folder / "draft")
+
+
+@pytest.fixture(scope="module")
+def chats(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of different lengths, answered by the target; each other one at temperature 1."""
+    folder, decoder = tmp_path_factory.mktemp("chats"), Decoder(load_model(pair[0], "target"), method=AR())
+    for split, count in (("train", 24), ("validation", 10)):
+        rows = []
+        for at in range(count):
+            prompt = [5 + (at * 7 + i) % 20 for i in range(3 + at % 5)]
+            params = SamplingParams(max_new_tokens=3 + 2 * at, temperature=float(at % 2), seed=at, ignore_eos=True)
+            rows.append(conversation(prompt, decoder.generate(prompt, params).tokens, float(at % 2), split))
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    return folder
+
+
+def answers(shard: Shard) -> list[tuple[list[int], list[int]]]:
+    texts = shard.texts
+    rows = zip(texts.tokens.tolist(), texts.begins.tolist(), texts.ends.tolist(), strict=True)
+    return [(row[: begin + 1], row[begin + 1 : end + 1]) for row, begin, end in rows]
+
+
+def test_which_conversations_are_used(chats: Path) -> None:
+    shards = of_conversations(chats, 8, 0.5, (6, 4))
+    assert [(shard.name, shard.greedy, shard.held, len(shard.texts)) for shard in shards] == [
+        ("train-greedy-00000", True, False, 4),
+        ("train-sampled-00000", False, False, 4),
+        ("validation-greedy-00000", True, True, 2),
+        ("validation-sampled-00000", False, True, 2),
+    ]
+    for shard in shards:
+        split = shard.name.split("-")[0]
+        rows = [json.loads(line) for line in (chats / f"{split}.jsonl").read_text().splitlines()]
+        wanted = [(row["prompt"], row["answer"]) for row in rows if row["temperature"] == float(not shard.greedy)]
+        assert all(each in wanted and len(each[1]) >= (6 if shard.greedy else 4) for each in answers(shard))
+    # All that are long enough: 1, 5 and 9 tokens of a draft have no place in the shortest ones.
+    every = of_conversations(chats, 1000, 1.0, (6, 4))
+    assert [len(shard.texts) for shard in every] == [11, 12, 4, 5]
+    assert all(torch.equal(shard.texts.ends, shard.texts.ends.sort().values) for shard in every)
+
+
+@pytest.mark.parametrize("count", [5, None])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tuple[str, str], chats: Path) -> None:
+    target, draft = (load_model(folder, part) for folder, part in zip(pair, ("target", "draft"), strict=True))
+    depth = 6 if greedy else 4
+    shard = next(each for each in of_conversations(chats, 1000, 1.0, (6, 4)) if each.greedy == greedy)
+    generator = torch.Generator().manual_seed(0)
+    drafts = roll_out(CausalLM(target), CausalLM(draft), shard.texts, count, depth, Sampler(greedy), generator)
+    seen = set()
+    plain = Decoder(draft, method=AR())
+    for at, (row, anchor) in enumerate(zip(drafts.rows.tolist(), drafts.anchors.tolist(), strict=True)):
+        prompt, answer = answers(shard)[row]
+        place = anchor + 1 - len(prompt)  # tokens of the answer before the draft
+        assert 0 <= place <= len(answer) - depth
+        seen.add((row, anchor))
+        if greedy and at % 5 == 0:
+            said = plain.generate(prompt + answer[:place], max_new_tokens=depth, ignore_eos=True).tokens
+            right = [float(a == b) for a, b in zip(said, answer[place : place + depth], strict=True)]
+            assert drafts.tokens[at].tolist() == said and drafts.accept[at].tolist() == right
+    room = [len(answer) - depth + 1 for _, answer in answers(shard)]
+    assert len(seen) == len(drafts.accept) == sum(each if count is None else min(count, each) for each in room)
+    assert min(room) < 5 < max(room)
+
+
+def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: Path) -> None:
+    """What pads a text is not seen."""
+    models = [CausalLM(load_model(folder, part)) for folder, part in zip(pair, ("target", "draft"), strict=True)]
+    texts = of_conversations(chats, 1000, 1.0, (6, 4))[0].texts
+    together = roll_out(*models, texts, None, 6, Sampler())
+    for row in (0, 5):
+        alone = roll_out(*models, Texts(*(part[row : row + 1] for part in vars(texts).values())), None, 6, Sampler())
+        mine = together.rows == row
+        for name in ("tokens", "accept", "history", "echoes", "anchors", "law", "target", "log_q", "hidden"):
+            torch.testing.assert_close(getattr(together, name)[mine], getattr(alone, name), rtol=1e-3, atol=1e-4)
+
+
+def train(pair: tuple[str, str], out: Path, chats: Path | None, recipe: Recipe = RECIPE, **options: Any) -> None:
+    layer = {"inputs": ["confidence", "entropy", "top"]}
+    options = {"data": [], "say": lambda line: None} | options
+    train_pre_verifier(*pair, out=out, recipe=recipe, layer=layer, chats=chats, **options)
+
+
+def test_a_layer_learns_from_conversations_and_resumes(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
+    train(pair, tmp_path / "whole", chats)
+    work, other = tmp_path / "whole/work", tmp_path / "resumed/work"
+    names = sorted(path.name for path in (work / "rollouts").iterdir())
+    assert [name.removesuffix("-00000.safetensors") for name in names] == [
+        "train-greedy",
+        "train-sampled",
+        "validation-greedy",
+        "validation-sampled",
+    ]
+    assert not (work / "own-output").exists()
+    (other / "rollouts").mkdir(parents=True)
+    shutil.copy(work / "config.json", other)
+    shutil.copy(work / "rollouts" / names[0], other / "rollouts")
+    old = load_file(work / "rollouts" / names[1])  # as gathered before there were laws
+    save_file({name: value for name, value in old.items() if name != "law"}, other / "rollouts" / names[1])
+    said: list[str] = []
+    train(pair, tmp_path / "resumed", chats, say=said.append)
+    assert sum(line.startswith("drafts of") for line in said) == 3
+    models = [CausalLM(load_model(folder, part)) for folder, part in zip(pair, ("target", "draft"), strict=True)]
+    layers = [load_pre_verifier(tmp_path / out, *models) for out in ("whole", "resumed")]
+    for (name, one), (_, two) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):
+        assert torch.equal(one, two), name
+    assert layers[0].greedy_traces.any() and layers[0].drawn_traces.any()
+    assert layers[0].config.recipe["chats"] == "chats0" and "data" not in layers[0].config.recipe
+    shards = [shard for shard in of_conversations(chats, 12, 0.5, (6, 4)) if shard.name.startswith("train-greedy")]
+    drafts = gather(work / "rollouts", shards)
+    assert drafts["law"].shape == (len(drafts["rows"]), 2) and int(drafts["rows"].max()) + 1 == len(shards[0].texts)
+    decoder = Decoder(models[0].model, None, models[1].model, Pacer(), pre_verifier=layers[0])
+    plain = Decoder(models[0].model, method=AR()).generate([5, 6, 7], max_new_tokens=12).tokens
+    assert decoder.generate([5, 6, 7], max_new_tokens=12).tokens == plain
+    # Another layer of the same drafts gathers nothing; another number of conversations is another run.
+    said.clear()
+    train(pair, tmp_path / "second", chats, work=work, say=said.append)
+    assert not any(line.startswith("drafts of") for line in said)
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        train(pair, tmp_path / "third", chats, replace(RECIPE, sequences=14), work=work)
+
+
+def test_refusals(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give --data or --chats, not both"):
+        train(pair, tmp_path / "out", chats, data=["stdlib"])
+    with pytest.raises(ValueError, match=r"give --data or --chats$"):
+        train(pair, tmp_path / "out", None)
+    with pytest.raises(ValueError, match="no conversations in"):
+        train(pair, tmp_path / "out", tmp_path)
+    with pytest.raises(ValueError, match="has no greedy answer of 90 tokens in its train conversations"):
+        train(pair, tmp_path / "out", chats, Recipe(depth=90))
+    rows = [conversation([1] * 260, [5] * 40, float(at % 2)) for at in range(4)]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    with pytest.raises(
+        ValueError, match="the longest conversation is 300 tokens, more than the target's context of 256"
+    ):
+        train(pair, tmp_path / "out", tmp_path)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,94 @@
+"""The states below a target's last layer, on every path that a forward can take."""
+
+from __future__ import annotations
+
+import copy
+
+import families
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import ARCHITECTURES, tiny
+
+from forerun.model import CausalLM
+from forerun.runtime import prepare
+from forerun.runtime.family import FamilyForward
+from forerun.runtime.lean import lean_forward
+from forerun.runtime.native import library
+from forerun.runtime.native_family import NativeForward
+from forerun.runtime.recorded import Recorded
+from forerun.runtime.stored import store
+
+PROMPT, CHAINS = [5, 6, 7, 8, 3, 2, 1], [[9, 4, 3], [3]]
+
+
+def below(lm: CausalLM) -> list[Tensor]:
+    """Those of the prompt, run in two parts, and those of the chains behind it."""
+    lm.keeps_hidden = lm.keeps_prompt = True
+    lm.feature = "below"
+    assert lm.prompt_hidden is not None and lm.prompt_hidden.shape == (0, lm.config.hidden_size)
+    assert list(lm.prefill(PROMPT, 4)) == [4, 3]
+    for id in range(len(CHAINS)):
+        lm.join(id)
+    lm.extend(list(range(len(CHAINS))), CHAINS)
+    assert lm.hidden is not None
+    return [lm.prompt_hidden, *lm.hidden]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_they_are_what_all_layers_but_the_last_have_made(architecture: str) -> None:
+    lm = CausalLM(tiny(architecture))
+    prompt, *found = below(lm)
+    for chain, own in zip(CHAINS, found, strict=True):
+        with torch.inference_mode():
+            whole = lm.model(torch.tensor([[*PROMPT, *chain]]), use_cache=False, output_hidden_states=True)
+        wanted = whole.hidden_states[-2][0]
+        torch.testing.assert_close(torch.cat([prompt, own]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fixed_shapes", [True, False])
+def test_the_lean_forwards_are_the_same(fixed_shapes: bool) -> None:
+    model = tiny("llama")
+    forward = lean_forward(model)
+    assert forward is not None
+    quick = CausalLM(model, forward)
+    quick.recorded = Recorded(forward) if fixed_shapes else None
+    for ours, theirs in zip(below(quick), below(CausalLM(model)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert bool(quick.recorded and quick.recorded.shapes) == fixed_shapes
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("path", [FamilyForward, NativeForward])
+@pytest.mark.parametrize("name", families.MODELS)
+def test_the_familys_are_the_same(name: str, path: type[FamilyForward], kind: str) -> None:
+    """Up to what bfloat16 rounds."""
+    model = store(families.tiny(name), kind)
+    plain, compiled = CausalLM(copy.deepcopy(model)), library()
+    if path is NativeForward and compiled is None:
+        pytest.skip("there is no C compiler here")
+    forward = FamilyForward(model) if path is FamilyForward else NativeForward(model, compiled)
+    quick = CausalLM(model, forward)
+    for ours, theirs in zip(below(quick), below(plain), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.float() - theirs.float()).abs().max() < 0.05 * theirs.float().std()
+    # What is kept changes no logits.
+    logits = quick.extend([0], [[5, 6]])[0]
+    other = quick.fresh()
+    other.keeps_hidden = other.keeps_prompt = False
+    other.add(0)
+    again = other.extend([0], [[*PROMPT, *CHAINS[0], 5, 6]])[0][-2:]
+    assert torch.equal(logits, again) or (logits - again).abs().max() < 0.05 * again.std()
+
+
+def test_packed_weights_give_the_same() -> None:
+    model = tiny("qwen3")
+    for ours, theirs in zip(below(prepare(copy.deepcopy(model))), below(CausalLM(model)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_a_list_of_layers_has_none() -> None:
+    lm = CausalLM(tiny("qwen3"))
+    lm.model.model.layers = nn.ModuleDict({str(at): layer for at, layer in enumerate(lm.model.model.layers)})
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no readable features below its last layer"):
+        lm.last_layer()
