@@ -147,6 +147,45 @@ static void turned(const half *from, const float *bias, const float *gains, floa
     }
 }
 
+/* Puts keys and values of token i, from its queries, keys and values in [n, (H + 2 G) D], into the cache [rows, 2 G,
+   capacity, D]. The rest as `attend` has it; scratch: G D numbers. */
+static void keep_keys(const half *parts, const float *bias, const float *gains, float floor, const float *cos,
+                      const float *sin, half *cache, int64_t capacity, int row, int slot, int i, int heads, int groups,
+                      int d, float *scratch) {
+    int every = heads + 2 * groups;
+    size_t each = (size_t)capacity * d;
+    const half *own = parts + ((size_t)i * every + heads) * d, *value = own + groups * d;
+    half *to = cache + (size_t)row * 2 * groups * each + (size_t)slot * d;
+    turned(own, bias ? bias + heads * d : 0, gains ? gains + heads * d : 0, floor, cos ? cos + (size_t)i * d : 0,
+           sin ? sin + (size_t)i * d : 0, groups, d, 1, scratch);
+    for (int g = 0; g < groups; g++)
+        for (int k = 0; k < d; k += LANES) narrow(to + g * each + k, load(scratch + g * d + k));
+    turned(value, bias ? bias + (heads + groups) * d : 0, 0, 0, 0, 0, groups, d, 1, scratch);
+    for (int g = 0; g < groups; g++)
+        for (int k = 0; k < d; k += LANES) narrow(to + (groups + g) * each + k, load(scratch + g * d + k));
+}
+
+/* Attention of token i in group g of heads, which goes into its place of out [n, H D]. */
+static void attend_group(const half *parts, const float *bias, const float *gains, float floor, const float *cos,
+                         const float *sin, const half *cache, int64_t capacity, int row, int length, int place,
+                         const int32_t *path, int i, int g, int heads, int groups, int d, int window, int width,
+                         float *scratch, half *out) {
+    int shared = heads / groups, first_head = g * shared;
+    float *queries = scratch, *sums = queries + shared * d, *scores = sums + shared * d;
+    size_t each = (size_t)capacity * d;
+    const half *keys = cache + ((size_t)row * 2 * groups + g) * each;
+    int count = place + 1, first = window && count > window ? count - window : 0;
+    turned(parts + ((size_t)i * (heads + 2 * groups) + first_head) * d, bias ? bias + first_head * d : 0,
+           gains ? gains + first_head * d : 0, floor, cos ? cos + (size_t)i * d : 0, sin ? sin + (size_t)i * d : 0,
+           shared, d, 1 / sqrtf(d), queries);
+#define GROUP(size)                                                                                                 \
+    group(queries, keys, keys + groups * each, path, first, length, count, shared, size, scores, width, sums,       \
+          out + ((size_t)i * heads + first_head) * size)
+    if (d == 64) GROUP(64);
+    else if (d == 128) GROUP(128);
+    else GROUP(d);
+}
+
 /* Attention of n tokens from their queries, keys and values [n, (H + 2 G) D]; keys and values go into the cache [rows, 2 G,
    capacity, D].
 
@@ -158,32 +197,10 @@ void attend(const half *parts, const float *bias, const float *gains, float floo
             half *cache, int64_t capacity, const int32_t *row, const int32_t *length, const int32_t *slot,
             const int32_t *place, const int32_t *paths, int path, int n, int heads, int groups, int d, int window,
             int width, float *scratch, half *out) {
-    int every = heads + 2 * groups, shared = heads / groups;
-    float *queries = scratch, *sums = queries + heads * d, *scores = sums + heads * d;
-    size_t each = (size_t)capacity * d;
-    for (int i = 0; i < n; i++) { /* all keys first, as queries may see each other's */
-        const half *own = parts + ((size_t)i * every + heads) * d, *value = own + groups * d;
-        half *to = cache + (size_t)row[i] * 2 * groups * each + (size_t)slot[i] * d;
-        turned(own, bias ? bias + heads * d : 0, gains ? gains + heads * d : 0, floor, cos ? cos + (size_t)i * d : 0,
-               sin ? sin + (size_t)i * d : 0, groups, d, 1, queries);
+    for (int i = 0; i < n; i++) /* all keys first, as queries may see each other's */
+        keep_keys(parts, bias, gains, floor, cos, sin, cache, capacity, row[i], slot[i], i, heads, groups, d, scratch);
+    for (int i = 0; i < n; i++)
         for (int g = 0; g < groups; g++)
-            for (int k = 0; k < d; k += LANES) narrow(to + g * each + k, load(queries + g * d + k));
-        turned(value, bias ? bias + (heads + groups) * d : 0, 0, 0, 0, 0, groups, d, 1, queries);
-        for (int g = 0; g < groups; g++)
-            for (int k = 0; k < d; k += LANES) narrow(to + (groups + g) * each + k, load(queries + g * d + k));
-    }
-    for (int i = 0; i < n; i++) {
-        const half *keys = cache + (size_t)row[i] * 2 * groups * each;
-        int count = place[i] + 1, first = window && count > window ? count - window : 0;
-        turned(parts + (size_t)i * every * d, bias, gains, floor, cos ? cos + (size_t)i * d : 0,
-               sin ? sin + (size_t)i * d : 0, heads, d, 1 / sqrtf(d), queries);
-        for (int g = 0; g < groups; g++, keys += each) {
-#define GROUP(size)                                                                                                 \
-    group(queries + g * shared * size, keys, keys + groups * each, paths + (size_t)i * path, first, length[i],      \
-          count, shared, size, scores, width, sums, out + ((size_t)i * heads + g * shared) * size)
-            if (d == 64) GROUP(64);
-            else if (d == 128) GROUP(128);
-            else GROUP(d);
-        }
-    }
+            attend_group(parts, bias, gains, floor, cos, sin, cache, capacity, row[i], length[i], place[i],
+                         paths + (size_t)i * path, i, g, heads, groups, d, window, width, scratch, out);
 }

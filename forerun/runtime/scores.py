@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.runtime.bits import Blocks, Packed, pack, quantise, take
+from forerun.runtime.tiles import Tiles
 
 LARGEST = 16  # logits of a row that are computed from the weight's own values
 _LOW = 254  # steps of the low half of a state in one of the high half
@@ -34,7 +35,7 @@ class Scores:
     codes: Tensor
     scales: Tensor
     exact: Blocks | Tensor
-    rough: Packed | None = None
+    rough: Packed | Tiles | None = None
 
     @property
     def out(self) -> int:

@@ -1,0 +1,206 @@
+/* Products with weights in 4 and 8 bits, and all decoder layers of a forward in one call. Inputs of a product are rounded
+   to 8 bits, 32 at a time with one scale, as llama.cpp does. Products of integers are exact, and what is done with their
+   sums is written out, so that a row has the same bits whatever rows stand beside it. */
+
+#include "between.c"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(_OPENMP)
+#include <immintrin.h>
+
+extern int omp_get_thread_num(void); /* torch's own, with its threads */
+
+#define BLOCK 32
+#define ROWS 8 /* that are worked on at once */
+
+/* A weight [out, in]. data: of each 16 outputs, of each 32 inputs, the numbers, then 16 scales and 16 least values of
+   IEEE's 16 bits, or 16 scales and 16 middles in bfloat16. Numbers stand as [8 times four inputs][16 outputs][4], those of 4 bits two to a byte, the
+   second four times behind the first. */
+typedef struct {
+    const uint8_t *data;
+    int64_t out, in, bits, ieee;
+} tiles;
+
+/* n inputs in 8 bits: numbers [n, in], scales [n, in / 32] and sums of numbers times scales. */
+typedef struct {
+    int8_t *x;
+    float *scales, *sums;
+} inputs;
+
+static inline __m512 half_lanes(const uint8_t *from, int ieee) {
+    __m256i bits = _mm256_loadu_si256((const __m256i *)from);
+    return ieee ? _mm512_cvtph_ps(bits) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+static inline void to_8_bits(const half *x, int8_t *to, float *scale, float *sum) {
+    __m512 low = (__m512)wide(x), high = (__m512)wide(x + LANES);
+    float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    __m512 turn = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+    __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, turn)), second = _mm512_cvtps_epi32(_mm512_mul_ps(high, turn));
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(to + LANES), _mm512_cvtsepi32_epi8(second));
+    *scale = most / 127;
+    *sum = *scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+}
+
+static void row_to_8_bits(const half *x, int row, int size, int first, int last, inputs to) {
+    for (int i = first; i < last; i += BLOCK) {
+        size_t at = (size_t)row * size + i;
+        to_8_bits(x + at, to.x + at, to.scales + at / BLOCK, to.sums + at / BLOCK);
+    }
+}
+
+/* 16 outputs of `rows` rows from row `first` on, as bfloat16. */
+static inline __attribute__((always_inline)) void panel(const tiles *w, int which, inputs of, int first, int rows,
+                                                        int bits, half *out) {
+    int blocks = w->in / BLOCK, size = 64 * bits + 64;
+    const uint8_t *tile = w->data + (size_t)which * blocks * size;
+    __m512 y[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) y[r] = _mm512_setzero_ps();
+    for (int b = 0; b < blocks; b++, tile += size) {
+        __m512i part[8];
+        const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            if (bits == 8) part[k] = _mm512_loadu_si512(tile + 64 * k);
+            else if (k < 4) part[k] = _mm512_and_si512(_mm512_loadu_si512(tile + 64 * k), low);
+            else part[k] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(tile + 64 * (k - 4)), 4), low);
+        }
+        __m512 scale = half_lanes(tile + 64 * bits, w->ieee), least = half_lanes(tile + 64 * bits + 32, w->ieee);
+        if (!w->ieee) least = _mm512_fnmadd_ps(scale, _mm512_set1_ps(1 << (bits - 1)), least);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const int8_t *x = of.x + (size_t)(first + r) * w->in + b * BLOCK;
+            size_t at = (size_t)(first + r) * blocks + b;
+            __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
+#pragma GCC unroll 4
+            for (int k = 0; k < 8; k += 2) {
+                int32_t four, next;
+                memcpy(&four, x + 4 * k, 4);
+                memcpy(&next, x + 4 * k + 4, 4);
+                even = _mm512_dpbusd_epi32(even, part[k], _mm512_set1_epi32(four));
+                odd = _mm512_dpbusd_epi32(odd, part[k + 1], _mm512_set1_epi32(next));
+            }
+            __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
+            y[r] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(of.scales[at])), sum, y[r]);
+            y[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(of.sums[at]), y[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) narrow(out + (size_t)(first + r) * w->out + which * LANES, (lanes)y[r]);
+}
+
+#define OF_ROWS(count)                                                                                              \
+    case count:                                                                                                     \
+        if (w->bits == 4) panel(w, which, of, first, count, 4, out);                                                \
+        else panel(w, which, of, first, count, 8, out);                                                             \
+        break;
+
+/* 16 outputs of all n rows. */
+static __attribute__((noinline)) void outputs(const tiles *w, int which, inputs of, int n, half *out) {
+    for (int first = 0; first < n; first += ROWS) switch (n - first < ROWS ? n - first : ROWS) {
+            OF_ROWS(1) OF_ROWS(2) OF_ROWS(3) OF_ROWS(4) OF_ROWS(5) OF_ROWS(6) OF_ROWS(7) OF_ROWS(8)
+        }
+}
+
+/* The product of x [n, in] with a weight: out [n, out]. room: what inputs need for n. */
+void multiply(const tiles *w, const half *x, int n, inputs *room, half *out, int threads) {
+    inputs of = *room;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) row_to_8_bits(x, row, w->in, 0, w->in, of);
+#pragma omp for schedule(static)
+        for (int which = 0; which < w->out / LANES; which++) outputs(w, which, of, n, out);
+    }
+}
+
+/* A decoder layer. second: the gain of its second norm; next: that of the norm behind it; bias and gains as `attend` has
+   them. cache [rows, 2 G, capacity, D]. */
+typedef struct {
+    tiles qkv, out, up, down;
+    const float *second, *next, *bias, *gains;
+    half *cache;
+    int64_t capacity, rotates, window;
+} layer;
+
+/* What all layers share, and n tokens as `attend` has them. x [n, d] the residual stream. Of n rows each: h [n, d], parts
+   [n, (H + 2 G) D], attended [n, H D], both [n, 2 I], inner [n, I], and `room` for the widest input. scratch: for each
+   thread 2 H D + shared * width. */
+typedef struct {
+    int64_t layers, n, d, inner, heads, groups, size, path, width, threads;
+    const float *first, *cos, *sin;
+    const int32_t *row, *length, *slot, *place, *paths;
+    float *x, *whole, *scratch;
+    half *h, *parts, *attended, *both, *inside;
+    inputs room;
+    float floor, floor_each;
+} batch;
+
+static void norm_row(const batch *b, int row, const half *added, const float *gain, float *whole) {
+    size_t at = (size_t)row * b->d;
+    add_and_norm(b->x + at, added ? added + at : 0, gain, b->floor, 1, b->d, b->h + at, whole ? whole + at : 0);
+    row_to_8_bits(b->h, row, b->d, 0, b->d, b->room);
+}
+
+#define GATED 128 /* columns that a thread takes at once */
+
+static void gate_part(const batch *b, int row, int part) {
+    int first = part * GATED, last = first + GATED < b->inner ? first + GATED : b->inner;
+    const half *gates = b->both + (size_t)row * 2 * b->inner, *ups = gates + b->inner;
+    half *to = b->inside + (size_t)row * b->inner;
+    for (int i = first; i < last; i += LANES) {
+        lanes x = wide(gates + i);
+        narrow(to + i, x / (1.0f + power(-x)) * wide(ups + i));
+    }
+    row_to_8_bits(b->inside, row, b->inner, first, last, b->room);
+}
+
+void run_layers(const layer *all, const batch *given) {
+    const batch b = *given;
+    int n = b.n, chunks = (b.inner + GATED - 1) / GATED, wide_out = b.heads * b.size;
+#pragma omp parallel num_threads(b.threads)
+    {
+        int own = omp_get_thread_num();
+        float *scratch = b.scratch + (size_t)own * (2 * wide_out + b.heads / b.groups * b.width);
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) norm_row(&b, row, 0, b.first, 0);
+        for (int l = 0; l < b.layers; l++) {
+            const layer *at = all + l;
+            const float *cos = at->rotates ? b.cos : 0, *sin = at->rotates ? b.sin : 0;
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->qkv.out / LANES; which++) outputs(&at->qkv, which, b.room, n, b.parts);
+#pragma omp for schedule(static)
+            for (int i = 0; i < n; i++)
+                keep_keys(b.parts, at->bias, at->gains, b.floor_each, cos, sin, at->cache, at->capacity, b.row[i],
+                          b.slot[i], i, b.heads, b.groups, b.size, scratch);
+#pragma omp for schedule(static) collapse(2)
+            for (int i = 0; i < n; i++)
+                for (int g = 0; g < b.groups; g++)
+                    attend_group(b.parts, at->bias, at->gains, b.floor_each, cos, sin, at->cache, at->capacity, b.row[i],
+                                 b.length[i], b.place[i], b.paths + (size_t)i * b.path, i, g, b.heads, b.groups, b.size,
+                                 at->window, b.width, scratch, b.attended);
+#pragma omp for schedule(static)
+            for (int row = 0; row < n; row++) row_to_8_bits(b.attended, row, wide_out, 0, wide_out, b.room);
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->out.out / LANES; which++) outputs(&at->out, which, b.room, n, b.h);
+#pragma omp for schedule(static)
+            for (int row = 0; row < n; row++) norm_row(&b, row, b.h, at->second, 0);
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->up.out / LANES; which++) outputs(&at->up, which, b.room, n, b.both);
+#pragma omp for schedule(static) collapse(2)
+            for (int row = 0; row < n; row++)
+                for (int part = 0; part < chunks; part++) gate_part(&b, row, part);
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->down.out / LANES; which++) outputs(&at->down, which, b.room, n, b.h);
+#pragma omp for schedule(static)
+            for (int row = 0; row < n; row++)
+                norm_row(&b, row, b.h, at->next, l + 1 == b.layers ? b.whole : 0);
+        }
+    }
+}
+
+int has_products(void) { return 1; }
+#else
+int has_products(void) { return 0; }
+#endif
