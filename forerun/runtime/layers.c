@@ -200,6 +200,145 @@ void run_layers(const layer *all, const batch *given) {
     }
 }
 
+/* An LM head [V, d]. data: of each 16 outputs, of each four inputs, [16][4] numbers of 8 bits, 128 more than they are;
+   scales [V]. Its own values: codes [V, d] with steps and least values [V, d / 32], or a table [V, d]. */
+typedef struct {
+    const uint8_t *data, *codes;
+    const float *scales, *steps, *least;
+    const half *table;
+    int64_t out, in;
+} head;
+
+#define HEAD_ROWS 4
+#define FINE 254 /* steps of the low half of a state in one of the high half */
+#define BEST 16
+
+/* n states in two halves [n, d], the high ones first of all; sums of each [n], and the size of a step [n]. */
+typedef struct {
+    int8_t *high, *low;
+    int32_t *highs, *lows;
+    float *steps;
+} states;
+
+static void halve(const float *x, int row, int d, states to) {
+    __m512 most = _mm512_setzero_ps();
+    const float *own = x + (size_t)row * d;
+    for (int i = 0; i < d; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(own + i)));
+    float step = _mm512_reduce_max_ps(most) / 127;
+    __m512 turn = _mm512_set1_ps(step > 0 ? 1 / step : 0);
+    __m512i highs = _mm512_setzero_si512(), lows = highs;
+    for (int i = 0; i < d; i += LANES) {
+        __m512 steps = _mm512_mul_ps(_mm512_loadu_ps(own + i), turn);
+        __m512i high = _mm512_cvtps_epi32(steps);
+        __m512i low = _mm512_cvtps_epi32(
+            _mm512_mul_ps(_mm512_sub_ps(steps, _mm512_cvtepi32_ps(high)), _mm512_set1_ps(FINE)));
+        _mm_storeu_si128((__m128i *)(to.high + (size_t)row * d + i), _mm512_cvtsepi32_epi8(high));
+        _mm_storeu_si128((__m128i *)(to.low + (size_t)row * d + i), _mm512_cvtsepi32_epi8(low));
+        highs = _mm512_add_epi32(highs, high);
+        lows = _mm512_add_epi32(lows, low);
+    }
+    to.highs[row] = _mm512_reduce_add_epi32(highs);
+    to.lows[row] = _mm512_reduce_add_epi32(lows);
+    to.steps[row] = step / FINE;
+}
+
+static inline __m512i four(const int8_t *x) {
+    int32_t found;
+    memcpy(&found, x, 4);
+    return _mm512_set1_epi32(found);
+}
+
+static inline __attribute__((always_inline)) void head_panel(const head *w, int which, states of, int first, int rows,
+                                                             float *y) {
+    const uint8_t *data = w->data + (size_t)which * LANES * w->in;
+    __m512i high[HEAD_ROWS], low[HEAD_ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) high[r] = low[r] = _mm512_setzero_si512();
+    for (int i = 0; i < w->in; i += 4, data += 64) {
+        __m512i part = _mm512_loadu_si512(data);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            size_t at = (size_t)(first + r) * w->in + i;
+            high[r] = _mm512_dpbusd_epi32(high[r], part, four(of.high + at));
+            low[r] = _mm512_dpbusd_epi32(low[r], part, four(of.low + at));
+        }
+    }
+    int left = w->out - which * LANES;
+    __mmask16 there = left < LANES ? (1 << left) - 1 : 0xffff;
+    __m512 scales = _mm512_maskz_loadu_ps(there, w->scales + which * LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        int row = first + r;
+        __m512 coarse = _mm512_cvtepi32_ps(_mm512_sub_epi32(high[r], _mm512_set1_epi32(128 * of.highs[row])));
+        __m512 fine = _mm512_cvtepi32_ps(_mm512_sub_epi32(low[r], _mm512_set1_epi32(128 * of.lows[row])));
+        __m512 sum = _mm512_fmadd_ps(coarse, _mm512_set1_ps(FINE), fine);
+        sum = _mm512_mul_ps(_mm512_mul_ps(sum, scales), _mm512_set1_ps(of.steps[row]));
+        _mm512_mask_storeu_ps(y + (size_t)row * w->out + which * LANES, there, sum);
+    }
+}
+
+/* A state's product with one output's own values. */
+static float own_product(const head *w, const float *x, int64_t which) {
+    lanes sum = {0};
+    for (int i = 0; i < w->in; i += LANES) {
+        size_t at = (size_t)which * w->in + i;
+        lanes value;
+        if (w->table) value = wide(w->table + at);
+        else {
+            __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->codes + at)));
+            value = (lanes)_mm512_cvtepi32_ps(code) * w->steps[at / BLOCK] + w->least[at / BLOCK];
+        }
+        sum += load(x + i) * value;
+    }
+    return total(sum);
+}
+
+/* The largest logits of a row again, from the weight's own values. */
+static void own_best(const head *w, const float *x, float *y) {
+    float best[BEST];
+    int32_t where[BEST];
+    int count = 0, least = 0;
+    __m512 bar = _mm512_set1_ps(-INFINITY);
+    for (int i = 0; i < w->out; i += LANES) {
+        int left = w->out - i;
+        __mmask16 there = left < LANES ? (1 << left) - 1 : 0xffff;
+        __mmask16 above = _mm512_mask_cmp_ps_mask(there, _mm512_maskz_loadu_ps(there, y + i), bar, _CMP_GT_OQ);
+        for (; above; above &= above - 1) {
+            int at = i + __builtin_ctz(above);
+            if (count == BEST && !(y[at] > best[least])) continue;
+            int to = count < BEST ? count++ : least;
+            best[to] = y[at];
+            where[to] = at;
+            if (count < BEST) continue;
+            least = 0;
+            for (int k = 1; k < BEST; k++) least = best[k] < best[least] ? k : least;
+            bar = _mm512_set1_ps(best[least]);
+        }
+    }
+    for (int k = 0; k < count; k++) y[where[k]] = own_product(w, x, where[k]);
+}
+
+/* Logits y [n, V] of states x [n, d]. */
+void score(const head *given, const float *x, int n, const states *room, float *y, int threads) {
+    const head *w = given;
+    states of = *room;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) halve(x, row, w->in, of);
+#pragma omp for schedule(static)
+        for (int which = 0; which < (w->out + LANES - 1) / LANES; which++)
+            for (int first = 0; first < n; first += HEAD_ROWS) switch (n - first < HEAD_ROWS ? n - first : HEAD_ROWS) {
+                case 1: head_panel(w, which, of, first, 1, y); break;
+                case 2: head_panel(w, which, of, first, 2, y); break;
+                case 3: head_panel(w, which, of, first, 3, y); break;
+                case 4: head_panel(w, which, of, first, 4, y); break;
+                }
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) own_best(w, x + (size_t)row * w->in, y + (size_t)row * w->out);
+    }
+}
+
 int has_products(void) { return 1; }
 #else
 int has_products(void) { return 0; }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.runtime.native import library
 
@@ -38,6 +39,21 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("second", "next", "bias", "gains", "cache")),
         *((name, ctypes.c_int64) for name in ("capacity", "rotates", "window")),
     )
+
+
+class HeadArgument(ctypes.Structure):
+    """`head` of layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "codes", "scales", "steps", "least", "table")),
+        *((name, ctypes.c_int64) for name in ("out", "inputs")),
+    )
+
+
+class StatesArgument(ctypes.Structure):
+    """`states` of layers.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("high", "low", "highs", "lows", "steps"))
 
 
 class RoomArgument(ctypes.Structure):
@@ -128,6 +144,23 @@ class Tiles:
         if not self.ieee:
             least = least - 2 ** (self.bits - 1) * scales
         return (codes * scales[..., None] + least[..., None]).flatten(1)
+
+
+def score(head: HeadArgument, x: Tensor) -> Tensor:
+    """Logits [n, V] float32 of states [n, d] float32, contiguous."""
+    count, width = x.shape
+    halves, sums = torch.empty(2, count, width, dtype=torch.int8), torch.empty(3, count, dtype=torch.int32)
+    y = torch.empty(count, head.out)
+    room = StatesArgument(*(part.data_ptr() for part in (*halves, *sums)))
+    arguments = ctypes.byref(head), x.data_ptr(), count, ctypes.byref(room), y.data_ptr(), torch.get_num_threads()
+    _compiled().score(*arguments)
+    return y
+
+
+def tile_head(codes: Tensor) -> Tensor:
+    """Codes [V, d] int8 as the head's data, with rows of zeros behind them where panels of 16 do not divide V."""
+    padded = functional.pad(codes.view(torch.uint8) ^ 128, (0, 0, 0, -len(codes) % LANES))
+    return padded.view(-1, LANES, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
 
 
 def _compiled() -> Any:
