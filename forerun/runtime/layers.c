@@ -1,16 +1,16 @@
 /* Products with weights in 4 and 8 bits, and all decoder layers of a forward in one call. Inputs of a product are rounded
-   to 8 bits, 32 at a time with one scale, as llama.cpp does. Products of integers are exact, and what is done with their
-   sums is written out, so that a row has the same bits whatever rows stand beside it. */
+   to 8 bits, 32 at a time with one scale, as llama.cpp does; for weights in 8 bits what is left over is another 8 bits.
+   Products of integers are exact, and what is done with their sums is written out, so that a row has the same bits whatever
+   rows stand beside it. */
 
 #include "between.c"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(_OPENMP)
-#include <immintrin.h>
-
 extern int omp_get_thread_num(void); /* torch's own, with its threads */
 
 #define BLOCK 32
 #define ROWS 8 /* that are worked on at once */
+#define FINE 254 /* steps of what numbers in 8 bits leave over in one of theirs */
 
 /* A weight [out, in]. data: of each 16 outputs, of each 32 inputs, the numbers, then 16 scales and 16 least values of
    IEEE's 16 bits, or 16 scales and 16 middles in bfloat16. Numbers stand as [8 times four inputs][16 outputs][4], those of 4 bits two to a byte, the
@@ -20,32 +20,49 @@ typedef struct {
     int64_t out, in, bits, ieee;
 } tiles;
 
-/* n inputs in 8 bits: numbers [n, in], scales [n, in / 32] and sums of numbers times scales. */
+/* n inputs: numbers [n, in] and what they leave over in 1/254 of them, scales [n, in / 32], and sums of numbers times
+   scales, without and with what was left over. */
 typedef struct {
-    int8_t *x;
-    float *scales, *sums;
+    int8_t *x, *rest;
+    float *scales, *sums, *finer;
 } inputs;
+
+static inline __m512i four(const int8_t *x) {
+    int32_t found;
+    memcpy(&found, x, 4);
+    return _mm512_set1_epi32(found);
+}
 
 static inline __m512 half_lanes(const uint8_t *from, int ieee) {
     __m256i bits = _mm256_loadu_si256((const __m256i *)from);
     return ieee ? _mm512_cvtph_ps(bits) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-static inline void to_8_bits(const half *x, int8_t *to, float *scale, float *sum) {
+static inline void to_8_bits(const half *x, int8_t *to, int8_t *rest, float *scale, float *sum, float *finer) {
+    const __m512 fine = _mm512_set1_ps(FINE);
     __m512 low = (__m512)wide(x), high = (__m512)wide(x + LANES);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
     __m512 turn = _mm512_set1_ps(most > 0 ? 127 / most : 0);
-    __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, turn)), second = _mm512_cvtps_epi32(_mm512_mul_ps(high, turn));
+    low = _mm512_mul_ps(low, turn);
+    high = _mm512_mul_ps(high, turn);
+    __m512i first = _mm512_cvtps_epi32(low), second = _mm512_cvtps_epi32(high);
+    __m512i left = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(low, _mm512_cvtepi32_ps(first)), fine));
+    __m512i right = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(high, _mm512_cvtepi32_ps(second)), fine));
     _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(first));
     _mm_storeu_si128((__m128i *)(to + LANES), _mm512_cvtsepi32_epi8(second));
+    _mm_storeu_si128((__m128i *)rest, _mm512_cvtsepi32_epi8(left));
+    _mm_storeu_si128((__m128i *)(rest + LANES), _mm512_cvtsepi32_epi8(right));
+    int whole = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
     *scale = most / 127;
-    *sum = *scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    *sum = *scale * whole;
+    *finer = *scale / FINE * (FINE * whole + _mm512_reduce_add_epi32(_mm512_add_epi32(left, right)));
 }
 
 static void row_to_8_bits(const half *x, int row, int size, int first, int last, inputs to) {
     for (int i = first; i < last; i += BLOCK) {
         size_t at = (size_t)row * size + i;
-        to_8_bits(x + at, to.x + at, to.scales + at / BLOCK, to.sums + at / BLOCK);
+        size_t block = at / BLOCK;
+        to_8_bits(x + at, to.x + at, to.rest + at, to.scales + block, to.sums + block, to.finer + block);
     }
 }
 
@@ -70,20 +87,27 @@ static inline __attribute__((always_inline)) void panel(const tiles *w, int whic
         if (!w->ieee) least = _mm512_fnmadd_ps(scale, _mm512_set1_ps(1 << (bits - 1)), least);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const int8_t *x = of.x + (size_t)(first + r) * w->in + b * BLOCK;
-            size_t at = (size_t)(first + r) * blocks + b;
-            __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
+            size_t start = (size_t)(first + r) * w->in + b * BLOCK, at = (size_t)(first + r) * blocks + b;
+            const int8_t *x = of.x + start, *rest = of.rest + start;
+            __m512i one = _mm512_setzero_si512(), two = _mm512_setzero_si512();
+            __m512 sum;
+            if (bits == 4) {
 #pragma GCC unroll 4
-            for (int k = 0; k < 8; k += 2) {
-                int32_t four, next;
-                memcpy(&four, x + 4 * k, 4);
-                memcpy(&next, x + 4 * k + 4, 4);
-                even = _mm512_dpbusd_epi32(even, part[k], _mm512_set1_epi32(four));
-                odd = _mm512_dpbusd_epi32(odd, part[k + 1], _mm512_set1_epi32(next));
+                for (int k = 0; k < 8; k += 2) {
+                    one = _mm512_dpbusd_epi32(one, part[k], four(x + 4 * k));
+                    two = _mm512_dpbusd_epi32(two, part[k + 1], four(x + 4 * k + 4));
+                }
+                sum = _mm512_cvtepi32_ps(_mm512_add_epi32(one, two));
+            } else {
+#pragma GCC unroll 8
+                for (int k = 0; k < 8; k++) {
+                    one = _mm512_dpbusd_epi32(one, part[k], four(x + 4 * k));
+                    two = _mm512_dpbusd_epi32(two, part[k], four(rest + 4 * k));
+                }
+                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(two), _mm512_set1_ps(1.0f / FINE), _mm512_cvtepi32_ps(one));
             }
-            __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
             y[r] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(of.scales[at])), sum, y[r]);
-            y[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(of.sums[at]), y[r]);
+            y[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(bits == 4 ? of.sums[at] : of.finer[at]), y[r]);
         }
     }
 #pragma GCC unroll 8
@@ -210,7 +234,6 @@ typedef struct {
 } head;
 
 #define HEAD_ROWS 4
-#define FINE 254 /* steps of the low half of a state in one of the high half */
 #define BEST 16
 
 /* n states in two halves [n, d], the high ones first of all; sums of each [n], and the size of a step [n]. */
@@ -240,12 +263,6 @@ static void halve(const float *x, int row, int d, states to) {
     to.highs[row] = _mm512_reduce_add_epi32(highs);
     to.lows[row] = _mm512_reduce_add_epi32(lows);
     to.steps[row] = step / FINE;
-}
-
-static inline __m512i four(const int8_t *x) {
-    int32_t found;
-    memcpy(&found, x, 4);
-    return _mm512_set1_epi32(found);
 }
 
 static inline __attribute__((always_inline)) void head_panel(const head *w, int which, states of, int first, int rows,

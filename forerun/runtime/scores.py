@@ -105,10 +105,12 @@ def scores(weight: Blocks | Tensor) -> Scores:
 
 
 def _contiguous(weight: Blocks | Tensor) -> Blocks | Tensor:
-    parts = [weight] if isinstance(weight, Tensor) else [weight.codes, weight.scales, weight.least]
-    if all(part.is_contiguous() for part in parts):
-        return weight  # which an embedding may share
-    return weight.contiguous() if isinstance(weight, Tensor) else Blocks(*(p.contiguous() for p in parts), weight.bits)
+    if isinstance(weight, Tensor):
+        return weight.contiguous()
+    codes, scales, least = weight.codes, weight.scales, weight.least
+    if codes.is_contiguous() and scales.is_contiguous() and least.is_contiguous():
+        return weight  # an embedding may share it
+    return Blocks(codes.contiguous(), scales.contiguous(), least.contiguous(), weight.bits)
 
 
 @cache

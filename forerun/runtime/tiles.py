@@ -1,8 +1,8 @@
 """Weights in 4 and 8 bits for our own product, which multiplies integers of 8 bits (`layers.c`).
 
 It is for processors that have an instruction for such products (VNNI, with registers of 512 bits), where there is a
-compiler. Eight rows cost it little more than one, as the weights are read once. Inputs are rounded to 8 bits in blocks
-of 32, as in llama.cpp (ggml's `Q8_1`).
+compiler. Eight rows cost it little more than one, as the weights are read once. Beside weights in 4 bits inputs are
+rounded to 8 bits in blocks of 32, as in llama.cpp (ggml's `Q8_1`), beside weights in 8 bits to 16.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StatesArgument(ctypes.Structure):
 class RoomArgument(ctypes.Structure):
     """`inputs` of layers.c."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("x", "scales", "sums"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("x", "rest", "scales", "sums", "finer"))
 
 
 class BatchArgument(ctypes.Structure):
@@ -81,12 +81,12 @@ class BatchArgument(ctypes.Structure):
 
 
 class Room:
-    """Memory for n inputs in 8 bits."""
+    """Memory for n inputs as a product takes them."""
 
     def __init__(self, rows: int, inputs: int) -> None:
-        self.x = torch.empty(rows, inputs, dtype=torch.int8)
-        self.scales, self.sums = torch.empty(2, rows, inputs // BLOCK)
-        self.argument = RoomArgument(self.x.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr())
+        self.numbers = torch.empty(2, rows, inputs, dtype=torch.int8)
+        self.facts = torch.empty(3, rows, inputs // BLOCK)
+        self.argument = RoomArgument(*(part.data_ptr() for part in (*self.numbers, *self.facts)))
 
 
 @dataclass(frozen=True)
