@@ -12,6 +12,7 @@ from torch import Tensor
 from forerun.gguf.reader import GgufFile
 from forerun.runtime.bits import Blocks, Dense, Packed, join, pack, quantise
 from forerun.runtime.scores import Scores, scores
+from forerun.runtime.tiles import Tiles
 
 EMBEDDING = "token_embd.weight"
 BITS = {Type.Q4_0: 4, Type.Q4_1: 4, Type.Q8_0: 8}  # the types that `Blocks` can have as they are
@@ -43,7 +44,7 @@ class Matrices:
             return scores(self.dense(tensor))
         return scores(self.blocks(tensor, 8))
 
-    def product(self, tensor: ReaderTensor, order: Tensor | None = None) -> Packed | Dense:
+    def product(self, tensor: ReaderTensor, order: Tensor | None = None) -> Packed | Tiles | Dense:
         """A matrix for products, its outputs in another order where one is given."""
         kind, type = self.kind, tensor.tensor_type
         if kind is None:

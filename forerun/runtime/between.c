@@ -3,11 +3,15 @@
    of 16; every loop over them takes 16 at a time, written out as vectors, as a compiler's own would round the ends of
    loops otherwise, or their beginnings, depending on addresses. */
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define LANES 16
+#define LARGEST 1024 /* numbers of a head */
 typedef uint16_t half;
 typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
@@ -23,10 +27,14 @@ static inline lanes load(const float *from) {
 static inline void put(float *to, lanes value) { memcpy(to, &value, sizeof value); }
 
 static inline lanes wide(const half *from) {
+#ifdef __AVX512F__ /* a compiler makes four instructions of it otherwise */
+    return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
     halves stored;
     memcpy(&stored, from, sizeof stored);
     words bits = __builtin_convertvector(stored, words) << 16;
     return (lanes)bits;
+#endif
 }
 
 /* To the nearest, to even ones between two. What is not a number stays none. */
@@ -59,11 +67,20 @@ static inline lanes power(lanes x) {
     return found * (lanes)((whole + 127) << 23);
 }
 
+/* The sum of all lanes, half on half. */
 static inline float total(lanes values) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += values[i];
-    return sum;
+    typedef float eight __attribute__((vector_size(32)));
+    typedef float quad __attribute__((vector_size(16)));
+    eight parts[2];
+    memcpy(parts, &values, sizeof values);
+    eight once = parts[0] + parts[1];
+    quad halves_of[2];
+    memcpy(halves_of, &once, sizeof once);
+    quad twice = halves_of[0] + halves_of[1];
+    return (twice[0] + twice[2]) + (twice[1] + twice[3]);
 }
+
+static inline lanes larger(lanes x, lanes y) { return choose(x > y, x, y); }
 
 static float length_of(const float *x, int size, float floor) {
     lanes sum = {0};
@@ -102,8 +119,7 @@ void gate(const half *both, int n, int d, half *out) {
    `split` on stand at `slots`, those before in order. scores: shared rows of `width`, a multiple of 16. */
 static inline __attribute__((always_inline)) void group(const float *queries, const half *keys, const half *values,
                                                         const int32_t *slots, int first, int split, int count,
-                                                        int shared, int d, float *scores, int width, float *sums,
-                                                        half *out) {
+                                                        int shared, int d, float *scores, int width, half *out) {
     for (int j = first; j < count; j++) {
         const half *key = keys + (size_t)(j < split ? j : slots[j - split]) * d;
         for (int h = 0; h < shared; h++) {
@@ -112,30 +128,36 @@ static inline __attribute__((always_inline)) void group(const float *queries, co
             scores[h * width + j - first] = total(sum);
         }
     }
+    int seen = count - first, end = (seen + LANES - 1) / LANES * LANES;
     for (int h = 0; h < shared; h++) {
-        float *own = scores + h * width, most = own[0], sum = 0;
-        int seen = count - first;
-        for (int j = 1; j < seen; j++) most = own[j] > most ? own[j] : most;
-        for (int j = 0; j < seen; j += LANES) put(own + j, power(load(own + j) - most));
-        for (int j = 0; j < seen; j++) sum += own[j];
-        for (int j = 0; j < seen; j++) own[j] /= sum;
+        float *own = scores + h * width, most = own[0];
+        for (int j = seen; j < end; j++) own[j] = own[0];
+        lanes largest = load(own), sum = {0};
+        for (int j = LANES; j < end; j += LANES) largest = larger(largest, load(own + j));
+        for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
+        for (int j = 0; j < end; j += LANES) put(own + j, power(load(own + j) - most));
+        for (int j = seen; j < end; j++) own[j] = 0;
+        for (int j = 0; j < end; j += LANES) sum += load(own + j);
+        float whole = total(sum);
+        for (int j = 0; j < end; j += LANES) put(own + j, load(own + j) / whole);
     }
-    memset(sums, 0, shared * d * sizeof(float));
-    for (int j = first; j < count; j++) {
-        const half *value = values + (size_t)(j < split ? j : slots[j - split]) * d;
-        for (int h = 0; h < shared; h++) {
-            float share = scores[h * width + j - first], *own = sums + h * d;
-            for (int i = 0; i < d; i += LANES) put(own + i, load(own + i) + share * wide(value + i));
+    for (int h = 0; h < shared; h++) {
+        lanes sums[LARGEST / LANES];
+        for (int i = 0; i < d / LANES; i++) sums[i] = (lanes){0};
+        for (int j = first; j < count; j++) {
+            const half *value = values + (size_t)(j < split ? j : slots[j - split]) * d;
+            float share = scores[h * width + j - first];
+            for (int i = 0; i < d / LANES; i++) sums[i] += share * wide(value + LANES * i);
         }
+        for (int i = 0; i < d / LANES; i++) narrow(out + h * d + LANES * i, sums[i]);
     }
-    for (int i = 0; i < shared * d; i += LANES) narrow(out + i, load(sums + i));
 }
 
 /* Of one token: `count` heads [D] plus their biases, normed and rotated where that is wanted, times a scale. */
 static void turned(const half *from, const float *bias, const float *gains, float floor, const float *cos,
                    const float *sin, int count, int d, float scale, float *to) {
     for (int h = 0; h < count; h++, from += d, to += d) {
-        float size = 1, own[1024];
+        float size = 1, own[LARGEST];
         for (int k = 0; k < d; k += LANES) put(own + k, bias ? wide(from + k) + load(bias + h * d + k) : wide(from + k));
         if (gains) size = length_of(own, d, floor);
         for (int k = 0; gains && k < d; k += LANES) put(own + k, load(own + k) / size * load(gains + h * d + k));
@@ -145,6 +167,45 @@ static void turned(const half *from, const float *bias, const float *gains, floa
             put(to + k, x * scale);
         }
     }
+}
+
+/* Puts keys and values of token i, from its queries, keys and values in [n, (H + 2 G) D], into the cache [rows, 2 G,
+   capacity, D]. The rest as `attend` has it; scratch: G D numbers. */
+static void keep_keys(const half *parts, const float *bias, const float *gains, float floor, const float *cos,
+                      const float *sin, half *cache, int64_t capacity, int row, int slot, int i, int heads, int groups,
+                      int d, float *scratch) {
+    int every = heads + 2 * groups;
+    size_t each = (size_t)capacity * d;
+    const half *own = parts + ((size_t)i * every + heads) * d, *value = own + groups * d;
+    half *to = cache + (size_t)row * 2 * groups * each + (size_t)slot * d;
+    turned(own, bias ? bias + heads * d : 0, gains ? gains + heads * d : 0, floor, cos ? cos + (size_t)i * d : 0,
+           sin ? sin + (size_t)i * d : 0, groups, d, 1, scratch);
+    for (int g = 0; g < groups; g++)
+        for (int k = 0; k < d; k += LANES) narrow(to + g * each + k, load(scratch + g * d + k));
+    turned(value, bias ? bias + (heads + groups) * d : 0, 0, 0, 0, 0, groups, d, 1, scratch);
+    for (int g = 0; g < groups; g++)
+        for (int k = 0; k < d; k += LANES) narrow(to + (groups + g) * each + k, load(scratch + g * d + k));
+}
+
+/* Attention of token i in group g of heads, which goes into its place of out [n, H D]. */
+static void attend_group(const half *parts, const float *bias, const float *gains, float floor, const float *cos,
+                         const float *sin, const half *cache, int64_t capacity, int row, int length, int place,
+                         const int32_t *path, int i, int g, int heads, int groups, int d, int window, int width,
+                         float *scratch, half *out) {
+    int shared = heads / groups, first_head = g * shared;
+    float *queries = scratch, *scores = queries + shared * d;
+    size_t each = (size_t)capacity * d;
+    const half *keys = cache + ((size_t)row * 2 * groups + g) * each;
+    int count = place + 1, first = window && count > window ? count - window : 0;
+    turned(parts + ((size_t)i * (heads + 2 * groups) + first_head) * d, bias ? bias + first_head * d : 0,
+           gains ? gains + first_head * d : 0, floor, cos ? cos + (size_t)i * d : 0, sin ? sin + (size_t)i * d : 0,
+           shared, d, 1 / sqrtf(d), queries);
+#define GROUP(size)                                                                                                 \
+    group(queries, keys, keys + groups * each, path, first, length, count, shared, size, scores, width,             \
+          out + ((size_t)i * heads + first_head) * size)
+    if (d == 64) GROUP(64);
+    else if (d == 128) GROUP(128);
+    else GROUP(d);
 }
 
 /* Attention of n tokens from their queries, keys and values [n, (H + 2 G) D]; keys and values go into the cache [rows, 2 G,
@@ -158,32 +219,10 @@ void attend(const half *parts, const float *bias, const float *gains, float floo
             half *cache, int64_t capacity, const int32_t *row, const int32_t *length, const int32_t *slot,
             const int32_t *place, const int32_t *paths, int path, int n, int heads, int groups, int d, int window,
             int width, float *scratch, half *out) {
-    int every = heads + 2 * groups, shared = heads / groups;
-    float *queries = scratch, *sums = queries + heads * d, *scores = sums + heads * d;
-    size_t each = (size_t)capacity * d;
-    for (int i = 0; i < n; i++) { /* all keys first, as queries may see each other's */
-        const half *own = parts + ((size_t)i * every + heads) * d, *value = own + groups * d;
-        half *to = cache + (size_t)row[i] * 2 * groups * each + (size_t)slot[i] * d;
-        turned(own, bias ? bias + heads * d : 0, gains ? gains + heads * d : 0, floor, cos ? cos + (size_t)i * d : 0,
-               sin ? sin + (size_t)i * d : 0, groups, d, 1, queries);
+    for (int i = 0; i < n; i++) /* all keys first, as queries may see each other's */
+        keep_keys(parts, bias, gains, floor, cos, sin, cache, capacity, row[i], slot[i], i, heads, groups, d, scratch);
+    for (int i = 0; i < n; i++)
         for (int g = 0; g < groups; g++)
-            for (int k = 0; k < d; k += LANES) narrow(to + g * each + k, load(queries + g * d + k));
-        turned(value, bias ? bias + (heads + groups) * d : 0, 0, 0, 0, 0, groups, d, 1, queries);
-        for (int g = 0; g < groups; g++)
-            for (int k = 0; k < d; k += LANES) narrow(to + (groups + g) * each + k, load(queries + g * d + k));
-    }
-    for (int i = 0; i < n; i++) {
-        const half *keys = cache + (size_t)row[i] * 2 * groups * each;
-        int count = place[i] + 1, first = window && count > window ? count - window : 0;
-        turned(parts + (size_t)i * every * d, bias, gains, floor, cos ? cos + (size_t)i * d : 0,
-               sin ? sin + (size_t)i * d : 0, heads, d, 1 / sqrtf(d), queries);
-        for (int g = 0; g < groups; g++, keys += each) {
-#define GROUP(size)                                                                                                 \
-    group(queries + g * shared * size, keys, keys + groups * each, paths + (size_t)i * path, first, length[i],      \
-          count, shared, size, scores, width, sums, out + ((size_t)i * heads + g * shared) * size)
-            if (d == 64) GROUP(64);
-            else if (d == 128) GROUP(128);
-            else GROUP(d);
-        }
-    }
+            attend_group(parts, bias, gains, floor, cos, sin, cache, capacity, row[i], length[i], place[i],
+                         paths + (size_t)i * path, i, g, heads, groups, d, window, width, scratch, out);
 }

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK = 32  # inputs that share a scale
+from forerun.runtime.tiles import BLOCK, Tiles, beside, has_tiles, tile
+
 _PANEL = 64  # outputs that the kernel takes at once; rows are packed in multiples of these
 _ROWS = 4096  # of a weight that are packed at a time, as the kernel's packing wants 4 bytes a number
 
@@ -125,8 +126,14 @@ class Packed:
 
 
 @torch.no_grad()
-def pack(blocks: Blocks) -> Packed:
-    """The weight for the kernel."""
+def pack(blocks: Blocks) -> Packed | Tiles:
+    """The weight for our kernel where there is one, else for torch's."""
+    tiles = tile(blocks.codes, blocks.scales, blocks.least, blocks.bits) if has_tiles() else None
+    return tiles or for_torch(blocks)
+
+
+def for_torch(blocks: Blocks) -> Packed:
+    """The weight for torch's kernel."""
     out, inputs = blocks.codes.shape
     padded, halves = -(-out // _PANEL) * _PANEL, blocks.bits // 4
     weight = torch.empty(padded, halves * inputs // 2, dtype=torch.uint8)
@@ -175,7 +182,7 @@ class Dense:
         return functional.linear(x, self.weight) if len(x) > 1 else functional.linear(x.expand(2, -1), self.weight)[:1]
 
 
-def stored(weight: Tensor, kind: str) -> Packed | Dense:
+def stored(weight: Tensor, kind: str) -> Packed | Tiles | Dense:
     """A float weight [out, in] as `kind` has it; raises ValueError for inputs that its blocks do not divide."""
     if kind == "bfloat16":
         return Dense(weight.detach().bfloat16())
@@ -186,7 +193,7 @@ def stored(weight: Tensor, kind: str) -> Packed | Dense:
 class Beside:
     """Products of the same input, side by side."""
 
-    parts: Sequence[Packed | Dense | Part]
+    parts: Sequence[Packed | Tiles | Dense | Part]
 
     @property
     def inputs(self) -> int:
@@ -201,11 +208,14 @@ class Beside:
         return torch.cat([part(x) for part in self.parts], 1)
 
 
-def joined(parts: Sequence[Packed | Dense | Part]) -> Packed | Dense | Beside:
+def joined(parts: Sequence[Packed | Tiles | Dense | Part]) -> Packed | Tiles | Dense | Beside:
     """One product that gives what these give of the same input, side by side: one kernel's where that can be."""
     dense = [part.weight for part in parts if isinstance(part, Dense)]
     if len(dense) == len(parts):
         return Dense(torch.cat(dense))
+    tiles = [part for part in parts if isinstance(part, Tiles)]
+    if len(tiles) == len(parts):
+        return beside(tiles) or Beside(parts)
     packed = [part for part in parts if isinstance(part, Packed) and not part.out % _PANEL]
     if len(packed) < len(parts) or len({part.bits for part in packed}) > 1:
         return Beside(parts)
@@ -217,7 +227,7 @@ def joined(parts: Sequence[Packed | Dense | Part]) -> Packed | Dense | Beside:
 class Part:
     """Some outputs of a joined weight."""
 
-    whole: Packed | Dense
+    whole: Packed | Tiles | Dense
     start: int
     out: int
 

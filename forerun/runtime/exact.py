@@ -29,6 +29,7 @@ from forerun.runtime.machine import machine
 from forerun.runtime.packed import Product
 from forerun.runtime.scores import Scores
 from forerun.runtime.stored import kind_of
+from forerun.runtime.tiles import Tiles
 
 ROWS = 16  # that a kernel is tried with
 _OUTPUTS = 2**20  # numbers of a product that are compared: some kernels differ in one of ten thousand
@@ -90,7 +91,7 @@ def attention_is_invariant(heads: int, groups: int, size: int) -> bool:
     return True
 
 
-def product_is_invariant(product: Packed | Dense | Part | Beside | Scores) -> bool:
+def product_is_invariant(product: Packed | Tiles | Dense | Part | Beside | Scores) -> bool:
     """Likewise for a product of `forerun.runtime.bits`; remembered by its shape."""
     if isinstance(product, Beside):
         return all(map(product_is_invariant, product.parts))
@@ -105,7 +106,7 @@ def product_is_invariant(product: Packed | Dense | Part | Beside | Scores) -> bo
     return remembered(named(product), tried)
 
 
-def named(product: Packed | Dense | Part | Beside | Scores) -> str:
+def named(product: Packed | Tiles | Dense | Part | Beside | Scores) -> str:
     """A kernel and its shape."""
     name = (
         "scores" if isinstance(product, Scores) else kind_of(product) if not isinstance(product, Beside) else "beside"

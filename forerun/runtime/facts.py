@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from forerun.model import CausalLM
+from forerun.runtime.bits import Part
 from forerun.runtime.stored import StoredLinear, kind_of, kinds_of
+from forerun.runtime.tiles import Tiles
 
+_OURS = "integers of 8 bits in C, blocks of 32"
 _KERNELS = {
     "int4": "torch._weight_int4pack_mm_for_cpu, blocks of 32",
     "int8": "torch._weight_int4pack_mm_for_cpu on two halves of 4 bits, blocks of 32",
@@ -20,9 +23,11 @@ _KERNELS = {
 def facts_of(model: CausalLM) -> dict[str, Any]:
     """What most linear layers of a model are stored as, bytes of all weights by kind, the kernel, `CausalLM.exact`."""
     kinds = kinds_of(model.model)
-    linears = [kind_of(each.stored) for each in model.model.modules() if isinstance(each, StoredLinear)]
+    layers = [each.stored for each in model.model.modules() if isinstance(each, StoredLinear)]
+    linears = [kind_of(each) for each in layers]
+    ours = any(isinstance(each.whole if isinstance(each, Part) else each, Tiles) for each in layers)
     main = Counter(linears).most_common(1)[0][0] if linears else next(iter(kinds))
-    kernel = _KERNELS[main] if linears else f"{main} products in torch"
+    kernel = (_OURS if ours and main != "bfloat16" else _KERNELS[main]) if linears else f"{main} products in torch"
     return {
         "weights": main,
         "weight_bytes": kinds,

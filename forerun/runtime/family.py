@@ -28,6 +28,7 @@ from forerun.runtime.exact import (
 )
 from forerun.runtime.scores import Scores
 from forerun.runtime.stored import StoredLinear
+from forerun.runtime.tiles import Tiles
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
 _ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
@@ -260,7 +261,7 @@ def _gain(norm: Any) -> Tensor:
     return gain * len(gain) ** 0.5
 
 
-def _joined(*linears: StoredLinear) -> tuple[Packed | Dense | Beside, Tensor | None]:
+def _joined(*linears: StoredLinear) -> tuple[Packed | Tiles | Dense | Beside, Tensor | None]:
     """Their product, and their biases. They keep parts of it."""
     product = joined([linear.stored for linear in linears if not isinstance(linear.stored, Scores)])
     start = 0

@@ -31,14 +31,17 @@ from forerun.files import home
 from forerun.runtime.machine import processor
 
 _LOG = logging.getLogger("forerun")
-SOURCE = Path(__file__).with_name("between.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("layers.c", "between.c"))  # the first has the second in it
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC")
+_QUIET: dict[str, Any] = {"capture_output": True, "timeout": 120}
 LANES, LARGEST_HEAD = 16, 1024  # all sizes are multiples of the one, and heads no larger than the other
 _P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
+_OF_PRODUCTS = {"multiply": (_P, _P, _I, _P, _P, _I), "run_layers": (_P, _P), "score": (_P, _P, _I, _P, _P, _I)}
 _ARGUMENTS = {
     "add_and_norm": (_P, _P, _P, _F, _I, _I, _P, _P),
     "gate": (_P, _I, _I, _P),
     "attend": (_P, _P, _P, _F, _P, _P, _P, _L, *[_P] * 5, *[_I] * 7, _P, _P),
+    "has_products": (),
 }
 
 
@@ -52,15 +55,20 @@ def _library(folder: Path) -> Any | None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         return None
-    made_of = [SOURCE.read_text(), compiler, *_FLAGS, processor()]
+    made_of = [*(source.read_text() for source in SOURCES), compiler, *_FLAGS, processor()]
     path = folder / "native" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     with suppress(OSError, AttributeError):  # none yet, or a damaged one
         return _opened(path)
     try:
         with tempfile.TemporaryDirectory() as work:
-            built = Path(work) / "between.so"
-            command = [*compiler.split(), *_FLAGS, str(SOURCE), "-o", str(built), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            part, built = Path(work) / "layers.o", Path(work) / "layers.so"
+            command = [*compiler.split(), *_FLAGS]
+            # Threads are torch's: OpenMP is not linked, so that its functions are those of torch's own library.
+            for threads in (["-fopenmp"], []):
+                done = subprocess.run([*command, *threads, "-c", str(SOURCES[0]), "-o", str(part)], **_QUIET)
+                if not done.returncode:
+                    break
+            subprocess.run([*command, "-shared", str(part), "-o", str(built), "-lm"], check=True, **_QUIET)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # A name of its own first: several processes may build at once.
@@ -71,7 +79,7 @@ def _library(folder: Path) -> Any | None:
                 return _opened(built)
             return _opened(path)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        _LOG.warning(f"torch does what C would do faster: {compiler} cannot compile {SOURCE.name} ({error})")
+        _LOG.warning(f"torch does what C would do faster: {compiler} cannot compile {SOURCES[0].name} ({error})")
         return None
 
 
@@ -80,6 +88,10 @@ def _opened(path: Path) -> Any:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, None
+    found.has_products.restype = _I
+    if found.has_products():
+        for name, arguments in _OF_PRODUCTS.items():
+            getattr(found, name).argtypes = arguments
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from forerun.runtime.bits import BLOCK, Packed
 from forerun.runtime.exact import ROWS, is_invariant, remembered
 from forerun.runtime.family import PRODUCTS, FamilyForward, Layer, head_size
 from forerun.runtime.native import LANES, LARGEST_HEAD, TokenBatch, lay_out_tokens
+from forerun.runtime.tiles import BatchArgument, LayerArgument, Room, Tiles
 
 
 def fits(model: PreTrainedModel) -> bool:
@@ -35,10 +37,54 @@ class NativeForward(FamilyForward):
         super().__init__(model)
         followers = [*(layer.first for layer in self.layers[1:]), self.norm]
         self._last = self.norm.data_ptr()
+        self._whole = self._in_one_call(followers)
         self._quick: list[Any] = [
             (layer, *(_direct(getattr(layer, name)) for name in PRODUCTS), layer.second.data_ptr(), gain.data_ptr())
             for layer, gain in zip(self.layers, followers, strict=True)
         ]
+
+    def _in_one_call(self, followers: list[Tensor]) -> Any | None:
+        """All layers as C takes them; None where a product is none of our own."""
+        all = (LayerArgument * len(self.layers))()
+        for at, layer, gain in zip(all, self.layers, followers, strict=True):
+            for name in PRODUCTS:
+                product = getattr(layer, name)
+                if not isinstance(product, Tiles):
+                    return None
+                setattr(at, name, product.argument)
+            at.second, at.next, at.rotates = layer.second.data_ptr(), gain.data_ptr(), layer.rotates
+            at.bias = None if layer.bias is None else layer.bias.data_ptr()
+            at.gains = None if layer.each is None else layer.each.data_ptr()
+            at.window = self.sliding[layer.sliding] or 0
+        return all
+
+    def _run_in_one_call(self, batch: TokenBatch, cache: KVCache, logits: bool) -> tuple[Tensor | None, Tensor]:
+        """Logits [n, V], if they are wanted, and hidden states [n, d]."""
+        assert self._whole is not None
+        x = self.embed(batch.ids.reshape(-1)).float().contiguous()
+        (count, width), threads = x.shape, torch.get_num_threads()
+        cos, sin = self._turn(batch.positions.flatten(), batch.end)
+        layers = type(self._whole).from_buffer_copy(self._whole)  # others may run on other caches meanwhile
+        for at, stored in zip(layers, cache.layers, strict=True):
+            if not stored.is_initialized:
+                states = torch.empty(1, self.groups, count, self.size, dtype=torch.bfloat16)
+                stored.lazy_initialization(states, states)
+            both: Any = stored.both
+            at.cache, at.capacity = both.data_ptr(), both.shape[2]
+        outs = width, self.layers[0].qkv.out, self.heads * self.size, 2 * self.inner, self.inner
+        h, *others = (torch.empty(count, size, dtype=torch.bfloat16) for size in outs)
+        places = -(-batch.end // LANES) * LANES
+        scratch = torch.empty(threads, 2 * self.heads * self.size + self.heads // self.groups * places)
+        whole, room = torch.empty(count, width), Room(count, max(width, outs[2], self.inner))
+        given = BatchArgument(
+            *(len(self.layers), count, width, self.inner, self.heads, self.groups, self.size),
+            *(batch.paths.shape[1], places, threads, self.layers[0].first.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)),
+            *(part.data_ptr() for part in (x, whole, scratch, h, *others)),
+            *(room.argument, *self.floors),
+        )
+        self.library.run_layers(ctypes.byref(layers), ctypes.byref(given))
+        return self.head(whole) if logits else None, h
 
     def _between(self, width: int, inner: int) -> bool:
         """Tries what C does, as `FamilyForward` tries what torch does."""
@@ -103,6 +149,11 @@ class NativeForward(FamilyForward):
     def __call__(self, batch: Any, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
         """As `FamilyForward` has it."""
         rows, new = batch.positions.shape
+        if self._whole is not None:
+            scores, hidden = self._run_in_one_call(batch, cache, logits)
+            return None if scores is None else scores.view(rows, new, -1), hidden.view(
+                rows, new, -1
+            ) if wanted else None
         x = self.embed(batch.ids.reshape(-1)).float().contiguous()
         count, width = x.shape
         turn = self._turn(batch.positions.flatten(), batch.end)

@@ -8,12 +8,13 @@ from the weight's own values. Integers also cost little for many rows. Both are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from forerun.runtime.bits import Blocks, Packed, pack, quantise, take
+from forerun.runtime.tiles import BLOCK, HeadArgument, Tiles, has_tiles, score, tile_head
 
 LARGEST = 16  # logits of a row that are computed from the weight's own values
 _LOW = 254  # steps of the low half of a state in one of the high half
@@ -29,12 +30,14 @@ class Scores:
         scales: [V] float32.
         exact: the weight's own values: blocks, or [V, d] of floats.
         rough: takes the place of the integers where torch does not multiply them exactly.
+        tiles: the codes as our own product has them, where there is one; `codes` are none then.
     """
 
     codes: Tensor
     scales: Tensor
     exact: Blocks | Tensor
-    rough: Packed | None = None
+    rough: Packed | Tiles | None = None
+    tiles: Tensor | None = None
 
     @property
     def out(self) -> int:
@@ -46,11 +49,27 @@ class Scores:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.tiles is None else self.tiles.nbytes)
+
+    @cached_property
+    def argument(self) -> HeadArgument:
+        """For C."""
+        assert self.tiles is not None
+        table = None if isinstance(self.exact, Blocks) else self.exact.data_ptr()
+        codes, steps, least = (
+            (each.data_ptr() for each in (self.exact.codes, self.exact.scales, self.exact.least))
+            if isinstance(self.exact, Blocks)
+            else (None,) * 3
+        )
+        return HeadArgument(
+            self.tiles.data_ptr(), codes, self.scales.data_ptr(), steps, least, table, self.out, self.inputs
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Logits [n, V] float32 of states [n, d]."""
         x = x.float()
+        if self.tiles is not None:
+            return score(self.argument, x.contiguous())
         y = self._integers(x) if self.rough is None else self.rough(x).float()
         best = y.topk(min(LARGEST, self.out), sorted=False).indices
         own = take(self.exact, best.flatten()).view(*best.shape, -1)
@@ -76,10 +95,22 @@ def scores(weight: Blocks | Tensor) -> Scores:
         values = take(weight, ids)
         step = values.abs().amax(-1).div_(127).clamp_(min=1e-30)
         codes[ids], scales[ids] = values.div_(step[:, None]).round_().to(torch.int8), step
+    fits = isinstance(weight, Blocks) or weight.dtype == torch.bfloat16
+    if has_tiles() and codes.shape[1] % BLOCK == 0 and fits:
+        return Scores(codes[:0], scales, _contiguous(weight), tiles=tile_head(codes))
     if _multiplies_integers():
         return Scores(codes, scales, weight)
     blocks = weight if isinstance(weight, Blocks) else quantise(weight, 8)
     return Scores(codes[:0], scales, weight, pack(blocks))
+
+
+def _contiguous(weight: Blocks | Tensor) -> Blocks | Tensor:
+    if isinstance(weight, Tensor):
+        return weight.contiguous()
+    codes, scales, least = weight.codes, weight.scales, weight.least
+    if codes.is_contiguous() and scales.is_contiguous() and least.is_contiguous():
+        return weight  # an embedding may share it
+    return Blocks(codes.contiguous(), scales.contiguous(), least.contiguous(), weight.bits)
 
 
 @cache

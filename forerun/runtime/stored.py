@@ -9,13 +9,14 @@ from transformers import PreTrainedModel
 from forerun.kinds import KINDS
 from forerun.runtime.bits import Blocks, Dense, Packed, Part, check_inputs, quantise, stored, take
 from forerun.runtime.scores import Scores, scores
+from forerun.runtime.tiles import Tiles
 
 
 class StoredLinear(nn.Module):
     """A linear layer for inference, its weight stored in few bits. Inputs are rounded to bfloat16, as are outputs,
     which then come in the inputs' dtype."""
 
-    def __init__(self, weight: Packed | Dense | Part | Scores, inputs: int, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Packed | Tiles | Dense | Part | Scores, inputs: int, bias: Tensor | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, weight.out
         self.stored, self.bias = weight, bias
@@ -61,7 +62,7 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     for name, linear in linears.items():
         weight = linear.weight
         if linear is not head:
-            own: Packed | Dense | Scores = stored(weight, kind)
+            own: Packed | Tiles | Dense | Scores = stored(weight, kind)
         elif table is not None and weight is embedding.weight:
             own = scores(table)
         else:
@@ -89,12 +90,12 @@ def kinds_of(model: nn.Module) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def kind_of(weight: Packed | Dense | Part | Scores | Blocks | Tensor) -> str:
+def kind_of(weight: Packed | Tiles | Dense | Part | Scores | Blocks | Tensor) -> str:
     """What one weight is stored as."""
     weight = weight.whole if isinstance(weight, Part) else weight
     if isinstance(weight, Scores):
         return "int8"
-    return f"int{weight.bits}" if isinstance(weight, Packed | Blocks) else "bfloat16"
+    return f"int{weight.bits}" if isinstance(weight, Packed | Tiles | Blocks) else "bfloat16"
 
 
 def is_stored(model: nn.Module) -> bool:

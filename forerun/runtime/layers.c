@@ -1,0 +1,362 @@
+/* Products with weights in 4 and 8 bits, and all decoder layers of a forward in one call. Inputs of a product are rounded
+   to 8 bits, 32 at a time with one scale, as llama.cpp does; for weights in 8 bits what is left over is another 8 bits.
+   Products of integers are exact, and what is done with their sums is written out, so that a row has the same bits whatever
+   rows stand beside it. */
+
+#include "between.c"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(_OPENMP)
+extern int omp_get_thread_num(void); /* torch's own, with its threads */
+
+#define BLOCK 32
+#define ROWS 8 /* that are worked on at once */
+#define FINE 254 /* steps of what numbers in 8 bits leave over in one of theirs */
+
+/* A weight [out, in]. data: of each 16 outputs, of each 32 inputs, the numbers, then 16 scales and 16 least values of
+   IEEE's 16 bits, or 16 scales and 16 middles in bfloat16. Numbers stand as [8 times four inputs][16 outputs][4], those of 4 bits two to a byte, the
+   second four times behind the first. */
+typedef struct {
+    const uint8_t *data;
+    int64_t out, in, bits, ieee;
+} tiles;
+
+/* n inputs: numbers [n, in] and what they leave over in 1/254 of them, scales [n, in / 32], and sums of numbers times
+   scales, without and with what was left over. */
+typedef struct {
+    int8_t *x, *rest;
+    float *scales, *sums, *finer;
+} inputs;
+
+static inline __m512i four(const int8_t *x) {
+    int32_t found;
+    memcpy(&found, x, 4);
+    return _mm512_set1_epi32(found);
+}
+
+static inline __m512 half_lanes(const uint8_t *from, int ieee) {
+    __m256i bits = _mm256_loadu_si256((const __m256i *)from);
+    return ieee ? _mm512_cvtph_ps(bits) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+static inline void to_8_bits(const half *x, int8_t *to, int8_t *rest, float *scale, float *sum, float *finer) {
+    const __m512 fine = _mm512_set1_ps(FINE);
+    __m512 low = (__m512)wide(x), high = (__m512)wide(x + LANES);
+    float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    __m512 turn = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+    low = _mm512_mul_ps(low, turn);
+    high = _mm512_mul_ps(high, turn);
+    __m512i first = _mm512_cvtps_epi32(low), second = _mm512_cvtps_epi32(high);
+    __m512i left = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(low, _mm512_cvtepi32_ps(first)), fine));
+    __m512i right = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(high, _mm512_cvtepi32_ps(second)), fine));
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(to + LANES), _mm512_cvtsepi32_epi8(second));
+    _mm_storeu_si128((__m128i *)rest, _mm512_cvtsepi32_epi8(left));
+    _mm_storeu_si128((__m128i *)(rest + LANES), _mm512_cvtsepi32_epi8(right));
+    int whole = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    *scale = most / 127;
+    *sum = *scale * whole;
+    *finer = *scale / FINE * (FINE * whole + _mm512_reduce_add_epi32(_mm512_add_epi32(left, right)));
+}
+
+static void row_to_8_bits(const half *x, int row, int size, int first, int last, inputs to) {
+    for (int i = first; i < last; i += BLOCK) {
+        size_t at = (size_t)row * size + i;
+        size_t block = at / BLOCK;
+        to_8_bits(x + at, to.x + at, to.rest + at, to.scales + block, to.sums + block, to.finer + block);
+    }
+}
+
+/* 16 outputs of `rows` rows from row `first` on, as bfloat16. */
+static inline __attribute__((always_inline)) void panel(const tiles *w, int which, inputs of, int first, int rows,
+                                                        int bits, half *out) {
+    int blocks = w->in / BLOCK, size = 64 * bits + 64;
+    const uint8_t *tile = w->data + (size_t)which * blocks * size;
+    __m512 y[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) y[r] = _mm512_setzero_ps();
+    for (int b = 0; b < blocks; b++, tile += size) {
+        __m512i part[8];
+        const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            if (bits == 8) part[k] = _mm512_loadu_si512(tile + 64 * k);
+            else if (k < 4) part[k] = _mm512_and_si512(_mm512_loadu_si512(tile + 64 * k), low);
+            else part[k] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(tile + 64 * (k - 4)), 4), low);
+        }
+        __m512 scale = half_lanes(tile + 64 * bits, w->ieee), least = half_lanes(tile + 64 * bits + 32, w->ieee);
+        if (!w->ieee) least = _mm512_fnmadd_ps(scale, _mm512_set1_ps(1 << (bits - 1)), least);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            size_t start = (size_t)(first + r) * w->in + b * BLOCK, at = (size_t)(first + r) * blocks + b;
+            const int8_t *x = of.x + start, *rest = of.rest + start;
+            __m512i one = _mm512_setzero_si512(), two = _mm512_setzero_si512();
+            __m512 sum;
+            if (bits == 4) {
+#pragma GCC unroll 4
+                for (int k = 0; k < 8; k += 2) {
+                    one = _mm512_dpbusd_epi32(one, part[k], four(x + 4 * k));
+                    two = _mm512_dpbusd_epi32(two, part[k + 1], four(x + 4 * k + 4));
+                }
+                sum = _mm512_cvtepi32_ps(_mm512_add_epi32(one, two));
+            } else {
+#pragma GCC unroll 8
+                for (int k = 0; k < 8; k++) {
+                    one = _mm512_dpbusd_epi32(one, part[k], four(x + 4 * k));
+                    two = _mm512_dpbusd_epi32(two, part[k], four(rest + 4 * k));
+                }
+                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(two), _mm512_set1_ps(1.0f / FINE), _mm512_cvtepi32_ps(one));
+            }
+            y[r] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(of.scales[at])), sum, y[r]);
+            y[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(bits == 4 ? of.sums[at] : of.finer[at]), y[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) narrow(out + (size_t)(first + r) * w->out + which * LANES, (lanes)y[r]);
+}
+
+#define OF_ROWS(count)                                                                                              \
+    case count:                                                                                                     \
+        if (w->bits == 4) panel(w, which, of, first, count, 4, out);                                                \
+        else panel(w, which, of, first, count, 8, out);                                                             \
+        break;
+
+/* 16 outputs of all n rows. */
+static __attribute__((noinline)) void outputs(const tiles *w, int which, inputs of, int n, half *out) {
+    for (int first = 0; first < n; first += ROWS) switch (n - first < ROWS ? n - first : ROWS) {
+            OF_ROWS(1) OF_ROWS(2) OF_ROWS(3) OF_ROWS(4) OF_ROWS(5) OF_ROWS(6) OF_ROWS(7) OF_ROWS(8)
+        }
+}
+
+/* The product of x [n, in] with a weight: out [n, out]. room: what inputs need for n. */
+void multiply(const tiles *w, const half *x, int n, inputs *room, half *out, int threads) {
+    inputs of = *room;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) row_to_8_bits(x, row, w->in, 0, w->in, of);
+#pragma omp for schedule(static)
+        for (int which = 0; which < w->out / LANES; which++) outputs(w, which, of, n, out);
+    }
+}
+
+/* A decoder layer. second: the gain of its second norm; next: that of the norm behind it; bias and gains as `attend` has
+   them. cache [rows, 2 G, capacity, D]. */
+typedef struct {
+    tiles qkv, out, up, down;
+    const float *second, *next, *bias, *gains;
+    half *cache;
+    int64_t capacity, rotates, window;
+} layer;
+
+/* What all layers share, and n tokens as `attend` has them. x [n, d] the residual stream. Of n rows each: h [n, d], parts
+   [n, (H + 2 G) D], attended [n, H D], both [n, 2 I], inner [n, I], and `room` for the widest input. scratch: for each
+   thread 2 H D + shared * width. */
+typedef struct {
+    int64_t layers, n, d, inner, heads, groups, size, path, width, threads;
+    const float *first, *cos, *sin;
+    const int32_t *row, *length, *slot, *place, *paths;
+    float *x, *whole, *scratch;
+    half *h, *parts, *attended, *both, *inside;
+    inputs room;
+    float floor, floor_each;
+} batch;
+
+static void norm_row(const batch *b, int row, const half *added, const float *gain, float *whole) {
+    size_t at = (size_t)row * b->d;
+    add_and_norm(b->x + at, added ? added + at : 0, gain, b->floor, 1, b->d, b->h + at, whole ? whole + at : 0);
+    row_to_8_bits(b->h, row, b->d, 0, b->d, b->room);
+}
+
+#define GATED 128 /* columns that a thread takes at once */
+
+static void gate_part(const batch *b, int row, int part) {
+    int first = part * GATED, last = first + GATED < b->inner ? first + GATED : b->inner;
+    const half *gates = b->both + (size_t)row * 2 * b->inner, *ups = gates + b->inner;
+    half *to = b->inside + (size_t)row * b->inner;
+    for (int i = first; i < last; i += LANES) {
+        lanes x = wide(gates + i);
+        narrow(to + i, x / (1.0f + power(-x)) * wide(ups + i));
+    }
+    row_to_8_bits(b->inside, row, b->inner, first, last, b->room);
+}
+
+void run_layers(const layer *all, const batch *given) {
+    const batch b = *given;
+    int n = b.n, chunks = (b.inner + GATED - 1) / GATED, wide_out = b.heads * b.size;
+#pragma omp parallel num_threads(b.threads)
+    {
+        int own = omp_get_thread_num();
+        float *scratch = b.scratch + (size_t)own * (2 * wide_out + b.heads / b.groups * b.width);
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) norm_row(&b, row, 0, b.first, 0);
+        for (int l = 0; l < b.layers; l++) {
+            const layer *at = all + l;
+            const float *cos = at->rotates ? b.cos : 0, *sin = at->rotates ? b.sin : 0;
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->qkv.out / LANES; which++) outputs(&at->qkv, which, b.room, n, b.parts);
+#pragma omp for schedule(static)
+            for (int i = 0; i < n; i++)
+                keep_keys(b.parts, at->bias, at->gains, b.floor_each, cos, sin, at->cache, at->capacity, b.row[i],
+                          b.slot[i], i, b.heads, b.groups, b.size, scratch);
+#pragma omp for schedule(static) collapse(2)
+            for (int i = 0; i < n; i++)
+                for (int g = 0; g < b.groups; g++)
+                    attend_group(b.parts, at->bias, at->gains, b.floor_each, cos, sin, at->cache, at->capacity, b.row[i],
+                                 b.length[i], b.place[i], b.paths + (size_t)i * b.path, i, g, b.heads, b.groups, b.size,
+                                 at->window, b.width, scratch, b.attended);
+#pragma omp for schedule(static)
+            for (int row = 0; row < n; row++) row_to_8_bits(b.attended, row, wide_out, 0, wide_out, b.room);
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->out.out / LANES; which++) outputs(&at->out, which, b.room, n, b.h);
+#pragma omp for schedule(static)
+            for (int row = 0; row < n; row++) norm_row(&b, row, b.h, at->second, 0);
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->up.out / LANES; which++) outputs(&at->up, which, b.room, n, b.both);
+#pragma omp for schedule(static) collapse(2)
+            for (int row = 0; row < n; row++)
+                for (int part = 0; part < chunks; part++) gate_part(&b, row, part);
+#pragma omp for schedule(static)
+            for (int which = 0; which < at->down.out / LANES; which++) outputs(&at->down, which, b.room, n, b.h);
+#pragma omp for schedule(static)
+            for (int row = 0; row < n; row++)
+                norm_row(&b, row, b.h, at->next, l + 1 == b.layers ? b.whole : 0);
+        }
+    }
+}
+
+/* An LM head [V, d]. data: of each 16 outputs, of each four inputs, [16][4] numbers of 8 bits, 128 more than they are;
+   scales [V]. Its own values: codes [V, d] with steps and least values [V, d / 32], or a table [V, d]. */
+typedef struct {
+    const uint8_t *data, *codes;
+    const float *scales, *steps, *least;
+    const half *table;
+    int64_t out, in;
+} head;
+
+#define HEAD_ROWS 4
+#define BEST 16
+
+/* n states in two halves [n, d], the high ones first of all; sums of each [n], and the size of a step [n]. */
+typedef struct {
+    int8_t *high, *low;
+    int32_t *highs, *lows;
+    float *steps;
+} states;
+
+static void halve(const float *x, int row, int d, states to) {
+    __m512 most = _mm512_setzero_ps();
+    const float *own = x + (size_t)row * d;
+    for (int i = 0; i < d; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(own + i)));
+    float step = _mm512_reduce_max_ps(most) / 127;
+    __m512 turn = _mm512_set1_ps(step > 0 ? 1 / step : 0);
+    __m512i highs = _mm512_setzero_si512(), lows = highs;
+    for (int i = 0; i < d; i += LANES) {
+        __m512 steps = _mm512_mul_ps(_mm512_loadu_ps(own + i), turn);
+        __m512i high = _mm512_cvtps_epi32(steps);
+        __m512i low = _mm512_cvtps_epi32(
+            _mm512_mul_ps(_mm512_sub_ps(steps, _mm512_cvtepi32_ps(high)), _mm512_set1_ps(FINE)));
+        _mm_storeu_si128((__m128i *)(to.high + (size_t)row * d + i), _mm512_cvtsepi32_epi8(high));
+        _mm_storeu_si128((__m128i *)(to.low + (size_t)row * d + i), _mm512_cvtsepi32_epi8(low));
+        highs = _mm512_add_epi32(highs, high);
+        lows = _mm512_add_epi32(lows, low);
+    }
+    to.highs[row] = _mm512_reduce_add_epi32(highs);
+    to.lows[row] = _mm512_reduce_add_epi32(lows);
+    to.steps[row] = step / FINE;
+}
+
+static inline __attribute__((always_inline)) void head_panel(const head *w, int which, states of, int first, int rows,
+                                                             float *y) {
+    const uint8_t *data = w->data + (size_t)which * LANES * w->in;
+    __m512i high[HEAD_ROWS], low[HEAD_ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) high[r] = low[r] = _mm512_setzero_si512();
+    for (int i = 0; i < w->in; i += 4, data += 64) {
+        __m512i part = _mm512_loadu_si512(data);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            size_t at = (size_t)(first + r) * w->in + i;
+            high[r] = _mm512_dpbusd_epi32(high[r], part, four(of.high + at));
+            low[r] = _mm512_dpbusd_epi32(low[r], part, four(of.low + at));
+        }
+    }
+    int left = w->out - which * LANES;
+    __mmask16 there = left < LANES ? (1 << left) - 1 : 0xffff;
+    __m512 scales = _mm512_maskz_loadu_ps(there, w->scales + which * LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        int row = first + r;
+        __m512 coarse = _mm512_cvtepi32_ps(_mm512_sub_epi32(high[r], _mm512_set1_epi32(128 * of.highs[row])));
+        __m512 fine = _mm512_cvtepi32_ps(_mm512_sub_epi32(low[r], _mm512_set1_epi32(128 * of.lows[row])));
+        __m512 sum = _mm512_fmadd_ps(coarse, _mm512_set1_ps(FINE), fine);
+        sum = _mm512_mul_ps(_mm512_mul_ps(sum, scales), _mm512_set1_ps(of.steps[row]));
+        _mm512_mask_storeu_ps(y + (size_t)row * w->out + which * LANES, there, sum);
+    }
+}
+
+/* A state's product with one output's own values. */
+static float own_product(const head *w, const float *x, int64_t which) {
+    lanes sum = {0};
+    for (int i = 0; i < w->in; i += LANES) {
+        size_t at = (size_t)which * w->in + i;
+        lanes value;
+        if (w->table) value = wide(w->table + at);
+        else {
+            __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->codes + at)));
+            value = (lanes)_mm512_cvtepi32_ps(code) * w->steps[at / BLOCK] + w->least[at / BLOCK];
+        }
+        sum += load(x + i) * value;
+    }
+    return total(sum);
+}
+
+/* The largest logits of a row again, from the weight's own values. */
+static void own_best(const head *w, const float *x, float *y) {
+    float best[BEST];
+    int32_t where[BEST];
+    int count = 0, least = 0;
+    __m512 bar = _mm512_set1_ps(-INFINITY);
+    for (int i = 0; i < w->out; i += LANES) {
+        int left = w->out - i;
+        __mmask16 there = left < LANES ? (1 << left) - 1 : 0xffff;
+        __mmask16 above = _mm512_mask_cmp_ps_mask(there, _mm512_maskz_loadu_ps(there, y + i), bar, _CMP_GT_OQ);
+        for (; above; above &= above - 1) {
+            int at = i + __builtin_ctz(above);
+            if (count == BEST && !(y[at] > best[least])) continue;
+            int to = count < BEST ? count++ : least;
+            best[to] = y[at];
+            where[to] = at;
+            if (count < BEST) continue;
+            least = 0;
+            for (int k = 1; k < BEST; k++) least = best[k] < best[least] ? k : least;
+            bar = _mm512_set1_ps(best[least]);
+        }
+    }
+    for (int k = 0; k < count; k++) y[where[k]] = own_product(w, x, where[k]);
+}
+
+/* Logits y [n, V] of states x [n, d]. */
+void score(const head *given, const float *x, int n, const states *room, float *y, int threads) {
+    const head *w = given;
+    states of = *room;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) halve(x, row, w->in, of);
+#pragma omp for schedule(static)
+        for (int which = 0; which < (w->out + LANES - 1) / LANES; which++)
+            for (int first = 0; first < n; first += HEAD_ROWS) switch (n - first < HEAD_ROWS ? n - first : HEAD_ROWS) {
+                case 1: head_panel(w, which, of, first, 1, y); break;
+                case 2: head_panel(w, which, of, first, 2, y); break;
+                case 3: head_panel(w, which, of, first, 3, y); break;
+                case 4: head_panel(w, which, of, first, 4, y); break;
+                }
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) own_best(w, x + (size_t)row * w->in, y + (size_t)row * w->out);
+    }
+}
+
+int has_products(void) { return 1; }
+#else
+int has_products(void) { return 0; }
+#endif
