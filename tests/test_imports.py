@@ -80,7 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "zoo": GROUND | {"nn", "files"},
     "profiles": {"methods", "costs", "files", "zoo"},
     "claims": {"zoo"},
-    "loading": GROUND | {"nn", "runtime", "zoo", "gguf", "kinds"},
+    "loading": GROUND | {"claims", "nn", "runtime", "zoo", "gguf", "kinds"},
     "decoder": API - {"profiles", "api"},
     "api": API,
     "hf": API,

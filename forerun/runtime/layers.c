@@ -148,14 +148,15 @@ typedef struct {
     int64_t capacity, rotates, window;
 } layer;
 
-/* What all layers share, and n tokens as `attend` has them. x [n, d] the residual stream. Of n rows each: h [n, d], parts
+/* What all layers share, and n tokens as `attend` has them. x [n, d] the residual stream; whole and, where it is given,
+   below [n, d] take it behind the last norm and before the last layer. Of n rows each: h [n, d], parts
    [n, (H + 2 G) D], attended [n, H D], both [n, 2 I], inner [n, I], and `room` for the widest input. scratch: for each
    thread 2 H D + shared * width. */
 typedef struct {
     int64_t layers, n, d, inner, heads, groups, size, path, width, threads;
     const float *first, *cos, *sin;
     const int32_t *row, *length, *slot, *place, *paths;
-    float *x, *whole, *scratch;
+    float *x, *whole, *below, *scratch;
     half *h, *parts, *attended, *both, *inside;
     inputs room;
     float floor, floor_each;
@@ -192,6 +193,10 @@ void run_layers(const layer *all, const batch *given) {
         for (int l = 0; l < b.layers; l++) {
             const layer *at = all + l;
             const float *cos = at->rotates ? b.cos : 0, *sin = at->rotates ? b.sin : 0;
+            if (b.below && l + 1 == b.layers) {
+#pragma omp for schedule(static)
+                for (int row = 0; row < n; row++) memcpy(b.below + row * b.d, b.x + row * b.d, b.d * sizeof(float));
+            }
 #pragma omp for schedule(static)
             for (int which = 0; which < at->qkv.out / LANES; which++) outputs(&at->qkv, which, b.room, n, b.parts);
 #pragma omp for schedule(static)

@@ -58,8 +58,10 @@ class NativeForward(FamilyForward):
             at.window = self.sliding[layer.sliding] or 0
         return all
 
-    def _run_in_one_call(self, batch: TokenBatch, cache: KVCache, logits: bool) -> tuple[Tensor | None, Tensor]:
-        """Logits [n, V], if they are wanted, and hidden states [n, d]."""
+    def _run_in_one_call(
+        self, batch: TokenBatch, cache: KVCache, logits: bool, wanted: str
+    ) -> tuple[Tensor | None, Tensor]:
+        """Logits [n, V], if they are wanted, and states [n, d]."""
         assert self._whole is not None
         x = self.embed(batch.ids.reshape(-1)).float().contiguous()
         (count, width), threads = x.shape, torch.get_num_threads()
@@ -75,16 +77,19 @@ class NativeForward(FamilyForward):
         h, *others = (torch.empty(count, size, dtype=torch.bfloat16) for size in outs)
         places = -(-batch.end // LANES) * LANES
         scratch = torch.empty(threads, 2 * self.heads * self.size + self.heads // self.groups * places)
+        below = torch.empty(count, width) if wanted == "below" else None
         whole, room = torch.empty(count, width), Room(count, max(width, outs[2], self.inner))
         given = BatchArgument(
             *(len(self.layers), count, width, self.inner, self.heads, self.groups, self.size),
             *(batch.paths.shape[1], places, threads, self.layers[0].first.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             *(part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)),
-            *(part.data_ptr() for part in (x, whole, scratch, h, *others)),
+            *(part.data_ptr() for part in (x, whole)),
+            None if below is None else below.data_ptr(),
+            *(part.data_ptr() for part in (scratch, h, *others)),
             *(room.argument, *self.floors),
         )
         self.library.run_layers(ctypes.byref(layers), ctypes.byref(given))
-        return self.head(whole) if logits else None, h
+        return self.head(whole) if logits else None, h if below is None else below.bfloat16()
 
     def _between(self, width: int, inner: int) -> bool:
         """Tries what C does, as `FamilyForward` tries what torch does."""
@@ -150,10 +155,8 @@ class NativeForward(FamilyForward):
         """As `FamilyForward` has it."""
         rows, new = batch.positions.shape
         if self._whole is not None:
-            scores, hidden = self._run_in_one_call(batch, cache, logits)
-            return None if scores is None else scores.view(rows, new, -1), hidden.view(
-                rows, new, -1
-            ) if wanted else None
+            found, states = self._run_in_one_call(batch, cache, logits, wanted)
+            return None if found is None else found.view(rows, new, -1), states.view(rows, new, -1) if wanted else None
         x = self.embed(batch.ids.reshape(-1)).float().contiguous()
         count, width = x.shape
         turn = self._turn(batch.positions.flatten(), batch.end)

@@ -72,9 +72,11 @@ class BatchArgument(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_void_p)
-            for name in ("first", "cos", "sin", "row", "length", "slot", "place", "paths", "x", "whole", "scratch")
+            for name in (
+                *("first", "cos", "sin", "row", "length", "slot", "place", "paths", "x", "whole", "below", "scratch"),
+                *("h", "parts", "attended", "both", "inside"),
+            )
         ),
-        *((name, ctypes.c_void_p) for name in ("h", "parts", "attended", "both", "inside")),
         ("room", RoomArgument),
         *((name, ctypes.c_float) for name in ("floor", "floor_each")),
     )
