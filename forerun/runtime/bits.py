@@ -5,7 +5,8 @@ A weight is cut into blocks of 32 inputs. A block has one scale and one least va
 through the same kernel as two halves of four, side by side: `x [high | low] = x high * 16 + x low`. That is our choice:
 torch's 8-bit kernel has one scale a row of the weight, which loses more, and is about as fast (docs/log.md).
 
-What makes the kernel worth having is that row i of a product has the same bits whatever rows stand beside it.
+What makes the kernel worth having is that row i of a product has the same bits whatever rows stand beside it. So has
+our own product (`forerun.runtime.tiles`), which takes its place on processors that can do it.
 """
 
 from __future__ import annotations
