@@ -237,7 +237,7 @@ def test_a_layer_learns_from_conversations_and_resumes(pair: tuple[str, str], ch
     for (name, one), (_, two) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):
         assert torch.equal(one, two), name
     assert layers[0].greedy_traces.any() and layers[0].drawn_traces.any()
-    assert layers[0].config.recipe["chats"] == "chats0" and "data" not in layers[0].config.recipe
+    assert layers[0].config.recipe["chats"] == chats.name and "data" not in layers[0].config.recipe
     shards = [shard for shard in of_conversations(chats, 12, 0.5, (6, 4)) if shard.name.startswith("train-greedy")]
     drafts = gather(work / "rollouts", shards)
     assert drafts["law"].shape == (len(drafts["rows"]), 2) and int(drafts["rows"].max()) + 1 == len(shards[0].texts)

@@ -26,6 +26,7 @@ from forerun.cache import BLOCK, KVCache
 from forerun.files import home, write_text
 from forerun.runtime.bits import Beside, Dense, Packed, Part
 from forerun.runtime.machine import machine
+from forerun.runtime.native import build
 from forerun.runtime.packed import Product
 from forerun.runtime.scores import Scores
 from forerun.runtime.stored import kind_of
@@ -108,10 +109,11 @@ def product_is_invariant(product: Packed | Tiles | Dense | Part | Beside | Score
 
 def named(product: Packed | Tiles | Dense | Part | Beside | Scores) -> str:
     """A kernel and its shape."""
-    name = (
-        "scores" if isinstance(product, Scores) else kind_of(product) if not isinstance(product, Beside) else "beside"
-    )
-    return f"{name} {product.out}x{product.inputs}"
+    whole = product.whole if isinstance(product, Part) else product
+    kind = "" if isinstance(whole, Beside) else f" {kind_of(whole)}"
+    if isinstance(whole, Scores):
+        kind = " in C" if whole.tiles is not None else " in torch" if whole.rough is None else " by blocks"
+    return f"{type(whole).__name__}{kind} {product.out}x{product.inputs}"
 
 
 def fixed_where_cheap(product: Any) -> Product | None:
@@ -134,7 +136,7 @@ def fixed_where_cheap(product: Any) -> Product | None:
 def remembered(name: str, tried: Callable[[], bool]) -> bool:
     """What a trial of this name gave on this machine, with this torch and number of threads; it is made where there is
     none on file."""
-    path = home() / "exact" / f"{machine()}-{_code()}.json"
+    path = home() / "exact" / f"{machine()}-{_code()}-{build()}.json"
     found: dict[str, bool] = {}
     with suppress(OSError, ValueError):
         stored = json.loads(path.read_text())

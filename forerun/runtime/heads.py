@@ -233,8 +233,9 @@ class HiddenLM(Rows):
 def head_rows(target: CausalLM, tokens: Tensor, size: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Weight [S, d] and bias [S] of the LM head for these tokens, whatever form its weights are stored in. `size` is
     that of the states it reads, `dtype` theirs if it is not the target's."""
-    head = target.head
-    ones = torch.eye(size, dtype=dtype or target.dtype, device=target.device)
+    head, kept = target.head, dtype or target.dtype
+    own = getattr(getattr(head, "weight", None), "dtype", kept)  # a stored head takes any
+    ones = torch.eye(size, dtype=own, device=target.device)
     bias = head(ones.new_zeros(1, size))[0, tokens]
     columns = [head(part)[:, tokens] - bias for part in ones.split(256)]
-    return torch.cat(columns).T.contiguous(), bias
+    return torch.cat(columns).T.to(kept).contiguous(), bias.to(kept)

@@ -10,7 +10,7 @@ extern int omp_get_thread_num(void); /* torch's own, with its threads */
 
 #define BLOCK 32
 #define ROWS 8 /* that are worked on at once */
-#define FINE 254 /* steps of what numbers in 8 bits leave over in one of theirs */
+#define FINE 254 /* steps of the second 8 bits in one of the first */
 
 /* A weight [out, in]. data: of each 16 outputs, of each 32 inputs, the numbers, then 16 scales and 16 least values of
    IEEE's 16 bits, or 16 scales and 16 middles in bfloat16. Numbers stand as [8 times four inputs][16 outputs][4], those of 4 bits two to a byte, the
@@ -52,8 +52,9 @@ static inline void to_8_bits(const half *x, int8_t *to, int8_t *rest, float *sca
     _mm_storeu_si128((__m128i *)(to + LANES), _mm512_cvtsepi32_epi8(second));
     _mm_storeu_si128((__m128i *)rest, _mm512_cvtsepi32_epi8(left));
     _mm_storeu_si128((__m128i *)(rest + LANES), _mm512_cvtsepi32_epi8(right));
-    int whole = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
-    *scale = most / 127;
+    float whole = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    int is_none = _mm512_cmp_ps_mask(low, low, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(high, high, _CMP_UNORD_Q);
+    *scale = is_none ? NAN : most / 127;
     *sum = *scale * whole;
     *finer = *scale / FINE * (FINE * whole + _mm512_reduce_add_epi32(_mm512_add_epi32(left, right)));
 }
@@ -150,7 +151,7 @@ typedef struct {
 
 /* What all layers share, and n tokens as `attend` has them. x [n, d] the residual stream; whole and, where it is given,
    below [n, d] take it behind the last norm and before the last layer. Of n rows each: h [n, d], parts
-   [n, (H + 2 G) D], attended [n, H D], both [n, 2 I], inner [n, I], and `room` for the widest input. scratch: for each
+   [n, (H + 2 G) D], attended [n, H D], both [n, 2 I], inside [n, I], and `room` for the widest input. scratch: for each
    thread 2 H D + shared * width. */
 typedef struct {
     int64_t layers, n, d, inner, heads, groups, size, path, width, threads;
@@ -255,8 +256,10 @@ static void halve(const float *x, int row, int d, states to) {
     float step = _mm512_reduce_max_ps(most) / 127;
     __m512 turn = _mm512_set1_ps(step > 0 ? 1 / step : 0);
     __m512i highs = _mm512_setzero_si512(), lows = highs;
+    int is_none = 0;
     for (int i = 0; i < d; i += LANES) {
         __m512 steps = _mm512_mul_ps(_mm512_loadu_ps(own + i), turn);
+        is_none |= _mm512_cmp_ps_mask(steps, steps, _CMP_UNORD_Q);
         __m512i high = _mm512_cvtps_epi32(steps);
         __m512i low = _mm512_cvtps_epi32(
             _mm512_mul_ps(_mm512_sub_ps(steps, _mm512_cvtepi32_ps(high)), _mm512_set1_ps(FINE)));
@@ -267,7 +270,7 @@ static void halve(const float *x, int row, int d, states to) {
     }
     to.highs[row] = _mm512_reduce_add_epi32(highs);
     to.lows[row] = _mm512_reduce_add_epi32(lows);
-    to.steps[row] = step / FINE;
+    to.steps[row] = is_none ? NAN : step / FINE;
 }
 
 static inline __attribute__((always_inline)) void head_panel(const head *w, int which, states of, int first, int rows,
@@ -341,8 +344,7 @@ static void own_best(const head *w, const float *x, float *y) {
 }
 
 /* Logits y [n, V] of states x [n, d]. */
-void score(const head *given, const float *x, int n, const states *room, float *y, int threads) {
-    const head *w = given;
+void score(const head *w, const float *x, int n, const states *room, float *y, int threads) {
     states of = *room;
 #pragma omp parallel num_threads(threads)
     {

@@ -1,8 +1,8 @@
 """The family's forward between its products, in C, where there is a compiler.
 
-Torch needs some sixty small operations a layer there, which take longer than products in 4 bits. `between.c` is
-compiled once a machine, in a second or two, and kept in the user's folder. Without a compiler, or with
-FORERUN_NATIVE=0, torch does the same (`forerun.runtime.family`), a third slower, and rounds a little otherwise.
+Torch needs some sixty small operations a layer there, which take longer than products in 4 bits. `layers.c`, which has
+`between.c` in it, is compiled once a machine, in a few seconds, and kept in the user's folder. Without a compiler, or
+with FORERUN_NATIVE=0, torch does it all (`forerun.runtime.family`), more slowly, and rounds otherwise.
 """
 
 from __future__ import annotations
@@ -52,35 +52,56 @@ def library() -> Any | None:
 
 @cache
 def _library(folder: Path) -> Any | None:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = _compiler()
     if not compiler:
         return None
-    made_of = [*(source.read_text() for source in SOURCES), compiler, *_FLAGS, processor()]
-    path = folder / "native" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    path = folder / "native" / f"{_made_of(compiler)}.so"
     with suppress(OSError, AttributeError):  # none yet, or a damaged one
         return _opened(path)
-    try:
-        with tempfile.TemporaryDirectory() as work:
-            part, built = Path(work) / "layers.o", Path(work) / "layers.so"
-            command = [*compiler.split(), *_FLAGS]
-            # Threads are torch's: OpenMP is not linked, so that its functions are those of torch's own library.
-            for threads in (["-fopenmp"], []):
-                done = subprocess.run([*command, *threads, "-c", str(SOURCES[0]), "-o", str(part)], **_QUIET)
-                if not done.returncode:
-                    break
-            subprocess.run([*command, "-shared", str(part), "-o", str(built), "-lm"], check=True, **_QUIET)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # A name of its own first: several processes may build at once.
-                kept = path.with_name(f"{path.name}.{os.getpid()}")
-                shutil.copy(built, kept)
-                os.replace(kept, path)
-            except OSError:  # it cannot be kept: it is built again next time
-                return _opened(built)
-            return _opened(path)
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        _LOG.warning(f"torch does what C would do faster: {compiler} cannot compile {SOURCES[0].name} ({error})")
-        return None
+    reason = ""
+    # Threads are torch's: OpenMP is not linked, so that its functions are those of torch's own library. Where that is
+    # another OpenMP than the compiler's, the second try does without.
+    for threads in (["-fopenmp"], []):
+        try:
+            with tempfile.TemporaryDirectory() as work:
+                part, built = Path(work) / "layers.o", Path(work) / "layers.so"
+                command = [*compiler.split(), *_FLAGS]
+                subprocess.run([*command, *threads, "-c", str(SOURCES[0]), "-o", str(part)], check=True, **_QUIET)
+                subprocess.run([*command, "-shared", str(part), "-o", str(built), "-lm"], check=True, **_QUIET)
+                found = _opened(built)
+                with suppress(OSError):  # where it cannot be kept, it is built again next time
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    # A name of its own first: several processes may build at once.
+                    kept = path.with_name(f"{path.name}.{os.getpid()}")
+                    shutil.copy(built, kept)
+                    os.replace(kept, path)
+                return found
+        except subprocess.CalledProcessError as error:
+            reason = error.stderr.decode(errors="replace").strip().split("\n")[-1] or str(error)
+        except (OSError, AttributeError, subprocess.SubprocessError) as error:
+            reason = str(error)
+    _LOG.warning(f"torch does what C would do faster: {compiler} cannot build {SOURCES[0].name} ({reason})")
+    return None
+
+
+@cache
+def _made_of(compiler: str) -> str:
+    """Differs between sources, compilers, their versions and processors."""
+    version = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        version = subprocess.run([*compiler.split(), "--version"], **_QUIET).stdout.decode(errors="replace")
+    parts = [*(source.read_text() for source in SOURCES), compiler, version.partition("\n")[0], *_FLAGS, processor()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def build() -> str:
+    """What C is built from and with, "torch" where there is none: rounding depends on it."""
+    compiler = _compiler()
+    return "torch" if library() is None or compiler is None else _made_of(compiler)[:8]
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def _opened(path: Path) -> Any:
@@ -91,7 +112,8 @@ def _opened(path: Path) -> Any:
     found.has_products.restype = _I
     if found.has_products():
         for name, arguments in _OF_PRODUCTS.items():
-            getattr(found, name).argtypes = arguments
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, None
     return found
 
 

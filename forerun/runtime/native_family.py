@@ -17,7 +17,7 @@ from forerun.runtime.bits import BLOCK, Packed
 from forerun.runtime.exact import ROWS, is_invariant, remembered
 from forerun.runtime.family import PRODUCTS, FamilyForward, Layer, head_size
 from forerun.runtime.native import LANES, LARGEST_HEAD, TokenBatch, lay_out_tokens
-from forerun.runtime.tiles import BatchArgument, LayerArgument, Room, Tiles
+from forerun.runtime.tiles import BatchArgument, LayerArgument, Room, Tiles, room
 
 
 def fits(model: PreTrainedModel) -> bool:
@@ -74,11 +74,11 @@ class NativeForward(FamilyForward):
             both: Any = stored.both
             at.cache, at.capacity = both.data_ptr(), both.shape[2]
         outs = width, self.layers[0].qkv.out, self.heads * self.size, 2 * self.inner, self.inner
-        h, *others = (torch.empty(count, size, dtype=torch.bfloat16) for size in outs)
+        h, *others = (room(count, size, dtype=torch.bfloat16) for size in outs)
         places = -(-batch.end // LANES) * LANES
-        scratch = torch.empty(threads, 2 * self.heads * self.size + self.heads // self.groups * places)
-        below = torch.empty(count, width) if wanted == "below" else None
-        whole, room = torch.empty(count, width), Room(count, max(width, outs[2], self.inner))
+        scratch = room(threads, 2 * self.heads * self.size + self.heads // self.groups * places)
+        below = room(count, width) if wanted == "below" else None
+        whole, inputs = room(count, width), Room(count, max(width, outs[2], self.inner))
         given = BatchArgument(
             *(len(self.layers), count, width, self.inner, self.heads, self.groups, self.size),
             *(batch.paths.shape[1], places, threads, self.layers[0].first.data_ptr(), cos.data_ptr(), sin.data_ptr()),
@@ -86,7 +86,7 @@ class NativeForward(FamilyForward):
             *(part.data_ptr() for part in (x, whole)),
             None if below is None else below.data_ptr(),
             *(part.data_ptr() for part in (scratch, h, *others)),
-            *(room.argument, *self.floors),
+            *(inputs.argument, *self.floors),
         )
         self.library.run_layers(ctypes.byref(layers), ctypes.byref(given))
         return self.head(whole) if logits else None, h if below is None else below.bfloat16()
@@ -161,9 +161,9 @@ class NativeForward(FamilyForward):
         count, width = x.shape
         turn = self._turn(batch.positions.flatten(), batch.end)
         # Buffers that all layers use: every allocation counts here.
-        h, whole = torch.empty(count, width, dtype=torch.bfloat16), torch.empty(count, width)
-        attended = torch.empty(count, self.heads * self.size, dtype=torch.bfloat16)
-        inner = torch.empty(count, self.inner, dtype=torch.bfloat16)
+        h, whole = room(count, width, dtype=torch.bfloat16), room(count, width)
+        attended = room(count, self.heads * self.size, dtype=torch.bfloat16)
+        inner = room(count, self.inner, dtype=torch.bfloat16)
         here, there, floor = x.data_ptr(), h.data_ptr(), self.floors[0]
         attention = self._attention(batch, count, turn, attended)
         norm, gate, inside = self.library.add_and_norm, self.library.gate, inner.data_ptr()
@@ -195,11 +195,11 @@ class NativeForward(FamilyForward):
         """A function that puts a layer's attention [n, H D] into `out`, from queries, keys and values
         [n, (H + 2 G) D]; keys and values go into the cache."""
         width = -(-batch.end // LANES) * LANES
-        scratch = torch.empty(2 * self.heads * self.size + self.heads // self.groups * width)
+        scratch = room(2 * self.heads * self.size + self.heads // self.groups * width)
         places = [part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)]
         sizes = batch.paths.shape[1], count, self.heads, self.groups, self.size
         cos, sin = (part.data_ptr() for part in turn)
-        attend, floor, room, found = self.library.attend, self.floors[1], scratch.data_ptr(), out.data_ptr()
+        attend, floor, space, found = self.library.attend, self.floors[1], scratch.data_ptr(), out.data_ptr()
 
         def run(parts: Tensor, layer: Layer, stored: KVLayer, kept: Any = (scratch, turn, batch)) -> None:
             if not stored.is_initialized:
@@ -218,7 +218,7 @@ class NativeForward(FamilyForward):
                 *sizes,
                 self.sliding[layer.sliding] or 0,
                 width,
-                room,
+                space,
                 found,
             )
 

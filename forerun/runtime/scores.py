@@ -8,7 +8,7 @@ from the weight's own values. Integers also cost little for many rows. Both are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from forerun.runtime.tiles import BLOCK, HeadArgument, Tiles, has_tiles, score, 
 LARGEST = 16  # logits of a row that are computed from the weight's own values
 _LOW = 254  # steps of the low half of a state in one of the high half
 _ROWS = 4096
+LONGEST = 2**16
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Scores:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.tiles is None else self.tiles.nbytes)
 
-    @cached_property
+    @property
     def argument(self) -> HeadArgument:
         """For C."""
         assert self.tiles is not None
@@ -89,14 +90,15 @@ class Scores:
 def scores(weight: Blocks | Tensor) -> Scores:
     """The head of a weight [V, d], which is kept for its largest logits."""
     size = weight.codes if isinstance(weight, Blocks) else weight
-    codes, scales = torch.empty(size.shape, dtype=torch.int8), torch.empty(len(size))
+    codes, scales = torch.empty(size.shape, dtype=torch.int8), torch.empty(len(size), dtype=torch.float32)
     for start in range(0, len(size), _ROWS):
         ids = torch.arange(start, min(start + _ROWS, len(size)))
         values = take(weight, ids)
         step = values.abs().amax(-1).div_(127).clamp_(min=1e-30)
         codes[ids], scales[ids] = values.div_(step[:, None]).round_().to(torch.int8), step
     fits = isinstance(weight, Blocks) or weight.dtype == torch.bfloat16
-    if has_tiles() and codes.shape[1] % BLOCK == 0 and fits:
+    # The sums of more products of 8 bits than LONGEST do not fit into 32.
+    if has_tiles() and codes.shape[1] % BLOCK == 0 and codes.shape[1] <= LONGEST and fits:
         return Scores(codes[:0], scales, _contiguous(weight), tiles=tile_head(codes))
     if _multiplies_integers():
         return Scores(codes, scales, weight)

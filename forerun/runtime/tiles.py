@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,8 +85,8 @@ class Room:
     """Memory for n inputs as a product takes them."""
 
     def __init__(self, rows: int, inputs: int) -> None:
-        self.numbers = torch.empty(2, rows, inputs, dtype=torch.int8)
-        self.facts = torch.empty(3, rows, inputs // BLOCK)
+        self.numbers = room(2, rows, inputs, dtype=torch.int8)
+        self.facts = room(3, rows, inputs // BLOCK)
         self.argument = RoomArgument(*(part.data_ptr() for part in (*self.numbers, *self.facts)))
 
 
@@ -118,16 +117,17 @@ class Tiles:
     def nbytes(self) -> int:
         return self.data.nbytes
 
-    @cached_property
+    @property
     def argument(self) -> TileArgument:
+        """For C."""
         return TileArgument(self.data.data_ptr(), self.out, self.inputs, self.bits, self.ieee)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] @ weight.T [n, out], in bfloat16."""
         x = x.bfloat16().contiguous()
-        y = torch.empty(len(x), self.out, dtype=torch.bfloat16)
-        room = Room(len(x), self.inputs)
-        arguments = ctypes.byref(self.argument), x.data_ptr(), len(x), ctypes.byref(room.argument), y.data_ptr()
+        _check_width(x, self.inputs)
+        y, own = room(len(x), self.out, dtype=torch.bfloat16), Room(len(x), self.inputs)
+        arguments = ctypes.byref(self.argument), x.data_ptr(), len(x), ctypes.byref(own.argument), y.data_ptr()
         _compiled().multiply(*arguments, torch.get_num_threads())
         return y
 
@@ -150,31 +150,48 @@ class Tiles:
 
 def score(head: HeadArgument, x: Tensor) -> Tensor:
     """Logits [n, V] float32 of states [n, d] float32, contiguous."""
+    _check_width(x, head.inputs)
     count, width = x.shape
-    halves, sums = torch.empty(2, count, width, dtype=torch.int8), torch.empty(3, count, dtype=torch.int32)
-    y = torch.empty(count, head.out)
-    room = StatesArgument(*(part.data_ptr() for part in (*halves, *sums)))
-    arguments = ctypes.byref(head), x.data_ptr(), count, ctypes.byref(room), y.data_ptr(), torch.get_num_threads()
+    halves, sums = room(2, count, width, dtype=torch.int8), room(3, count, dtype=torch.int32)
+    y = room(count, head.out)
+    own = StatesArgument(*(part.data_ptr() for part in (*halves, *sums)))
+    arguments = ctypes.byref(head), x.data_ptr(), count, ctypes.byref(own), y.data_ptr(), torch.get_num_threads()
     _compiled().score(*arguments)
     return y
 
 
+def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for C to write to, whatever torch's defaults are."""
+    return torch.empty(*shape, dtype=dtype, device="cpu")
+
+
+def _check_width(x: Tensor, inputs: int) -> None:
+    """C would read what is not there."""
+    if x.ndim != 2 or x.shape[1] != inputs:
+        raise ValueError(f"inputs must be [n, {inputs}], not {list(x.shape)}")
+
+
 def tile_head(codes: Tensor) -> Tensor:
-    """Codes [V, d] int8 as the head's data, with rows of zeros behind them where panels of 16 do not divide V."""
+    """Codes [V, d] int8 as the head's data, filled up where panels of 16 do not divide V."""
     padded = functional.pad(codes.view(torch.uint8) ^ 128, (0, 0, 0, -len(codes) % LANES))
     return padded.view(-1, LANES, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
 
 
+_kept: list[Any] = []  # the library that tiles were made for; what is in the environment may change later
+
+
 def _compiled() -> Any:
-    found = library()
-    assert found is not None
-    return found
+    return _kept[-1]
 
 
 def has_tiles() -> bool:
     """Whether our product can be had on this machine."""
     found = library()
-    return found is not None and bool(found.has_products())
+    if found is None or not found.has_products():
+        return False
+    if found not in _kept:
+        _kept.append(found)
+    return True
 
 
 def tile(codes: Tensor, scales: Tensor, least: Tensor, bits: int) -> Tiles | None:
@@ -185,8 +202,9 @@ def tile(codes: Tensor, scales: Tensor, least: Tensor, bits: int) -> Tiles | Non
     out, inputs = codes.shape
     if out % LANES:
         return None
-    ieee, middle = _are(torch.float16, scales, least), least + 2 ** (bits - 1) * scales
-    if not ieee and not _are(torch.bfloat16, scales, middle):
+    middle = least + 2 ** (bits - 1) * scales
+    ieee = not _are(torch.bfloat16, scales, middle)  # ours are, whatever their size
+    if ieee and not _are(torch.float16, scales, least):
         return None
     numbers = codes.view(out // LANES, LANES, inputs // BLOCK, 8, 4).permute(0, 2, 3, 1, 4)
     if bits == 4:

@@ -43,7 +43,7 @@ def distill_chats(
 
     def loss(rows: Tensor) -> Tensor:
         with cast():
-            return divergence(learnt.take(rows), recall(rows)[1])
+            return divergence(learnt.take(rows), recall(rows).logits)
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -51,7 +51,7 @@ def distill_chats(
         for rows in held.ends.argsort(stable=True)[:: max(1, len(held) // 256)].split(config.batch):
             part = held.take(rows)
             with cast():
-                logits, met = features_of(judge, part.tokens)[1], part.met()
+                logits, met = features_of(judge, part.tokens).logits, part.met()
                 total += float(divergence(part, logits)) * int(met.sum())
                 agreed = logits_of(draft, part.tokens).argmax(-1) == logits.argmax(-1)
             same, count = same + int(agreed[met].sum()), count + int(met.sum())

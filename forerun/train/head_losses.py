@@ -58,7 +58,7 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Callable[[Te
     makes the logits of them."""
     first = features_of(judge, texts.take(torch.arange(1)).tokens, feature)
     size = first.states.shape[-1] * (2 if feature == "below" else 1)  # both are stored where they differ
-    starts = functional.pad(texts.ends.cumsum(0), (1, 0))  # of each text's features, one behind the other
+    starts = [0, *texts.ends.cumsum(0).tolist()]  # of each text's features, one behind the other
     by_head = logits_of(judge, first.states)  # some models cap or scale their head's logits
     if 2 * int(starts[-1]) * size > REMEMBERED or not torch.allclose(by_head, first.logits, atol=1e-2, rtol=1e-2):
         return lambda rows: features_of(judge, texts.take(rows).tokens, feature)
