@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ RECIPE = ChatRecipe(conversations=120, code=100, answer=12, shard=40)
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("target")
-    tokenizer = tiny_tokenizer()
+    tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATE
     tiny("llama", vocab=len(tokenizer), context=2048).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -124,7 +125,7 @@ def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A target and a draft, with a tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("pair"), tiny_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("pair"), copy.deepcopy(tiny_tokenizer())
     target = tiny("llama", vocab=len(tokenizer))
     for name, model in (("target", target), ("draft", noisy_copy(target, 0.02))):
         model.save_pretrained(folder / name)
