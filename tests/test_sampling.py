@@ -305,13 +305,13 @@ def test_samples_follow_the_distribution_and_never_give_what_has_no_probability(
     )
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("least", [1, 3])
 def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> None:
     generator = torch.Generator().manual_seed(0)
     slow, fast = hf.TopPLogitsWarper(top_p, -9.0, least), sampling.QuickTopP(top_p, -9.0, least)
     counts = set()
-    for width in (0.1, 1.0, 5.0):
+    for width in (0.1, 1.0, 5.0, 40.0):
         scores = width * torch.randn(4, 200, generator=generator)
         masked = scores.clone()
         masked[:, ::2] = -torch.inf
