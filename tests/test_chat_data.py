@@ -14,19 +14,22 @@ from toys import tiny, tiny_tokenizer
 
 from forerun import load
 from forerun.loading import load_model
+from forerun.model import CausalLM
 from forerun.train.chat_data import (
     STRETCH,
     ChatRecipe,
-    Conversation,
     apart,
     code_questions,
     is_sound,
     make_chats,
-    read_chats,
 )
+from forerun.train.chats import Conversation, read_chats
 from forerun.train.draft import train_draft
 from forerun.train.heads import HeadRecipe, train_head
+from forerun.train.judged import features_of, judged
+from forerun.train.lm import logits_at
 from forerun.train.loop import TrainConfig
+from forerun.train.states import StoredStates
 from forerun.train.texts import of_chats, of_windows
 
 TEMPLATE = (
@@ -164,3 +167,44 @@ def test_one_source_is_given(data: list[str], given: bool, target: str, chats: P
     more: dict[str, Any] = {"chats": chats if given else None}
     with pytest.raises(ValueError, match="give --data or --chats"):
         train_head(target, data, tmp_path / "head", HeadRecipe(), **more)
+
+
+def test_states_are_those_that_the_target_had(
+    target: str, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So training asks the target for none of them; where a file is lost it does."""
+    judge = CausalLM(load_model(target, "target"))
+    conversations = read_chats(chats, "train")
+    texts = of_chats(conversations, 1024, StoredStates(chats))
+    for row in range(0, len(texts), 7):
+        (_, wanted, logits), found = features_of(judge, texts.take(torch.tensor([row])).tokens), texts.states(row)
+        assert found is not None
+        torch.testing.assert_close(found.float(), wanted[0], rtol=1e-2, atol=1e-2)
+        met = texts.take(torch.tensor([row])).met()
+        known = judged(judge, texts)(torch.tensor([row]), met)
+        torch.testing.assert_close(known.logits, logits[met], rtol=3e-2, atol=3e-2)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "forerun.train.judged.features_of",
+        lambda judge, tokens, feature: asked.append(len(tokens)) or features_of(judge, tokens, feature),
+    )
+    judged(judge, texts)(torch.arange(8))
+    assert asked == [1]  # to see that the head alone gives the logits
+    for path in chats.iterdir():
+        if path.name != "states-00001.safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    lacking = of_chats(conversations, 1024, StoredStates(tmp_path))
+    missing = [row for row in range(len(lacking)) if lacking.states(row) is None]
+    assert 0 < len(missing) < len(lacking)
+    asked.clear()
+    recall = judged(judge, lacking)
+    recall(torch.tensor(missing[:2]))
+    recall(torch.tensor([*missing[:2], 0]))
+    assert asked == [1, 2]
+
+
+def test_the_head_is_run_where_logits_are_wanted() -> None:
+    model = tiny("llama")
+    tokens = torch.randint(model.config.vocab_size, (2, 7))
+    places = torch.rand(2, 7) < 0.5
+    torch.testing.assert_close(logits_at(model, tokens, places), model(input_ids=tokens).logits[places])

@@ -18,8 +18,8 @@ from forerun.loading import load_head
 from forerun.methods import method
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
-from forerun.train.head_losses import features_of, judged
 from forerun.train.heads import HeadRecipe, train_head
+from forerun.train.judged import features_of, judged
 from forerun.train.texts import of_windows
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api import load
@@ -26,10 +27,12 @@ from forerun.chat import chat_prompt, has_template
 from forerun.decoder import Decoder
 from forerun.files import read_text, write_text
 from forerun.params import SamplingParams
+from forerun.requests import requests
+from forerun.train.chats import SPLITS, Conversation
 from forerun.train.loop import claim
-from forerun.zoo.corpus import Split, source_files, split_of
+from forerun.train.states import answered, save_states
+from forerun.zoo.corpus import source_files, split_of
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 ROWS = 64  # decoded together
 STRETCH = 80  # characters that texts of two splits must not share
 OF_A_FILE = 8  # questions about one file's functions
@@ -64,29 +67,6 @@ class ChatRecipe:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """One question with its answer.
-
-    Attributes:
-        question: the user's turn.
-        prompt: ids [p] of the whole prompt, the template's own included.
-        answer: ids [a], with the end token where it ended.
-        text: the answer.
-        temperature: that it was answered at.
-        source: "own" or "stdlib".
-        split: one of SPLITS, which follows from the question.
-    """
-
-    question: str
-    prompt: list[int]
-    answer: list[int]
-    text: str
-    temperature: float
-    source: str
-    split: str
-
-
 def make_chats(
     target: str,
     out: Path,
@@ -114,7 +94,8 @@ def make_chats(
         if path.exists():
             continue
         part = questions[number * recipe.shard : (number + 1) * recipe.shard]
-        new = list(_answered(decoder, tokenizer, part, recipe, number))
+        new, states = _answered(decoder, tokenizer, part, recipe, number)
+        save_states(out / f"states-{number:05d}.safetensors", states)
         _write(path, new)
         made += sum(len(each.answer) for each in new)
         pace = made / (perf_counter() - begun)
@@ -132,14 +113,6 @@ def make_chats(
     write_text(out / "summary.json", json.dumps(found, indent=1) + "\n")
     say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
     return found
-
-
-def read_chats(folder: Path, split: str) -> list[Conversation]:
-    """The conversations of a split; raises ValueError where they have not been made."""
-    path = folder / f"{split}.jsonl"
-    if not path.is_file():
-        raise ValueError(f"no conversations in {folder}: `forerun train chat-data` makes them")
-    return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
 
 
 # Questions.
@@ -244,18 +217,22 @@ def _answered(
     questions: list[tuple[str, str, str]],
     recipe: ChatRecipe,
     number: int,
-) -> Iterator[Conversation]:
-    """Each other question is answered greedily, the rest at temperature 1."""
+) -> tuple[list[Conversation], list[Tensor]]:
+    """Each other question is answered greedily, the rest at temperature 1. And the target's states of each."""
     prompts = [chat_prompt(tokenizer, [_message(question)]) for question, _, _ in questions]
+    target, conversations, states = decoder.target.fresh(decoder.prefix_bytes), [], []
     for temperature in (0.0, 1.0):
         chosen = range(int(temperature), len(questions), 2)
         params = SamplingParams(
             max_new_tokens=recipe.answer, temperature=temperature, seed=recipe.seed + number if temperature else None
         )
-        done = decoder.generate([prompts[i] for i in chosen], params)
-        for i, each in zip(chosen, done, strict=True):
+        tokens, heard = answered(target, requests([prompts[i] for i in chosen], params, target), ROWS)
+        for i, answer in zip(chosen, tokens, strict=True):
             question, source, split = questions[i]
-            yield Conversation(question, prompts[i], each.tokens, each.text, temperature, source, split)
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            conversations.append(Conversation(question, prompts[i], answer, str(text), temperature, source, split))
+        states += heard
+    return conversations, states
 
 
 def _message(question: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ from transformers import PreTrainedModel
 
 from forerun.model import CausalLM
 from forerun.train.data import Windows
-from forerun.train.head_losses import features_of, judged
-from forerun.train.lm import logits_of
+from forerun.train.judged import Recall, judged
+from forerun.train.lm import logits_at, logits_of
 from forerun.train.loop import TrainConfig, train
 from forerun.train.texts import Texts
+
+EVALUATED = 256  # texts, while a draft is trained
 
 
 def distill_chats(
@@ -31,33 +34,33 @@ def distill_chats(
     """Trains `draft` in place on conversations, resumes from `out`: KL(target || draft) where a draft is used. The
     target runs over each text once, as far as memory allows."""
     learnt, held = learnt.to(judge.device), held.to(judge.device)
-    recall = judged(judge, learnt)
+    recall, again = judged(judge, learnt), judged(judge, held)
+    asked = held.spread(EVALUATED)
 
-    def cast() -> torch.autocast:
-        return torch.autocast(judge.device.type, torch.bfloat16)
+    def compared(texts: Texts, recall: Recall, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [n, V] of the target and of the draft."""
+        part = texts.take(rows)
+        with torch.autocast(judge.device.type, torch.bfloat16):
+            wanted, found = recall(rows, part.met()).logits, logits_at(draft, part.tokens, part.met())
+        return wanted.float().log_softmax(-1), found.float().log_softmax(-1)
 
-    def divergence(part: Texts, logits: Tensor) -> Tensor:
-        met = part.met()
-        wanted, found = logits[met].float().log_softmax(-1), logits_of(draft, part.tokens)[met].float().log_softmax(-1)
+    def divergence(wanted: Tensor, found: Tensor) -> Tensor:
         return functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
 
     def loss(rows: Tensor) -> Tensor:
-        with cast():
-            return divergence(learnt.take(rows), recall(rows).logits)
+        return divergence(*compared(learnt, recall, rows))
 
     @torch.no_grad()
     def evaluate() -> float:
         total, same, count = 0.0, 0, 0
-        for rows in held.ends.argsort(stable=True)[:: max(1, len(held) // 256)].split(config.batch):
-            part = held.take(rows)
-            with cast():
-                logits, met = features_of(judge, part.tokens).logits, part.met()
-                total += float(divergence(part, logits)) * int(met.sum())
-                agreed = logits_of(draft, part.tokens).argmax(-1) == logits.argmax(-1)
-            same, count = same + int(agreed[met].sum()), count + int(met.sum())
+        for rows in asked.split(config.batch):
+            wanted, found = compared(held, again, rows)
+            total += float(divergence(wanted, found)) * len(wanted)
+            same, count = same + int((found.argmax(-1) == wanted.argmax(-1)).sum()), count + len(wanted)
         say(f"{out.name} greedy agreement on held-out answers {same / count:.3f}")
         return total / count
 
+    config = replace(config, compile=False)  # texts are of many lengths
     train(draft, loss, lambda step: learnt.batch(config.seed, step, config.batch), evaluate, config, out, say)
 
 

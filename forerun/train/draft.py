@@ -12,13 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.loading import load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
-from forerun.train.chat_data import read_chats
 from forerun.train.data import read_texts, tokenize
 from forerun.train.distill import distill, distill_chats
 from forerun.train.lm import new_llama
 from forerun.train.loop import TrainConfig, claim
 from forerun.train.own_output import own_output
-from forerun.train.texts import LEARNT, check_sources, of_chats
+from forerun.train.texts import check_sources, learnt_and_held
 
 
 def train_draft(
@@ -45,7 +44,7 @@ def train_draft(
     """
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
     check_sources(data, chats)
-    made = None if chats is None else [of_chats(read_chats(chats, split), config.length) for split in LEARNT]
+    made = None if chats is None else learnt_and_held(chats, config.length)
     stream = np.zeros(0)
     if made is None:
         stream = tokenize(tokenizer, list(read_texts(data)), config.seed)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.model import CausalLM
 from forerun.sampling import Sampler
-from forerun.train.chat_data import read_chats
+from forerun.train.chats import read_chats
 from forerun.train.processes import Processes
 from forerun.train.rollout import Rollouts, roll_out
 from forerun.train.texts import LEARNT, Texts, of_chats, of_windows

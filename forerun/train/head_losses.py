@@ -1,84 +1,22 @@
-"""Losses of heads that draft from the target's hidden states, and figures of validation. The frozen target computes
-features on the fly; they are never written to disk."""
+"""Losses of heads that draft from the target's hidden states, and figures of validation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
+from forerun.train.judged import Known, features_of
 from forerun.train.texts import Texts
 
 if TYPE_CHECKING:
     from forerun.train.heads import HeadRecipe
-
-REMEMBERED = 5 * 2**30  # bytes of features, those of 4 million tokens of states of 640 numbers
-
-
-class Known(NamedTuple):
-    """What the target says about texts.
-
-    Attributes:
-        features: [B, T, d] what a head takes: the LM head's inputs, or the states below the last layer.
-        states: [B, T, d] the LM head's inputs, which a head predicts.
-        logits: [B, T, V] of these.
-    """
-
-    features: Tensor
-    states: Tensor
-    logits: Tensor
-
-
-@torch.no_grad()
-def features_of(judge: CausalLM, tokens: Tensor, feature: str = "head") -> Known:
-    """What the target says about tokens [B, T]. For `feature` see `HiddenConfig`."""
-    with judge.hearing() as heard, judge.hearing("below" if feature == "below" else "") as below:
-        logits = judge.model(input_ids=tokens, use_cache=False).logits
-    states = heard[0].float()
-    return Known(below[0].float() if below else states, states, logits.float())
-
-
-@torch.no_grad()
-def logits_of(judge: CausalLM, features: Tensor) -> Tensor:
-    """The LM head's logits of features."""
-    return judge.head(features.to(judge.model.dtype)).float()
-
-
-def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Callable[[Tensor], Known]:
-    """A function that gives `features_of` of some texts by their indices [B], no wider than the longest of them.
-
-    Each text goes through the target once, where the features of all fit into REMEMBERED bytes and the LM head alone
-    makes the logits of them."""
-    first = features_of(judge, texts.take(torch.arange(1)).tokens, feature)
-    size = first.states.shape[-1] * (2 if feature == "below" else 1)  # both are stored where they differ
-    starts = [0, *texts.ends.cumsum(0).tolist()]  # of each text's features, one behind the other
-    by_head = logits_of(judge, first.states)  # some models cap or scale their head's logits
-    if 2 * int(starts[-1]) * size > REMEMBERED or not torch.allclose(by_head, first.logits, atol=1e-2, rtol=1e-2):
-        return lambda rows: features_of(judge, texts.take(rows).tokens, feature)
-    store = torch.empty(int(starts[-1]), size, dtype=torch.bfloat16, device=texts.tokens.device)
-    stored = torch.zeros(len(texts), dtype=torch.bool, device=texts.tokens.device)
-
-    def recall(rows: Tensor) -> Known:
-        new = rows[~stored[rows]].unique()
-        if len(new):
-            known = features_of(judge, texts.take(new).tokens, feature)
-            kept = torch.cat([known.features, known.states], -1) if feature == "below" else known.states
-            for row, own in zip(new.tolist(), kept.bfloat16(), strict=True):
-                store[starts[row] : starts[row + 1]] = own[: int(texts.ends[row])]
-            stored[new] = True
-        own = [store[starts[row] : starts[row + 1]] for row in rows.tolist()]
-        whole = pad_sequence(own, batch_first=True).float()
-        features, states = whole.chunk(2, -1) if feature == "below" else (whole, whole)
-        return Known(features, states, logits_of(judge, states))
-
-    return recall
 
 
 def loss_of(

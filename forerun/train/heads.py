@@ -20,16 +20,17 @@ from forerun.loading import config_file, load_head, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.heads import FEATURES, FUSIONS, KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.heads import head_rows
-from forerun.train.chat_data import read_chats
 from forerun.train.data import read_texts, tokenize
-from forerun.train.head_losses import Known, embeddings_of, features_of, judged, loss_of, measure
+from forerun.train.head_losses import embeddings_of, loss_of, measure
+from forerun.train.judged import Known, judged
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts, fingerprint
 from forerun.train.processes import Processes, processes
-from forerun.train.texts import LEARNT, Texts, check_sources, of_chats, of_windows
+from forerun.train.texts import Texts, check_sources, learnt_and_held, of_windows
 
 SEED = 9000  # of the output; no draft is distilled with it
 LOSSES = ("law", "regression")
+EVALUATED = 128  # texts, while a head is trained
 LONGEST = 65536  # context of a head whose target names none
 _OF_FORM = ("kind", "num_hidden_layers", "rank", "known", "feature", "fusion", "hot_size", "intermediate_size")
 _OF_RECIPE = ("sequences", "loss", "unroll", "held")
@@ -131,7 +132,7 @@ def train_head(
         stream = tokenize(tokenizer, list(read_texts(data)), 0)
         if len(stream) < 4 * recipe.prompt:
             raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
-    made = None if chats is None else [of_chats(read_chats(chats, split)) for split in LEARNT]
+    made = None if chats is None else learnt_and_held(chats)
     model = load_model(target, "target", device=device, trust_remote_code=trust_remote_code, plain=True)
     text = model.config.get_text_config(decoder=True)
     length, context = recipe.prompt + recipe.output, context_of(text)
@@ -273,7 +274,8 @@ def _fit(
     def batch(step: int) -> Tensor:
         return learnt.batch(recipe.seed, step, recipe.batch)
 
-    recall = judged(judge, learnt, drafter.config.feature)
+    recall, again = (judged(judge, texts, drafter.config.feature) for texts in (learnt, held))
+    asked = held.spread(EVALUATED)
 
     def cast() -> torch.autocast:  # a third of the time, and no worse a head
         return torch.autocast(judge.device.type, torch.bfloat16)
@@ -290,9 +292,7 @@ def _fit(
     @torch.no_grad()
     def evaluate() -> float:
         with cast():
-            parts = [held.take(rows) for rows in held.ends.argsort(stable=True).split(recipe.batch)]
-            feature = drafter.config.feature
-            values = [value(loss_of, part, features_of(judge, part.tokens, feature)) for part in parts]
+            values = [value(loss_of, held.take(rows), again(rows)) for rows in asked.split(recipe.batch)]
         return float(torch.stack(values).mean())
 
     config = TrainConfig(

@@ -68,6 +68,17 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
 
+def logits_at(model: PreTrainedModel, tokens: Tensor, places: Tensor) -> Tensor:
+    """Logits [n, V] of tokens [B, T] where places [B, T] are true: the LM head is run nowhere else."""
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][places], *inputs[1:]))
+    try:
+        found: Tensor = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        handle.remove()
+    return found
+
+
 def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Mean cross-entropy in nats of tokens[:, 1:] given what stands before them, for tokens [B, T+1]."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.train.chat_data import Conversation
+from forerun.train.chats import Conversation, read_chats
+from forerun.train.states import StoredStates
 
 LEARNT = ("train", "validation")  # splits
 
@@ -23,11 +24,13 @@ class Texts:
         tokens: [N, T] int64.
         begins, ends: [N] the target's distributions at positions `begins` to `ends - 1` are those that a draft meets.
             A position's distribution is that of the token behind it.
+        states: what the LM head was given [ends, d] over the text of an index, where it was kept.
     """
 
     tokens: Tensor
     begins: Tensor
     ends: Tensor
+    states: Callable[[int], Tensor | None] = lambda row: None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -48,7 +51,11 @@ class Texts:
         return torch.bincount(self.tokens[:, 1:][self.met()[:, :-1]], minlength=vocabulary)
 
     def to(self, device: torch.device) -> Texts:
-        return Texts(self.tokens.to(device), self.begins.to(device), self.ends.to(device))
+        return replace(self, tokens=self.tokens.to(device), begins=self.begins.to(device), ends=self.ends.to(device))
+
+    def spread(self, most: int) -> Tensor:
+        """Indices of about so many texts of all lengths, short ones first."""
+        return self.ends.argsort(stable=True)[:: max(1, len(self) // most)]
 
     def batch(self, seed: int, step: int, size: int) -> Tensor:
         """Indices [size] of texts of about the same length: the same for the same seed and step."""
@@ -75,7 +82,7 @@ def of_windows(windows: np.ndarray, begin: int = 0) -> Texts:
     return Texts(tokens, torch.full((count,), begin), torch.full((count,), length))
 
 
-def of_chats(conversations: Sequence[Conversation], longest: int = 512) -> Texts:
+def of_chats(conversations: Sequence[Conversation], longest: int = 512, stored: StoredStates | None = None) -> Texts:
     """Conversations, of which the answers count. Those of more than `longest` tokens are cut.
 
     Raises ValueError where no answer is left.
@@ -88,5 +95,17 @@ def of_chats(conversations: Sequence[Conversation], longest: int = 512) -> Texts
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for row, own in enumerate(rows):
         tokens[row, : len(own)] = torch.tensor(own)
+
+    def states(row: int) -> Tensor | None:
+        found = None if stored is None else stored.of(kept[row])
+        return None if found is None else found[: len(rows[row]) - 1]
+
     # What stands behind the last token is never asked for.
-    return Texts(tokens, torch.tensor(begins), torch.tensor([len(own) - 1 for own in rows]))
+    return Texts(tokens, torch.tensor(begins), torch.tensor([len(own) - 1 for own in rows]), states)
+
+
+def learnt_and_held(chats: Path, longest: int = 512) -> tuple[Texts, Texts]:
+    """The splits of a folder of conversations that training sees, with the states that the target had."""
+    stored = StoredStates(chats)
+    learnt, held = (of_chats(read_chats(chats, split), longest, stored) for split in LEARNT)
+    return learnt, held

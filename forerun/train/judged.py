@@ -1,0 +1,86 @@
+"""What the frozen target says about texts to train on. Its states are those that were kept while it wrote them, or are
+computed once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from forerun.model import CausalLM
+from forerun.train.texts import Texts
+
+REMEMBERED = 5 * 2**30  # bytes of features, those of 4 million tokens of states of 640 numbers
+
+
+class Known(NamedTuple):
+    """What the target says about texts.
+
+    Attributes:
+        features: [B, T, d] what a head takes: the LM head's inputs, or the states below the last layer.
+        states: [B, T, d] the LM head's inputs, which a head predicts.
+        logits: [B, T, V] of these, or [n, V] of chosen ones.
+    """
+
+    features: Tensor
+    states: Tensor
+    logits: Tensor
+
+
+class Recall(Protocol):
+    """`features_of` of some texts by their indices [B], no wider than the longest of them; with `met` [B, T] bool
+    logits [n, V] of those places alone."""
+
+    def __call__(self, rows: Tensor, met: Tensor | None = None) -> Known: ...
+
+
+@torch.no_grad()
+def features_of(judge: CausalLM, tokens: Tensor, feature: str = "head") -> Known:
+    """What the target says about tokens [B, T]. For `feature` see `HiddenConfig`."""
+    with judge.hearing() as heard, judge.hearing("below" if feature == "below" else "") as below:
+        logits = judge.model(input_ids=tokens, use_cache=False).logits
+    states = heard[0].float()
+    return Known(below[0].float() if below else states, states, logits.float())
+
+
+@torch.no_grad()
+def logits_of(judge: CausalLM, features: Tensor) -> Tensor:
+    """The LM head's logits of features."""
+    return judge.head(features.to(judge.model.dtype)).float()
+
+
+def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
+    """What the target says about these texts. Each goes through it once, as far as REMEMBERED bytes hold what comes of
+    it, and not at all where its states were kept."""
+    first = features_of(judge, texts.take(torch.arange(1)).tokens, feature)
+    # Some models cap or scale their head's logits.
+    by_head = torch.allclose(logits_of(judge, first.states), first.logits, atol=1e-2, rtol=1e-2)
+    store: dict[int, Tensor] = {}  # [ends, d] by row
+    left = REMEMBERED
+
+    def recall(rows: Tensor, met: Tensor | None = None) -> Known:
+        nonlocal left
+        if not by_head:
+            known = features_of(judge, texts.take(rows).tokens, feature)
+            return known if met is None else known._replace(logits=known.logits[met])
+        own = {row: store.get(row) for row in rows.tolist()}
+        if feature == "head":
+            own = {row: texts.states(row) if found is None else found for row, found in own.items()}
+        new = [row for row, found in own.items() if found is None]
+        if new:
+            known = features_of(judge, texts.take(torch.tensor(new, device=rows.device)).tokens, feature)
+            # Both are stored where they differ.
+            both = torch.cat([known.features, known.states], -1) if feature == "below" else known.states
+            for row, each in zip(new, both.bfloat16(), strict=True):
+                found = own[row] = each[: int(texts.ends[row])].clone()
+                left -= found.nbytes
+                if left >= 0:
+                    store[row] = found
+        parts = [found.to(judge.device) for row in rows.tolist() if (found := own[row]) is not None]
+        whole = pad_sequence(parts, batch_first=True).float()
+        features, states = whole.chunk(2, -1) if feature == "below" else (whole, whole)
+        return Known(features, states, logits_of(judge, states if met is None else states[met]))
+
+    return recall

@@ -1,0 +1,102 @@
+"""Answers with the target's states behind every token, which the target had while it wrote them. Kept in files, so that
+training need not run the target again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.draft import Draft
+from forerun.drafters.plain import PlainDrafter
+from forerun.engine import Engine
+from forerun.files import read_text
+from forerun.generation import Generation, Request
+from forerun.model import CausalLM
+from forerun.sampling import Verdict
+from forerun.train.chats import Conversation
+
+
+class Listener(PlainDrafter):
+    """No draft, but the LM head's inputs are kept.
+
+    Attributes:
+        heard: of each sequence that has left, by id, [n - 1, d] at all of its n tokens but the last.
+    """
+
+    wants_hidden = True
+
+    def __init__(self) -> None:
+        self.heard: dict[int, Tensor] = {}
+        self._parts: dict[int, list[Tensor]] = {}
+
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        assert hidden is not None
+        self._parts[seq.id] = [hidden]
+        return ()
+
+    def observe(
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        assert hidden is not None
+        for seq, states in zip(seqs, hidden, strict=True):
+            self._parts[seq.id].append(states)
+
+    def drop(self, seq: Generation) -> None:
+        self.heard[seq.id] = torch.cat(self._parts.pop(seq.id))
+
+
+def answered(target: CausalLM, asked: Sequence[Request], rows: int) -> tuple[list[list[int]], list[Tensor]]:
+    """The new tokens of each request, and the states [n - 1, d] at all tokens but the last, those of its prompt
+    included. At most `rows` are decoded together."""
+    listener = Listener()
+    engine = Engine(target, listener, max_rows=rows)
+    tokens: dict[int, list[int]] = {engine.add(each): [] for each in asked}
+    while engine.busy:
+        for step in engine.step():
+            if step.error is not None:
+                raise step.error
+            tokens[step.id] += step.tokens
+    return list(tokens.values()), [listener.heard[id] for id in tokens]
+
+
+def save_states(path: Path, states: Sequence[Tensor]) -> None:
+    """Writes states [n_i, d] of several texts, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    lengths = torch.tensor([len(each) for each in states])
+    save_file({"states": torch.cat(list(states)).bfloat16().contiguous(), "lengths": lengths}, temporary)
+    temporary.replace(path)
+
+
+class StoredStates:
+    """The states of a folder of conversations, read from its files when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[Path, Any] = {}
+        self._places: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
+        for path in sorted(folder.glob("states-*.safetensors")):
+            with safe_open(path, "pt") as file:
+                lengths = file.get_tensor("lengths").tolist()
+            lines = read_text(path.with_name(path.name.replace("states", "answers")).with_suffix(".jsonl")).splitlines()
+            start = 0
+            for line, length in zip(lines, lengths, strict=True):
+                each = json.loads(line)
+                self._places[tuple(each["prompt"]), each["temperature"]] = path, start, length
+                start += length
+
+    def of(self, conversation: Conversation) -> Tensor | None:
+        """[n - 1, d] bfloat16 at the tokens of a prompt and its answer but the last; None where there are none."""
+        place = self._places.get((tuple(conversation.prompt), conversation.temperature))
+        if place is None:
+            return None
+        path, start, length = place
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt").__enter__().get_slice("states")
+        found: Tensor = self._files[path][start : start + length]
+        return found
