@@ -202,7 +202,8 @@ def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: P
     texts = of_conversations(chats, 1000, 1.0, (6, 4))[0].texts
     together = roll_out(*models, texts, None, 6, Sampler())
     for row in (0, 5):
-    alone = roll_out(*models, Texts(texts.tokens[row : row + 1], texts.begins[row : row + 1], texts.ends[row : row + 1]), None, 6, Sampler())
+        own = (part[row : row + 1] for part in (texts.tokens, texts.begins, texts.ends))
+        alone = roll_out(*models, Texts(*own), None, 6, Sampler())
         mine = together.rows == row
         for name in ("tokens", "accept", "history", "echoes", "anchors", "law", "target", "log_q", "hidden"):
             torch.testing.assert_close(getattr(together, name)[mine], getattr(alone, name), rtol=1e-3, atol=1e-4)
