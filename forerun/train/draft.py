@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.loading import load_model, load_tokenizer
@@ -18,6 +19,18 @@ from forerun.train.lm import new_llama
 from forerun.train.loop import TrainConfig, claim
 from forerun.train.own_output import own_output
 from forerun.train.texts import check_sources, learnt_and_held
+
+
+@torch.no_grad()
+def begin_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Gives a new draft the target's embeddings along their main directions, at the scale of its own: tokens that are
+    alike for the target are so for the draft from the start (ours). Does nothing where the target's are narrower."""
+    own, theirs = (model.get_input_embeddings().get_parameter("weight") for model in (draft, target))
+    if theirs.shape[-1] >= own.shape[-1]:
+        wide = theirs.float()
+        _, directions = torch.linalg.eigh(wide.T @ wide)  # smallest first
+        seen = wide @ directions[:, -own.shape[-1] :]
+        own.copy_(seen * (own.std() / seen.std()))
 
 
 def train_draft(
@@ -60,6 +73,7 @@ def train_draft(
         draft: PreTrainedModel = new_llama(
             tokenizer, width, layers, width // 64, mlp, context, config.seed, vocabulary=vocabulary
         )
+        begin_embeddings(draft, big)
     else:
         draft = load_model(
             init, "draft", dtype="float32", device=device, trust_remote_code=trust_remote_code, plain=True
