@@ -154,26 +154,35 @@ class HiddenDrafter(PreTrainedModel):
         """Features of the target [.., d] as the head takes them."""
         return self.enter(features) if self.config.feature == "below" else features
 
+    @property
+    def informed(self) -> bool:
+        """Whether it has token information."""
+        return self.config.kind == "lyanna" and self.config.rank > 0
+
     def unrolled(
         self, features: Tensor, embedded: Tensor | None, tokens: Tensor, steps: int
     ) -> list[tuple[Tensor, Tensor | None]]:
+        """`drafted`, with the token information [B, T - k, S] behind tokens [B, T]; None for heads without it."""
+        return [
+            (state, self.token_information(tokens[:, k:]) if self.informed else None)
+            for k, state in enumerate(self.drafted(features, embedded, steps), 1)
+        ]
+
+    def drafted(self, features: Tensor, embedded: Tensor | None, steps: int) -> list[Tensor]:
         """Drafts of `steps` places from every position, the head fed with its own states (HASS, arXiv 2408.15766).
 
         Args:
-            features: [B, T, d] of the target over `tokens` [B, T].
+            features: [B, T, d] of the target over tokens [B, T].
             embedded: [B, T, d] the target's embeddings of the tokens; medusa needs none.
         Returns:
-            For k = 1 .. steps: states [B, T - k, d] and token information [B, T - k, S] (None for heads without it).
-            State j stands for the feature at position j + k; it was drafted from features 0 .. j.
+            For k = 1 .. steps: states [B, T - k, d]. State j stands for the feature at position j + k; it was drafted
+            from features 0 .. j.
         """
         length, features = features.shape[1], self.entered(features)
-        found: list[tuple[Tensor, Tensor | None]] = []
         if self.config.kind == "medusa":
-            for k, block in enumerate(self.blocks[:steps], 1):
-                found.append((block(features[:, : length - k]), None))
-            return found
+            return [block(features[:, : length - k]) for k, block in enumerate(self.blocks[:steps], 1)]
         positions = torch.arange(length, device=features.device)
-        x = features
+        x, found = features, []
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         for k in range(1, steps + 1):
             if self.config.kind == "eagle" or (k == 1 and self.config.known):
@@ -185,9 +194,7 @@ class HiddenDrafter(PreTrainedModel):
             for layer, own in zip(self.layers, seen, strict=True):
                 x = layer(x, positions + k - 1, own)
             x = self.norm(x)
-            informed = self.config.kind == "lyanna" and self.config.rank > 0
-            information = self.token_information(tokens[:, k:]) if informed else None
-            found.append((x[:, : length - k], information))
+            found.append(x[:, : length - k])
         return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,36 +19,62 @@ if TYPE_CHECKING:
     from forerun.train.heads import HeadRecipe
 
 
+class Places(NamedTuple):
+    """From where in texts [B, T] a draft's step is learnt, and from what.
+
+    Attributes:
+        states: [n] indices of states [B, T - k, d], as if these were one list.
+        wanted: [n] numbers of the places that these states stand for, among those that the texts have met.
+    """
+
+    states: Tensor
+    wanted: Tensor
+
+
+def places_of(part: Texts, steps: int) -> list[Places]:
+    """Those of steps k = 1 .. `steps`."""
+    met = part.met()
+    number = met.flatten().cumsum(0).view(met.shape) - 1
+    return [
+        Places(begun.flatten().nonzero()[:, 0], number[:, k:][begun])
+        for k, begun in enumerate(map(part.met, range(1, steps + 1)), 1)
+    ]
+
+
 def loss_of(
     drafter: HiddenDrafter,
     head: tuple[Tensor, Tensor],
     known: Known,
     tokens: Tensor,
-    met: Sequence[Tensor],
+    places: Sequence[Places],
     embedded: Tensor | None,
     recipe: HeadRecipe,
 ) -> Tensor:
-    """Mean loss, a scalar, over all steps of drafts from texts [B, T], from the positions [B, T - k] of `met[k - 1]`.
-    `head`: the result of `head_rows` for the hot set."""
+    """Mean loss, a scalar, over all steps of drafts from texts [B, T]. `known` has logits [n, V] of the places that the
+    texts have met. `head`: the result of `head_rows` for the hot set."""
     weight, bias = (part.float() for part in head)
-    wanted = known.logits.softmax(-1)[..., drafter.hot]
+    wanted = known.logits.softmax(-1)[:, drafter.hot]
     losses = []
-    for k, (state, information) in enumerate(drafter.unrolled(known.features, embedded, tokens, recipe.unroll), 1):
-        plain, share = functional.linear(state, weight, bias), met[k - 1].float()
-        share = share / share.sum().clamp(min=1)
+    for k, state in enumerate(drafter.drafted(known.features, embedded, recipe.unroll), 1):
+        at, law = places[k - 1].states, wanted[places[k - 1].wanted]
+        state = state.flatten(0, 1)[at]
+        plain, whole = functional.linear(state, weight, bias), None
+        if drafter.informed:
+            information = drafter.token_information(tokens[:, k:].flatten()[at])
+            whole = (plain.detach() if recipe.loss == "regression" else plain) + information
         if recipe.loss == "regression":
-            near = functional.smooth_l1_loss(state, known.states[:, k:], reduction="none").mean(-1)
-            losses.append((near * share).sum() + 0.1 * cross_entropy(plain, wanted[:, k:], share))
-            if information is not None:
-                losses[-1] = losses[-1] + cross_entropy(plain.detach() + information, wanted[:, k:], share)
+            near = functional.smooth_l1_loss(state, known.states[:, k:].flatten(0, 1)[at], reduction="none").mean(-1)
+            losses.append(near.sum() / max(1, len(at)) + 0.1 * cross_entropy(plain, law))
+            if whole is not None:
+                losses[-1] = losses[-1] + cross_entropy(whole, law)
         else:
-            losses.append(cross_entropy(plain if information is None else plain + information, wanted[:, k:], share))
+            losses.append(cross_entropy(plain if whole is None else whole, law))
     return torch.stack(losses).mean()
 
 
-def cross_entropy(logits: Tensor, wanted: Tensor, share: Tensor) -> Tensor:
-    """Mean over logits [B, N, S] with probabilities [B, N, S], which may sum to less than 1, by shares [B, N]."""
-    return -((wanted * logits.log_softmax(-1)).sum(-1) * share).sum()
+def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Mean over logits [n, S] with probabilities [n, S], which may sum to less than 1."""
+    return -(wanted * logits.log_softmax(-1)).sum() / max(1, len(wanted))
 
 
 def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:

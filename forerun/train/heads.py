@@ -21,7 +21,7 @@ from forerun.model import CausalLM, context_of
 from forerun.nn.heads import FEATURES, FUSIONS, KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.heads import head_rows
 from forerun.train.data import read_texts, tokenize
-from forerun.train.head_losses import embeddings_of, loss_of, measure
+from forerun.train.head_losses import embeddings_of, loss_of, measure, places_of
 from forerun.train.judged import Known, judged
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts, fingerprint
@@ -268,8 +268,9 @@ def _fit(
     sharing: Processes,
 ) -> None:
     learnt, held = learnt.to(judge.device), held.to(judge.device)
-    # Compiling takes as long as some hundred steps.
-    fast = torch.compile(loss_of) if compiled and recipe.steps >= 500 and shutil.which("g++") else loss_of
+    # Compiling takes as long as some hundred steps, for each length of texts.
+    even = bool((learnt.ends == learnt.ends[0]).all())
+    fast = torch.compile(loss_of) if compiled and even and recipe.steps >= 500 and shutil.which("g++") else loss_of
 
     def batch(step: int) -> Tensor:
         return learnt.batch(recipe.seed, step, recipe.batch)
@@ -281,18 +282,19 @@ def _fit(
         return torch.autocast(judge.device.type, torch.bfloat16)
 
     def value(loss: Callable[..., Tensor], part: Texts, known: Known) -> Tensor:
-        met = [part.met(k) for k in range(1, recipe.unroll + 1)]
-        embedded = embeddings_of(drafter, judge, part.tokens)
-        return loss(drafter, head, known, part.tokens, met, embedded, recipe)
+        embedded, places = embeddings_of(drafter, judge, part.tokens), places_of(part, recipe.unroll)
+        return loss(drafter, head, known, part.tokens, places, embedded, recipe)
 
     def loss(rows: Tensor) -> Tensor:
         with cast():
-            return value(fast, learnt.take(rows), recall(rows))
+            part = learnt.take(rows)
+            return value(fast, part, recall(rows, part.met()))
 
     @torch.no_grad()
     def evaluate() -> float:
         with cast():
-            values = [value(loss_of, held.take(rows), again(rows)) for rows in asked.split(recipe.batch)]
+            parts = [(held.take(rows), rows) for rows in asked.split(recipe.batch)]
+            values = [value(loss_of, part, again(rows, part.met())) for part, rows in parts]
         return float(torch.stack(values).mean())
 
     config = TrainConfig(
