@@ -10,27 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from toys import tiny, tiny_tokenizer
 
 from forerun import load
 from forerun.loading import load_model
 from forerun.model import CausalLM
-from forerun.train.chat_data import (
-    STRETCH,
-    ChatRecipe,
-    apart,
-    code_questions,
-    is_sound,
-    make_chats,
-)
+from forerun.train.chat_data import ChatRecipe, apart, code_questions, is_sound, make_chats
 from forerun.train.chats import Conversation, read_chats
 from forerun.train.draft import train_draft
 from forerun.train.heads import HeadRecipe, train_head
 from forerun.train.judged import features_of, judged
-from forerun.train.lm import logits_at
+from forerun.train.lm import states_at
 from forerun.train.loop import TrainConfig
+from forerun.train.parts import in_parts
 from forerun.train.states import StoredStates
 from forerun.train.texts import of_chats, of_windows
+from forerun.train.chat_data import STRETCH
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
@@ -180,9 +176,9 @@ def test_states_are_those_that_the_target_had(
         (_, wanted, logits), found = features_of(judge, texts.take(torch.tensor([row])).tokens), texts.states(row)
         assert found is not None
         torch.testing.assert_close(found.float(), wanted[0], rtol=1e-2, atol=1e-2)
-        met = texts.take(torch.tensor([row])).met()
-        known = judged(judge, texts)(torch.tensor([row]), met)
-        torch.testing.assert_close(known.logits, logits[met], rtol=3e-2, atol=3e-2)
+        places = torch.arange(len(found))
+        known = judged(judge, texts)(torch.tensor([row]))
+        torch.testing.assert_close(known.logits(places), logits(places), rtol=3e-2, atol=3e-2)
     asked: list[int] = []
     monkeypatch.setattr(
         "forerun.train.judged.features_of",
@@ -203,8 +199,29 @@ def test_states_are_those_that_the_target_had(
     assert asked == [1, 2]
 
 
-def test_the_head_is_run_where_logits_are_wanted() -> None:
+def test_states_at_places_lead_to_their_logits() -> None:
     model = tiny("llama")
     tokens = torch.randint(model.config.vocab_size, (2, 7))
     places = torch.rand(2, 7) < 0.5
-    torch.testing.assert_close(logits_at(model, tokens, places), model(input_ids=tokens).logits[places])
+    found = model.get_output_embeddings()(states_at(model, tokens, places))
+    torch.testing.assert_close(found, model(input_ids=tokens).logits[places])
+
+
+def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
+    """By the states and by what the loss uses beside them; without gradients it is the same number."""
+    maker = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=maker) for shape in ((300, 4), (5, 4)))
+    found = []
+    for parts in (True, False):
+        states, own = x.clone().requires_grad_(), weight.clone().requires_grad_()
+
+        def loss(rows: Tensor, chosen: slice, own: Tensor = own) -> Tensor:
+            return (rows @ own.T).logsumexp(-1).sum()
+
+        wide = states * 2
+        value = in_parts(wide, loss, 300) if parts else loss(wide, slice(None)) / 300
+        value.backward()
+        found.append((value.detach(), states.grad, own.grad))
+        with torch.no_grad():
+            torch.testing.assert_close(in_parts(wide, loss, 300), value)
+    torch.testing.assert_close(found[0], found[1])

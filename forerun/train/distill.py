@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from forerun.model import CausalLM
 from forerun.train.data import Windows
 from forerun.train.judged import Recall, judged
-from forerun.train.lm import logits_at, logits_of
+from forerun.train.lm import logits_of, states_at
 from forerun.train.loop import TrainConfig, train
+from forerun.train.parts import in_parts
 from forerun.train.texts import Texts
 
 EVALUATED = 256  # texts, while a draft is trained
@@ -37,28 +38,33 @@ def distill_chats(
     recall, again = judged(judge, learnt), judged(judge, held)
     asked = held.spread(EVALUATED)
 
-    def compared(texts: Texts, recall: Recall, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [n, V] of the target and of the draft."""
+    def compared(texts: Texts, recall: Recall, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean divergence, the number of places where both have one argmax, and of all places."""
         part = texts.take(rows)
-        with torch.autocast(judge.device.type, torch.bfloat16):
-            wanted, found = recall(rows, part.met()).logits, logits_at(draft, part.tokens, part.met())
-        return wanted.float().log_softmax(-1), found.float().log_softmax(-1)
+        known, met = recall(rows), part.met()
+        places, same = met.flatten().nonzero()[:, 0], torch.zeros((), dtype=torch.long, device=met.device)
 
-    def divergence(wanted: Tensor, found: Tensor) -> Tensor:
-        return functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
+        def divergence(states: Tensor, chosen: slice) -> Tensor:
+            nonlocal same
+            wanted = known.logits(places[chosen]).float().log_softmax(-1)
+            found = draft.get_output_embeddings()(states).float().log_softmax(-1)
+            same = same + (found.argmax(-1) == wanted.argmax(-1)).sum()
+            return functional.kl_div(found, wanted, reduction="sum", log_target=True)
+
+        with torch.autocast(judge.device.type, torch.bfloat16):
+            return in_parts(states_at(draft, part.tokens, met), divergence, len(places)), same, met.sum()
 
     def loss(rows: Tensor) -> Tensor:
-        return divergence(*compared(learnt, recall, rows))
+        return compared(learnt, recall, rows)[0]
 
     @torch.no_grad()
     def evaluate() -> float:
-        total, same, count = 0.0, 0, 0
-        for rows in asked.split(config.batch):
-            wanted, found = compared(held, again, rows)
-            total += float(divergence(wanted, found)) * len(wanted)
-            same, count = same + int((found.argmax(-1) == wanted.argmax(-1)).sum()), count + len(wanted)
-        say(f"{out.name} greedy agreement on held-out answers {same / count:.3f}")
-        return total / count
+        found = [
+            torch.stack([each.double() for each in compared(held, again, rows)]) for rows in asked.split(config.batch)
+        ]
+        means, same, counts = torch.stack(found).unbind(-1)
+        say(f"{out.name} greedy agreement on held-out answers {float(same.sum() / counts.sum()):.3f}")
+        return float((means * counts).sum() / counts.sum())
 
     config = replace(config, compile=False)  # texts are of many lengths
     train(draft, loss, lambda step: learnt.batch(config.seed, step, config.batch), evaluate, config, out, say)

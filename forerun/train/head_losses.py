@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,69 +12,57 @@ from torch.nn import functional
 
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
-from forerun.train.judged import Known, features_of
+from forerun.train.judged import Known, Recall
+from forerun.train.parts import ROWS, in_parts
 from forerun.train.texts import Texts
 
 if TYPE_CHECKING:
     from forerun.train.heads import HeadRecipe
 
 
-class Places(NamedTuple):
-    """From where in texts [B, T] a draft's step is learnt, and from what.
-
-    Attributes:
-        states: [n] indices of states [B, T - k, d], as if these were one list.
-        wanted: [n] numbers of the places that these states stand for, among those that the texts have met.
-    """
-
-    states: Tensor
-    wanted: Tensor
-
-
-def places_of(part: Texts, steps: int) -> list[Places]:
-    """Those of steps k = 1 .. `steps`."""
-    met = part.met()
-    number = met.flatten().cumsum(0).view(met.shape) - 1
-    return [
-        Places(begun.flatten().nonzero()[:, 0], number[:, k:][begun])
-        for k, begun in enumerate(map(part.met, range(1, steps + 1)), 1)
-    ]
-
-
 def loss_of(
     drafter: HiddenDrafter,
     head: tuple[Tensor, Tensor],
     known: Known,
-    tokens: Tensor,
-    places: Sequence[Places],
+    part: Texts,
     embedded: Tensor | None,
     recipe: HeadRecipe,
 ) -> Tensor:
-    """Mean loss, a scalar, over all steps of drafts from texts [B, T]. `known` has logits [n, V] of the places that the
-    texts have met. `head`: the result of `head_rows` for the hot set."""
-    weight, bias = (part.float() for part in head)
-    wanted = known.logits.softmax(-1)[:, drafter.hot]
-    losses = []
-    for k, state in enumerate(drafter.drafted(known.features, embedded, recipe.unroll), 1):
-        at, law = places[k - 1].states, wanted[places[k - 1].wanted]
-        state = state.flatten(0, 1)[at]
-        plain, whole = functional.linear(state, weight, bias), None
+    """Mean loss, a scalar, over all steps of drafts from texts. `head`: the result of `head_rows` for the hot set.
+
+    To be called as `in_parts` is.
+    """
+    weight, bias = (each.float() for each in head)
+    length, met, total = part.tokens.shape[1], part.met().flatten(), weight.new_zeros(())
+    places = met.nonzero()[:, 0]
+    wanted = torch.cat([known.logits(each).softmax(-1)[:, drafter.hot] for each in places.split(ROWS)])
+    number = met.cumsum(0) - 1  # of a place among those
+
+    def loss(behind: Tensor, place: Tensor, states: Tensor, chosen: slice) -> Tensor:
+        """The sum over states that stand for places, behind tokens."""
+        plain, law = functional.linear(states, weight, bias), wanted[number[place[chosen]]]
+        informed = plain
         if drafter.informed:
-            information = drafter.token_information(tokens[:, k:].flatten()[at])
-            whole = (plain.detach() if recipe.loss == "regression" else plain) + information
-        if recipe.loss == "regression":
-            near = functional.smooth_l1_loss(state, known.states[:, k:].flatten(0, 1)[at], reduction="none").mean(-1)
-            losses.append(near.sum() / max(1, len(at)) + 0.1 * cross_entropy(plain, law))
-            if whole is not None:
-                losses[-1] = losses[-1] + cross_entropy(whole, law)
-        else:
-            losses.append(cross_entropy(plain if whole is None else whole, law))
-    return torch.stack(losses).mean()
+            apart = plain.detach() if recipe.loss == "regression" else plain
+            informed = apart + drafter.token_information(behind[chosen])
+        if recipe.loss == "law":
+            return cross_entropy(informed, law)
+        there = known.states.flatten(0, 1)[place[chosen]]
+        near = functional.smooth_l1_loss(states, there, reduction="none").mean(-1).sum()
+        value = near + 0.1 * cross_entropy(plain, law)
+        return value + cross_entropy(informed, law) if drafter.informed else value
+
+    for k, drafted in enumerate(drafter.drafted(known.features, embedded, recipe.unroll), 1):
+        text, at = part.met(k).nonzero(as_tuple=True)
+        share = recipe.unroll * max(1, len(at))
+        own = partial(loss, part.tokens[text, at + k], text * length + at + k)
+        total = total + in_parts(drafted[text, at], own, share)
+    return total
 
 
 def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Mean over logits [n, S] with probabilities [n, S], which may sum to less than 1."""
-    return -(wanted * logits.log_softmax(-1)).sum() / max(1, len(wanted))
+    """The sum over logits [n, S] with probabilities [n, S], which may sum to less than 1."""
+    return -(wanted * logits.log_softmax(-1)).sum()
 
 
 def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:
@@ -87,7 +75,12 @@ def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Te
 
 @torch.no_grad()
 def measure(
-    drafter: HiddenDrafter, judge: CausalLM, head: tuple[Tensor, Tensor], texts: Texts, recipe: HeadRecipe
+    drafter: HiddenDrafter,
+    judge: CausalLM,
+    head: tuple[Tensor, Tensor],
+    texts: Texts,
+    recall: Recall,
+    recipe: HeadRecipe,
 ) -> dict[str, Any]:
     """Figures of greedy chains from every place of the output in texts.
 
@@ -101,23 +94,28 @@ def measure(
     cases: dict[str, list[list[Tensor]]] = {use: [[] for _ in range(recipe.unroll)] for use in uses}
     weight, bias = (part.float() for part in head)
     for rows in texts.ends.argsort(stable=True).split(16):
-        part = texts.take(rows).to(judge.device)
-        tokens = part.tokens
-        known = features_of(judge, tokens, drafter.config.feature)
-        argmax = known.logits.argmax(-1)
-        unrolled = drafter.unrolled(known.features, embeddings_of(drafter, judge, tokens), tokens, recipe.unroll)
-        length = tokens.shape[1] - recipe.unroll
+        part = texts.take(rows)
+        tokens, known, met = part.tokens, recall(rows), part.met()
+        argmax = torch.full_like(tokens, -1)
+        places = met.flatten().nonzero()[:, 0]
+        argmax[met] = torch.cat([known.logits(each).argmax(-1) for each in places.split(ROWS)])
+        drafts = drafter.drafted(known.features, embeddings_of(drafter, judge, tokens), recipe.unroll)
         kept = argmax == tokens.roll(-1, 1)  # where the text goes on with the target's argmax
         seen = dict.fromkeys(uses, part.met(recipe.unroll))
-        for k, (state, information) in enumerate(unrolled, 1):
-            plain = functional.linear(state, weight, bias)
+        length = tokens.shape[1] - recipe.unroll
+        for k, states in enumerate(drafts, 1):
             for use in uses:
-                whole = plain + information if information is not None and use == "survival" else plain
-                chance, at = whole[:, :length].log_softmax(-1).max(-1)
-                hit = drafter.hot[at] == argmax[:, k : k + length]
+                text, at = seen[use].nonzero(as_tuple=True)
+                logits = functional.linear(states[text, at], weight, bias)
+                if drafter.informed and use == "survival":
+                    logits = logits + drafter.token_information(tokens[text, at + k])
+                chance, best = logits.log_softmax(-1).max(-1)
+                hit = drafter.hot[best] == argmax[text, at + k]
                 odds = chance - torch.log1p(-chance.exp().clamp(max=1 - 1e-6))
-                cases[use][k - 1].append(torch.stack([odds, hit.float()], -1)[seen[use]])
-                seen[use] = seen[use] & hit & kept[:, k : k + length]
+                cases[use][k - 1].append(torch.stack([odds, hit.float()], -1))
+                followed = torch.zeros_like(seen[use])
+                followed[text, at] = hit
+                seen[use] = followed & kept[:, k : k + length]
     curves = [_curve(torch.cat(parts)) for parts in cases["survival"]]
     shares = {
         use: [float(torch.cat(parts)[:, 1].mean().nan_to_num(0.0)) for parts in each] for use, each in cases.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from forerun.model import CausalLM, context_of
 from forerun.nn.heads import FEATURES, FUSIONS, KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.heads import head_rows
 from forerun.train.data import read_texts, tokenize
-from forerun.train.head_losses import embeddings_of, loss_of, measure, places_of
-from forerun.train.judged import Known, judged
+from forerun.train.head_losses import embeddings_of, loss_of, measure
+from forerun.train.judged import Recall, judged
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import behind_prompts, fingerprint
 from forerun.train.processes import Processes, processes
@@ -78,7 +77,6 @@ def train_head(
     chats: Path | None = None,
     start: Path | None = None,
     work: Path | None = None,
-    compiled: bool = True,
     device: str | None = None,
     trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
@@ -95,7 +93,6 @@ def train_head(
             Their validation split is the recipe's `held`.
         start: the folder of a head of the same form to go on from, with more of the target's output or another loss. It
             keeps its hot set. With the same data, more `sequences` begin with the same windows.
-        compiled: use torch.compile, where there is a C++ compiler and training is long enough to gain from it.
         work: holds the state of a stopped run, and the target's own output, which several heads may share. A folder of
             that name in `out` by default.
     Raises:
@@ -194,11 +191,13 @@ def train_head(
     coverage = float(wanted[drafter.hot].sum() / wanted.sum())
     nn.Module.to(drafter, model.device)
     head = head_rows(judge, drafter.hot, size)
-    _fit(drafter, judge, head, learnt, held, recipe, folder, compiled, say, sharing)
+    learnt, held = learnt.to(judge.device), held.to(judge.device)
+    again = judged(judge, held, feature)
+    _fit(drafter, judge, head, learnt, held, again, recipe, folder, say, sharing)
     if not sharing.is_first:
         return {}
     drafter.eval()
-    found = measure(drafter, judge, head, held, recipe) | {"coverage": round(coverage, 4)}
+    found = measure(drafter, judge, head, held, again, recipe) | {"coverage": round(coverage, 4)}
     found["parameters"] = sum(parameter.numel() for parameter in drafter.parameters())
     drafter.config.curves = found.pop("curves")
     drafter.config.recipe["validation"] = found
@@ -261,41 +260,28 @@ def _fit(
     head: tuple[Tensor, Tensor],
     learnt: Texts,
     held: Texts,
+    again: Recall,
     recipe: HeadRecipe,
     work: Path,
-    compiled: bool,
     say: Callable[[str], None],
     sharing: Processes,
 ) -> None:
-    learnt, held = learnt.to(judge.device), held.to(judge.device)
-    # Compiling takes as long as some hundred steps, for each length of texts.
-    even = bool((learnt.ends == learnt.ends[0]).all())
-    fast = torch.compile(loss_of) if compiled and even and recipe.steps >= 500 and shutil.which("g++") else loss_of
-
     def batch(step: int) -> Tensor:
         return learnt.batch(recipe.seed, step, recipe.batch)
 
-    recall, again = (judged(judge, texts, drafter.config.feature) for texts in (learnt, held))
-    asked = held.spread(EVALUATED)
+    def loss_over(texts: Texts, recall: Recall, rows: Tensor) -> Tensor:
+        part = texts.take(rows)
+        with torch.autocast(judge.device.type, torch.bfloat16):  # a third of the time, and no worse a head
+            return loss_of(drafter, head, recall(rows), part, embeddings_of(drafter, judge, part.tokens), recipe)
 
-    def cast() -> torch.autocast:  # a third of the time, and no worse a head
-        return torch.autocast(judge.device.type, torch.bfloat16)
-
-    def value(loss: Callable[..., Tensor], part: Texts, known: Known) -> Tensor:
-        embedded, places = embeddings_of(drafter, judge, part.tokens), places_of(part, recipe.unroll)
-        return loss(drafter, head, known, part.tokens, places, embedded, recipe)
+    recall, asked = judged(judge, learnt, drafter.config.feature), held.spread(EVALUATED)
 
     def loss(rows: Tensor) -> Tensor:
-        with cast():
-            part = learnt.take(rows)
-            return value(fast, part, recall(rows, part.met()))
+        return loss_over(learnt, recall, rows)
 
     @torch.no_grad()
     def evaluate() -> float:
-        with cast():
-            parts = [(held.take(rows), rows) for rows in asked.split(recipe.batch)]
-            values = [value(loss_of, part, again(rows, part.met())) for part, rows in parts]
-        return float(torch.stack(values).mean())
+        return float(torch.stack([loss_over(held, again, rows) for rows in asked.split(recipe.batch)]).mean())
 
     config = TrainConfig(
         steps=recipe.steps,

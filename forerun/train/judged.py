@@ -3,7 +3,8 @@ computed once."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +22,17 @@ class Known(NamedTuple):
     Attributes:
         features: [B, T, d] what a head takes: the LM head's inputs, or the states below the last layer.
         states: [B, T, d] the LM head's inputs, which a head predicts.
-        logits: [B, T, V] of these, or [n, V] of chosen ones.
+        logits: of places [n], which are numbered as if all texts were one, their logits [n, V].
     """
 
     features: Tensor
     states: Tensor
-    logits: Tensor
+    logits: Callable[[Tensor], Tensor]
 
 
-class Recall(Protocol):
-    """`features_of` of some texts by their indices [B], no wider than the longest of them; with `met` [B, T] bool
-    logits [n, V] of those places alone."""
-
-    def __call__(self, rows: Tensor, met: Tensor | None = None) -> Known: ...
+Recall = Callable[
+    [Tensor], Known
+]  # `features_of` of some texts by their indices [B], no wider than the longest of them
 
 
 @torch.no_grad()
@@ -41,30 +40,31 @@ def features_of(judge: CausalLM, tokens: Tensor, feature: str = "head") -> Known
     """What the target says about tokens [B, T]. For `feature` see `HiddenConfig`."""
     with judge.hearing() as heard, judge.hearing("below" if feature == "below" else "") as below:
         logits = judge.model(input_ids=tokens, use_cache=False).logits
-    states = heard[0].float()
-    return Known(below[0].float() if below else states, states, logits.float())
+    states, flat = heard[0].float(), logits.flatten(0, 1)
+    return Known(below[0].float() if below else states, states, lambda at: flat[at].float())
 
 
 @torch.no_grad()
-def logits_of(judge: CausalLM, features: Tensor) -> Tensor:
-    """The LM head's logits of features."""
-    return judge.head(features.to(judge.model.dtype)).float()
+def logits_of(judge: CausalLM, states: Tensor) -> Tensor:
+    """The LM head's logits of states."""
+    return judge.head(states.to(judge.model.dtype)).float()
 
 
 def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
     """What the target says about these texts. Each goes through it once, as far as REMEMBERED bytes hold what comes of
     it, and not at all where its states were kept."""
     first = features_of(judge, texts.take(torch.arange(1)).tokens, feature)
+    states = first.states.flatten(0, 1)
     # Some models cap or scale their head's logits.
-    by_head = torch.allclose(logits_of(judge, first.states), first.logits, atol=1e-2, rtol=1e-2)
+    whole = first.logits(torch.arange(len(states), device=states.device))
+    by_head = torch.allclose(logits_of(judge, states), whole, atol=1e-2, rtol=1e-2)
     store: dict[int, Tensor] = {}  # [ends, d] by row
     left = REMEMBERED
 
-    def recall(rows: Tensor, met: Tensor | None = None) -> Known:
+    def recall(rows: Tensor) -> Known:
         nonlocal left
         if not by_head:
-            known = features_of(judge, texts.take(rows).tokens, feature)
-            return known if met is None else known._replace(logits=known.logits[met])
+            return features_of(judge, texts.take(rows).tokens, feature)
         own = {row: store.get(row) for row in rows.tolist()}
         if feature == "head":
             own = {row: texts.states(row) if found is None else found for row, found in own.items()}
@@ -81,6 +81,6 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
         parts = [found.to(judge.device) for row in rows.tolist() if (found := own[row]) is not None]
         whole = pad_sequence(parts, batch_first=True).float()
         features, states = whole.chunk(2, -1) if feature == "below" else (whole, whole)
-        return Known(features, states, logits_of(judge, states if met is None else states[met]))
+        return Known(features, states, lambda at: logits_of(judge, states.flatten(0, 1)[at]))
 
     return recall

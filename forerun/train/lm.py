@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -68,15 +68,20 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
 
-def logits_at(model: PreTrainedModel, tokens: Tensor, places: Tensor) -> Tensor:
-    """Logits [n, V] of tokens [B, T] where places [B, T] are true: the LM head is run nowhere else."""
-    head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][places], *inputs[1:]))
+def states_at(model: PreTrainedModel, tokens: Tensor, places: Tensor) -> Tensor:
+    """What the LM head would be given [n, d] over tokens [B, T] where places [B, T] are true. It is not run."""
+    heard: list[Tensor] = []
+
+    def hear(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        heard.append(inputs[0][places])
+        return (inputs[0][:, :0], *inputs[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(hear)
     try:
-        found: Tensor = model(input_ids=tokens, use_cache=False).logits
+        model(input_ids=tokens, use_cache=False)
     finally:
         handle.remove()
-    return found
+    return heard[0]
 
 
 def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
