@@ -24,7 +24,7 @@ from forerun.train.judged import features_of, judged
 from forerun.train.lm import states_at
 from forerun.train.loop import TrainConfig
 from forerun.train.parts import in_parts
-from forerun.train.states import StoredStates
+from forerun.train.states import StoredStates, save_states
 from forerun.train.texts import of_chats, of_windows
 from forerun.train.chat_data import STRETCH
 
@@ -225,3 +225,20 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
         with torch.no_grad():
             torch.testing.assert_close(in_parts(wide, loss, 300), value)
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_what_a_stopped_run_has_made_can_be_trained_on(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def stop(path: Path, states: list[Tensor]) -> None:
+        if made:
+            raise KeyboardInterrupt
+        made.append(path)
+        save_states(path, states)
+
+    monkeypatch.setattr("forerun.train.chat_data.save_states", stop)
+    with pytest.raises(KeyboardInterrupt):
+        make_chats(target, tmp_path, RECIPE, say=lambda _: None)
+    assert 0 < len(read_chats(tmp_path, "train")) <= RECIPE.shard

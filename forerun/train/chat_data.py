@@ -100,6 +100,14 @@ def make_chats(
         made += sum(len(each.answer) for each in new)
         pace = made / (perf_counter() - begun)
         say(f"answers {number + 1}/{shards}, {made} tokens in this run, {pace:.0f} a second")
+        _share_out(out, recipe)
+    found = _share_out(out, recipe)
+    say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
+    return found
+
+
+def _share_out(out: Path, recipe: ChatRecipe) -> dict[str, Any]:
+    """Writes the splits of the answers that are there, so that training can begin before all are."""
     kept, dropped = apart(list(_read_answers(out)))
     found = {
         "conversations": {split: sum(each.split == split for each in kept) for split in SPLITS},
@@ -111,7 +119,6 @@ def make_chats(
     for split in SPLITS:
         _write(out / f"{split}.jsonl", [each for each in kept if each.split == split])
     write_text(out / "summary.json", json.dumps(found, indent=1) + "\n")
-    say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
     return found
 
 
