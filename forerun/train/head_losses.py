@@ -32,15 +32,15 @@ def loss_of(
 
     To be called as `in_parts` is.
     """
-    weight, bias = (each.float() for each in head)
-    length, met, total = part.tokens.shape[1], part.met().flatten(), weight.new_zeros(())
+    weight, bias = (each.bfloat16() for each in head)  # once, and not for each product
+    length, met, total = part.tokens.shape[1], part.met().flatten(), known.states.new_zeros(())
     places = met.nonzero()[:, 0]
     wanted = torch.cat([known.logits(each).softmax(-1)[:, drafter.hot] for each in places.split(ROWS)])
     number = met.cumsum(0) - 1  # of a place among those
 
     def loss(behind: Tensor, place: Tensor, states: Tensor, chosen: slice) -> Tensor:
         """The sum over states that stand for places, behind tokens."""
-        plain, law = functional.linear(states, weight, bias), wanted[number[place[chosen]]]
+        plain, law = functional.linear(states.bfloat16(), weight, bias).float(), wanted[number[place[chosen]]]
         informed = plain
         if drafter.informed:
             apart = plain.detach() if recipe.loss == "regression" else plain
