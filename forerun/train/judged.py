@@ -58,7 +58,7 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
     states = first.states.flatten(0, 1)
     # Some models cap or scale their head's logits.
     whole = first.logits(torch.arange(len(states), device=states.device))
-    by_head = torch.allclose(logits(states), whole, atol=3e-2, rtol=3e-2)
+    by_head = torch.allclose(judge.head(states.to(judge.dtype)).float(), whole, atol=1e-2, rtol=1e-2)
     store: dict[int, Tensor] = {}  # [ends, d] by row
     left = REMEMBERED
 
