@@ -161,7 +161,7 @@ def test_token_information_that_is_too_large_for_a_table(monkeypatch: pytest.Mon
     target = CausalLM(tiny("llama"))
     head, tokens = random_head(target), torch.tensor([[3, 5], [1, 3]])
     table = HiddenLM(head, target, few=False).information(tokens)
-    monkeypatch.setattr("forerun.runtime.heads.LARGEST_TABLE", 0)
+    monkeypatch.setattr("forerun.runtime.information.LARGEST_TABLE", 0)
     torch.testing.assert_close(HiddenLM(head, target, few=False).information(tokens), table)
 
 
@@ -207,7 +207,7 @@ class TellingHead:
     with the token behind it."""
 
     device, dtype, width, known, states = torch.device("cpu"), torch.float64, 1, True, DEPTH
-    feature = "head"
+    feature, chains = "head", None
     hot = torch.arange(VOCAB)
 
     def __init__(self, seqs: Sequence[Generation]) -> None:

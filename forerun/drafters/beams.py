@@ -59,21 +59,27 @@ def grow(
     nodes: int,
     policy: TreePolicy | None = None,
     origins: Sequence[str] = (),
+    quick: Callable[[Sequence[int], int], Tensor] | None = None,
 ) -> list[Draft]:
     """A tree of point masses for each row, at most `limits[r]` deep.
 
     It holds the `nodes` most probable paths among those that `width` beams find. One beam gives a chain of at most
     `nodes` tokens. `logits` is called once for each depth, for all rows and beams; `hot` [S] are its tokens. A `policy`
-    may value paths in its own way and end them sooner.
+    may value paths in its own way and end them sooner. `quick` gives chains of argmax tokens [B, n] behind the roots
+    at once, where there is such a call.
     """
     depth = max(limits)
     if depth < 1:
         return [Draft.root(root) for root in roots]
     origins = origins or ["draft"] * len(roots)
     if width == 1:
-        chains = _chains(roots, logits, hot, min(depth, nodes), policy).tolist()
+        depth = min(depth, nodes)
+        if quick is not None and policy is None:
+            chains = quick(roots, depth)
+        else:
+            chains = _chains(roots, logits, hot, depth, policy)
         sizes = limits if policy is None else policy.sizes()
-        found = zip(roots, chains, sizes, origins, strict=True)
+        found = zip(roots, chains.tolist(), sizes, origins, strict=True)
         return [Draft.chain(root, row[:size], origin=origin) for root, row, size, origin in found]
     tokens, parents, values = _paths(roots, logits, hot, limits, width, nodes, policy)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :nodes]

@@ -117,10 +117,13 @@ class EagleDrafter(HeadDrafter):
             nonlocal states, seen
             begun = perf_counter()
             if k:
-                width = tokens.shape[1]
-                itself = torch.eye(width, dtype=torch.bool, device=head.device).expand(len(ids), -1, -1)
-                seen = torch.cat([seen[rows, at], itself], -1)
-                states = head.branch(ids, states[rows, at], tokens, k - 1, seen)
+                if self.width == 1:  # a chain sees itself
+                    seen = torch.ones(len(ids), 1, k, dtype=torch.bool, device=head.device)
+                else:
+                    itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=head.device)
+                    seen = torch.cat([seen[rows, at], itself.expand(len(ids), -1, -1)], -1)
+                    states = states[rows, at]
+                states = head.branch(ids, states, tokens, k - 1, seen)
                 self.forwards += 1
             found = head.logits(states.flatten(0, 1)).view(len(ids), states.shape[1], -1)
             self.seconds += perf_counter() - begun

@@ -4,7 +4,7 @@ used again with the right token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -91,7 +91,8 @@ class LyannaDrafter(HeadDrafter):
         budget = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
         logits = StepLogits(self, seqs, fresh, deep, old, budget)
         origins = ["reused" if is_free else "draft" for is_free in free]
-        drafts = grow(roots, logits, self.head.hot, deep, self.width, self.nodes, budget, origins)
+        quick = logits.chains if self.head.chains is not None else None
+        drafts = grow(roots, logits, self.head.hot, deep, self.width, self.nodes, budget, origins, quick)
         logits.close()
         for row in fresh:
             if self.reuse == "add":
@@ -147,19 +148,18 @@ class StepLogits:
         self._lengths: list[int] = []  # of the head's rows before this step's states
 
     def __call__(self, k: int, tokens: Tensor, at: Tensor) -> Tensor:
-        if self.fresh and k == len(self.places):
-            self._run(max(self._deep(row) for row in self.fresh) - k)
-        found = self._at(k, len(tokens))[:, None]
+        self._reach(k)
+        found = self._summed(k, len(tokens))[:, None]
         if self.head.information is not None:
-            found = found + self.head.information(tokens)
-        else:  # whatever the token before, the logits are the same
-            found = found.repeat(1, tokens.shape[1], 1)
-        if self.drafter.reuse == "add":
-            for row in self.fresh:
-                old = self.old[row]
-                if old is not None and k < len(old.places):
-                    found[row] += self.drafter.weight * old.places[k]
-        return found
+            return found + self.head.information(tokens)
+        return found.repeat(1, tokens.shape[1], 1)  # whatever the token before, the logits are the same
+
+    def chains(self, roots: Sequence[int], depth: int) -> Tensor:
+        """Chains [B, depth] of argmax tokens, as `grow` would make them of the logits one by one."""
+        assert self.head.chains is not None
+        for k in range(depth):
+            self._reach(k)
+        return self.head.chains(torch.stack([self._summed(k, len(roots)) for k in range(depth)]), roots=roots)
 
     def drafted(self, row: int) -> list[Tensor]:
         """A fresh row's new logits, as many as it would have alone: its next draft must not depend on others."""
@@ -172,6 +172,23 @@ class StepLogits:
 
     def _deep(self, row: int) -> int:
         return self.limits[row] if self.budget is None else self.budget.deep[row]
+
+    def _reach(self, k: int) -> None:
+        """Has the head draft states where those of depth k are not there yet."""
+        if self.fresh and k == len(self.places):
+            self._run(max(self._deep(row) for row in self.fresh) - k)
+
+    def _summed(self, k: int, count: int) -> Tensor:
+        """Logits [B, S] of one place without token information, old ones added."""
+        found = self._at(k, count)
+        if self.drafter.reuse == "add":
+            old = [(row, self.old[row]) for row in self.fresh]
+            more = {row: own.places[k] for row, own in old if own is not None and k < len(own.places)}
+            if more:
+                found = found.clone()  # the new ones are kept as they are
+                for row, places in more.items():
+                    found[row] += self.drafter.weight * places
+        return found
 
     def _at(self, k: int, count: int) -> Tensor:
         """Logits [B, S] of one place without token information; of any place in rows that have ended before."""

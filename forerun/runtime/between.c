@@ -104,15 +104,17 @@ void add_and_norm(float *x, const half *added, const float *gain, float floor, i
     }
 }
 
-/* out [n, d] = silu(gate) * up, of both in one [n, 2 d]. */
-void gate(const half *both, int n, int d, half *out) {
-    for (int row = 0; row < n; row++) {
-        const half *gates = both + (size_t)row * 2 * d, *ups = gates + d;
-        for (int i = 0; i < d; i += LANES) {
-            lanes x = wide(gates + i);
-            narrow(out + (size_t)row * d + i, x / (1.0f + power(-x)) * wide(ups + i));
-        }
+/* out [d] = silu(gate) * up, of both in one [2 d]: the columns from `first` to `last`. */
+static inline void gate_row(const half *both, int d, int first, int last, half *out) {
+    for (int i = first; i < last; i += LANES) {
+        lanes x = wide(both + i);
+        narrow(out + i, x / (1.0f + power(-x)) * wide(both + d + i));
     }
+}
+
+/* The same of n rows. */
+void gate(const half *both, int n, int d, half *out) {
+    for (int row = 0; row < n; row++) gate_row(both + (size_t)row * 2 * d, d, 0, d, out + (size_t)row * d);
 }
 
 /* A group of heads that share keys: attention of queries [shared, D] over the keys from `first` to `count`. Those from
@@ -214,7 +216,8 @@ static void attend_group(const half *parts, const float *bias, const float *gain
    row, length, slot, place [n]: of each token its row of the cache, that row's committed length, where its keys go, and its
    position. paths [n, P]: where the tokens from the row's length to its own place stand. bias [(H + 2 G) D], gains [(H + G)
    D] of norms of queries and keys, cos and sin [n, D]: where they are given. window: how far a token sees back, 0 for
-   everything. scratch: 2 H D + shared * width numbers, where width is a multiple of 16 above all places. out [n, H D]. */
+   everything. width: a multiple of 16 above all places. scratch: G D numbers, or the queries and `width` scores of each
+   head of a group where these are more. out [n, H D]. */
 void attend(const half *parts, const float *bias, const float *gains, float floor, const float *cos, const float *sin,
             half *cache, int64_t capacity, const int32_t *row, const int32_t *length, const int32_t *slot,
             const int32_t *place, const int32_t *paths, int path, int n, int heads, int groups, int d, int window,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from forerun.cache import KVCache
 from forerun.model import CausalLM
 from forerun.nn.heads import HeadLayer, HiddenDrafter, MedusaBlock
 from forerun.rows import Rows
-from forerun.runtime.lean import LayerWeights, LeanLayers
+from forerun.runtime.information import NativeInformation, token_information
+from forerun.runtime.lean import LeanLayers
+from forerun.runtime.native_heads import NativeHead, native_head
 from forerun.runtime.packed import Product, product
 from forerun.runtime.recorded import Recorded
-
-LARGEST_TABLE = 2**26  # numbers
+from forerun.runtime.scores import scores
+from forerun.runtime.tiles import BLOCK, has_tiles
 
 
 class HiddenLM(Rows):
@@ -32,16 +35,21 @@ class HiddenLM(Rows):
         width: size of a state.
         hot: [S] the tokens that it gives logits of.
         logits: of states [n, d], logits [n, S] without token information.
-        information: of tokens [..], T [.., S] (lyanna). A table, or a product where that is too large. None for a head
-            without it.
+        information: of tokens [..], T [.., S] (lyanna). None for a head without it.
         states: how many places it predicts (medusa).
         known: whether features are run with the tokens behind them.
         feature: which states of the target it takes as features, see `HiddenConfig`.
         curves: calibration, see `HiddenConfig`.
+        chains: of logits [n, B, S] and B tokens, chains [B, n] of the argmax tokens behind these with their information
+            (`NativeInformation.chains`). None where there is no such call.
+        native: runs the layers instead, where C can.
         recorded: runs states one by one instead, where the target's forwards are recorded.
     """
 
     recorded: Recorded | None = None
+    native: NativeHead | None = None
+    information: Product | None = None
+    chains: Callable[..., Tensor] | None = None
 
     @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
@@ -54,7 +62,8 @@ class HiddenLM(Rows):
         self.hot = head.hot.to(self.device)
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
-        self.logits = multiply(weight, bias if bias.any() else None)
+        ours = few and has_tiles() and self.width % BLOCK == 0 and not bias.any()
+        self.logits: Product = scores(weight.bfloat16()) if ours else multiply(weight, bias if bias.any() else None)
         self._enter = (head.enter.weight.float().clone(), config.rms_norm_eps) if self.feature == "below" else None
         self._depth = 0 if self.kind == "medusa" else config.num_hidden_layers
         self._empty()
@@ -65,32 +74,20 @@ class HiddenLM(Rows):
             ]
             return
         self.embeddings = target.model.get_input_embeddings()
+        self.information = token_information(head, self.dtype, few)
+        if isinstance(self.information, NativeInformation):
+            self.chains = functools.partial(self.information.chains, hot=self.hot)
+        self.native = native_head(head) if few else None
+        if self.native is not None:
+            return
         fuse = head.fuse.weight.to(self.dtype)
         self.both = multiply(fuse)
-        self.information: Product | None = None
         if self.kind == "lyanna":
             self.alone = multiply(fuse[:, : self.width].contiguous())
             self.between: Product = self.alone if config.fusion == "every" else lambda states: states
-        if self.kind == "lyanna" and config.rank:
-            every = torch.arange(config.vocab_size, device=head.hot.device)
-            if config.vocab_size * config.hot_size <= LARGEST_TABLE:
-                table = head.token_information(every).to(self.dtype)
-                self.information = functools.partial(functional.embedding, weight=table)
-            else:
-                tokens, answer = head.token_states(every).to(self.dtype), multiply(head.answer.weight.to(self.dtype))
-                self.information = lambda ids: answer(tokens[ids].flatten(0, -2)).view(*ids.shape, -1)
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
-        weights: list[LayerWeights] = [
-            (
-                layer.before_attention.weight.to(self.dtype),
-                layer.qkv.weight.to(self.dtype),
-                layer.out.weight.to(self.dtype),
-                layer.before_mlp.weight.to(self.dtype),
-                layer.gate_up.weight.to(self.dtype),
-                layer.down.weight.to(self.dtype),
-            )
-            for layer in layers
-        ]
+        names = "before_attention", "qkv", "out", "before_mlp", "gate_up", "down"
+        weights: list[Any] = [tuple(getattr(layer, name).weight.to(self.dtype) for name in names) for layer in layers]
         self.layers = LeanLayers(
             weights,
             config.num_attention_heads,
@@ -152,8 +149,13 @@ class HiddenLM(Rows):
     def _extend(
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        counts, rows = [len(own) for own in states], [cache.row(id) for id in ids]
-        new = max(counts)
+        counts = [len(own) for own in states]
+        if self.native is not None:
+            x = states[0] if len(states) == 1 else torch.cat(list(states))
+            if tokens is not None:
+                x = self._beside(x, torch.tensor([token for own in tokens for token in own]))
+            return self.native.extend(cache, ids, x, counts)
+        new, rows = max(counts), [cache.row(id) for id in ids]
         x = states[0]
         if len(states) > 1:
             x = torch.cat([functional.pad(own, (0, 0, 0, new - len(own))) for own in states])  # [R N, d]
@@ -161,7 +163,7 @@ class HiddenLM(Rows):
             x = self.alone(x)
         else:
             behind = torch.tensor([[*own, *[0] * (new - len(own))] for own in tokens], device=self.device)
-            x = self._fused(x, behind.flatten())
+            x = self.both(self._beside(x, behind.flatten()))
         depths = [range(count) for count in counts]
         x = self._run(Inputs(rows, depths, given=by_row(x.view(len(ids), new, -1), rows)), cache)
         cache.commit(ids, depths)
@@ -176,6 +178,8 @@ class HiddenLM(Rows):
         `steps` states [R, d] that come."""
         if steps < 1:
             return []
+        if self.native is not None:
+            return self.native.roll(self.cache, ids, states, steps)
         rows, one, found = [self.cache.row(id) for id in ids], [range(1)] * len(ids), []
         given = by_row(states, rows)[:, None]
         for _ in range(steps):
@@ -200,16 +204,20 @@ class HiddenLM(Rows):
         """Runs and keeps states [R, w, d] with the tokens [R, w] behind them, all of them `depth` places behind each
         sequence's text. `seen` [R, w, P + w] bool: which of the P states that were kept last, and of themselves, each
         one sees. Returns the states [R, w, d] behind them."""
+        if self.native is not None:
+            x = self._beside(states.flatten(0, 1), tokens.flatten())
+            return self.native.branch(self.cache, ids, x, depth, seen).view(states.shape)
         width, rows = tokens.shape[1], [self.cache.row(id) for id in ids]
         back = seen.shape[-1] - width
-        x = self._fused(states.flatten(0, 1), tokens.flatten()).view(states.shape)
+        x = self.both(self._beside(states.flatten(0, 1), tokens.flatten())).view(states.shape)
         x = self._run(Inputs(rows, [[depth - back] * width] * len(ids), list(seen), given=by_row(x, rows)), self.cache)
         self.cache.commit(ids, [range(width)] * len(ids))
         return of_rows(x, rows)
 
-    def _fused(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def _beside(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """States [n, d] with the embeddings of tokens [n]: what the first matrix takes [n, 2 d]."""
         embedded = self.embeddings(tokens).to(x.dtype)
-        return self.both(torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
+        return torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1)
 
     def _run(self, inputs: Inputs, cache: KVCache) -> Tensor:
         """States [B, N, d] behind inputs that have gone through the first matrix."""

@@ -13,8 +13,8 @@ extern int omp_get_thread_num(void); /* torch's own, with its threads */
 #define FINE 254 /* steps of the second 8 bits in one of the first */
 
 /* A weight [out, in]. data: of each 16 outputs, of each 32 inputs, the numbers, then 16 scales and 16 least values of
-   IEEE's 16 bits, or 16 scales and 16 middles in bfloat16. Numbers stand as [8 times four inputs][16 outputs][4], those of 4 bits two to a byte, the
-   second four times behind the first. */
+   IEEE's 16 bits, or 16 scales and 16 middles in bfloat16. Numbers stand as [8 times four inputs][16 outputs][4], those
+   of 4 bits two to a byte, the second four times behind the first. */
 typedef struct {
     const uint8_t *data;
     int64_t out, in, bits, ieee;
@@ -151,14 +151,20 @@ typedef struct {
 
 /* What all layers share, and n tokens as `attend` has them. x [n, d] the residual stream; whole and, where it is given,
    below [n, d] take it behind the last norm and before the last layer. Of n rows each: h [n, d], parts
-   [n, (H + 2 G) D], attended [n, H D], both [n, 2 I], inside [n, I], and `room` for the widest input. scratch: for each
-   thread 2 H D + shared * width. */
+   [n, (H + 2 G) D], attended [n, H D], both [n, 2 I], inside [n, I], and `room` for the widest input. scratch: `space`
+   numbers for each thread, as `attend` has them.
+
+   Where `fuse` has data, x is its product with `entry` [n, in]. Then come `steps` - 1 further runs of all layers, one
+   place further each, on what the last norm gave, or on its product with `between` where that has data. Each has its own
+   cos, sin, slot, place and whole, one behind the other. */
 typedef struct {
-    int64_t layers, n, d, inner, heads, groups, size, path, width, threads;
+    int64_t layers, n, d, inner, heads, groups, size, path, width, space, threads, steps;
     const float *first, *cos, *sin;
     const int32_t *row, *length, *slot, *place, *paths;
     float *x, *whole, *below, *scratch;
     half *h, *parts, *attended, *both, *inside;
+    const half *entry;
+    tiles fuse, between;
     inputs room;
     float floor, floor_each;
 } batch;
@@ -173,59 +179,126 @@ static void norm_row(const batch *b, int row, const half *added, const float *ga
 
 static void gate_part(const batch *b, int row, int part) {
     int first = part * GATED, last = first + GATED < b->inner ? first + GATED : b->inner;
-    const half *gates = b->both + (size_t)row * 2 * b->inner, *ups = gates + b->inner;
-    half *to = b->inside + (size_t)row * b->inner;
-    for (int i = first; i < last; i += LANES) {
-        lanes x = wide(gates + i);
-        narrow(to + i, x / (1.0f + power(-x)) * wide(ups + i));
-    }
+    gate_row(b->both + (size_t)row * 2 * b->inner, b->inner, first, last, b->inside + (size_t)row * b->inner);
     row_to_8_bits(b->inside, row, b->inner, first, last, b->room);
 }
 
+/* One layer, by all threads together. */
+static void run_layer(const layer *at, const batch *b, int is_last, float *scratch) {
+    const float *cos = at->rotates ? b->cos : 0, *sin = at->rotates ? b->sin : 0;
+    int n = b->n, chunks = (b->inner + GATED - 1) / GATED, wide_out = b->heads * b->size;
+    if (b->below && is_last) {
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) memcpy(b->below + row * b->d, b->x + row * b->d, b->d * sizeof(float));
+    }
+#pragma omp for schedule(static)
+    for (int which = 0; which < at->qkv.out / LANES; which++) outputs(&at->qkv, which, b->room, n, b->parts);
+#pragma omp for schedule(static)
+    for (int i = 0; i < n; i++)
+        keep_keys(b->parts, at->bias, at->gains, b->floor_each, cos, sin, at->cache, at->capacity, b->row[i],
+                  b->slot[i], i, b->heads, b->groups, b->size, scratch);
+#pragma omp for schedule(static) collapse(2)
+    for (int i = 0; i < n; i++)
+        for (int g = 0; g < b->groups; g++)
+            attend_group(b->parts, at->bias, at->gains, b->floor_each, cos, sin, at->cache, at->capacity, b->row[i],
+                         b->length[i], b->place[i], b->paths + (size_t)i * b->path, i, g, b->heads, b->groups, b->size,
+                         at->window, b->width, scratch, b->attended);
+#pragma omp for schedule(static)
+    for (int row = 0; row < n; row++) row_to_8_bits(b->attended, row, wide_out, 0, wide_out, b->room);
+#pragma omp for schedule(static)
+    for (int which = 0; which < at->out.out / LANES; which++) outputs(&at->out, which, b->room, n, b->h);
+#pragma omp for schedule(static)
+    for (int row = 0; row < n; row++) norm_row(b, row, b->h, at->second, 0);
+#pragma omp for schedule(static)
+    for (int which = 0; which < at->up.out / LANES; which++) outputs(&at->up, which, b->room, n, b->both);
+#pragma omp for schedule(static) collapse(2)
+    for (int row = 0; row < n; row++)
+        for (int part = 0; part < chunks; part++) gate_part(b, row, part);
+#pragma omp for schedule(static)
+    for (int which = 0; which < at->down.out / LANES; which++) outputs(&at->down, which, b->room, n, b->h);
+#pragma omp for schedule(static)
+    for (int row = 0; row < n; row++) norm_row(b, row, b->h, at->next, is_last ? b->whole : 0);
+}
+
+/* Makes x of a step's input, by all threads together: `found` [n, d] is what the step before gave, 0 at the first. */
+static void enter(const batch *b, const float *found) {
+    const tiles *w = found ? &b->between : &b->fuse;
+    int n = b->n, d = b->d;
+    if (w->data && !found) { /* later inputs are in `room` since the last norm */
+#pragma omp for schedule(static)
+        for (int row = 0; row < n; row++) row_to_8_bits(b->entry, row, w->in, 0, w->in, b->room);
+    }
+    if (w->data) {
+#pragma omp for schedule(static)
+        for (int which = 0; which < w->out / LANES; which++) outputs(w, which, b->room, n, b->h);
+    }
+#pragma omp for schedule(static)
+    for (int row = 0; row < n; row++) {
+        size_t at = (size_t)row * d;
+        for (int i = 0; w->data && i < d; i += LANES) put(b->x + at + i, wide(b->h + at + i));
+        if (found && !w->data) memcpy(b->x + at, found + at, d * sizeof(float));
+        norm_row(b, row, 0, b->first, 0);
+    }
+}
+
 void run_layers(const layer *all, const batch *given) {
-    const batch b = *given;
-    int n = b.n, chunks = (b.inner + GATED - 1) / GATED, wide_out = b.heads * b.size;
-#pragma omp parallel num_threads(b.threads)
+#pragma omp parallel num_threads(given->threads)
     {
-        int own = omp_get_thread_num();
-        float *scratch = b.scratch + (size_t)own * (2 * wide_out + b.heads / b.groups * b.width);
+        batch b = *given;
+        float *found = 0, *scratch = b.scratch + (size_t)omp_get_thread_num() * b.space;
+        for (int step = 0; step < b.steps; step++) {
+            enter(&b, found);
+            for (int l = 0; l < b.layers; l++) run_layer(all + l, &b, l + 1 == b.layers, scratch);
+            found = b.whole;
+            b.whole += b.n * b.d;
+            b.cos += b.n * b.size;
+            b.sin += b.n * b.size;
+            b.slot += b.n;
+            b.place += b.n;
+        }
+    }
+}
+
+/* Which of n numbers is the largest of the sums of x and y, the first of equal ones. n is a multiple of 16. */
+static int largest_sum(const float *x, const half *y, int n) {
+    __m512 best = _mm512_set1_ps(-INFINITY);
+    __m512i where = _mm512_setzero_si512();
+    for (int i = 0; i < n; i += LANES) {
+        __m512 here = _mm512_add_ps(_mm512_loadu_ps(x + i), (__m512)wide(y + i));
+        __mmask16 above = _mm512_cmp_ps_mask(here, best, _CMP_GT_OQ);
+        best = _mm512_mask_mov_ps(best, above, here);
+        where = _mm512_mask_mov_epi32(where, above, _mm512_set1_epi32(i));
+    }
+    __mmask16 equal = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
+    __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    int found = _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(where, lane));
+    return found < n ? found : 0; /* numbers that are none */
+}
+
+/* Chains of tokens found [n, steps] behind roots [n]: each is the one with the largest sum of its place's logits
+   [steps, n, S] and of the product of a weight [S, r] with the state [V, r] of the token before it. hot [S]: the tokens.
+   room: what inputs need for n; own: [n, S]. */
+void choose_chains(const tiles *w, const half *states, const int64_t *hot, const float *logits, const int64_t *roots,
+                   int steps, int n, inputs *room, half *own, int64_t *found, int threads) {
+    inputs of = *room;
+#pragma omp parallel num_threads(threads)
+    for (int step = 0; step < steps; step++) {
 #pragma omp for schedule(static)
-        for (int row = 0; row < n; row++) norm_row(&b, row, 0, b.first, 0);
-        for (int l = 0; l < b.layers; l++) {
-            const layer *at = all + l;
-            const float *cos = at->rotates ? b.cos : 0, *sin = at->rotates ? b.sin : 0;
-            if (b.below && l + 1 == b.layers) {
-#pragma omp for schedule(static)
-                for (int row = 0; row < n; row++) memcpy(b.below + row * b.d, b.x + row * b.d, b.d * sizeof(float));
+        for (int row = 0; row < n; row++) {
+            int64_t before = step ? found[row * steps + step - 1] : roots[row];
+            size_t at = (size_t)row * w->in;
+            for (int i = 0; i < w->in; i += BLOCK) {
+                size_t block = (at + i) / BLOCK;
+                to_8_bits(states + before * w->in + i, of.x + at + i, of.rest + at + i, of.scales + block,
+                          of.sums + block, of.finer + block);
             }
+        }
 #pragma omp for schedule(static)
-            for (int which = 0; which < at->qkv.out / LANES; which++) outputs(&at->qkv, which, b.room, n, b.parts);
+        for (int which = 0; which < w->out / LANES; which++) outputs(w, which, of, n, own);
 #pragma omp for schedule(static)
-            for (int i = 0; i < n; i++)
-                keep_keys(b.parts, at->bias, at->gains, b.floor_each, cos, sin, at->cache, at->capacity, b.row[i],
-                          b.slot[i], i, b.heads, b.groups, b.size, scratch);
-#pragma omp for schedule(static) collapse(2)
-            for (int i = 0; i < n; i++)
-                for (int g = 0; g < b.groups; g++)
-                    attend_group(b.parts, at->bias, at->gains, b.floor_each, cos, sin, at->cache, at->capacity, b.row[i],
-                                 b.length[i], b.place[i], b.paths + (size_t)i * b.path, i, g, b.heads, b.groups, b.size,
-                                 at->window, b.width, scratch, b.attended);
-#pragma omp for schedule(static)
-            for (int row = 0; row < n; row++) row_to_8_bits(b.attended, row, wide_out, 0, wide_out, b.room);
-#pragma omp for schedule(static)
-            for (int which = 0; which < at->out.out / LANES; which++) outputs(&at->out, which, b.room, n, b.h);
-#pragma omp for schedule(static)
-            for (int row = 0; row < n; row++) norm_row(&b, row, b.h, at->second, 0);
-#pragma omp for schedule(static)
-            for (int which = 0; which < at->up.out / LANES; which++) outputs(&at->up, which, b.room, n, b.both);
-#pragma omp for schedule(static) collapse(2)
-            for (int row = 0; row < n; row++)
-                for (int part = 0; part < chunks; part++) gate_part(&b, row, part);
-#pragma omp for schedule(static)
-            for (int which = 0; which < at->down.out / LANES; which++) outputs(&at->down, which, b.room, n, b.h);
-#pragma omp for schedule(static)
-            for (int row = 0; row < n; row++)
-                norm_row(&b, row, b.h, at->next, l + 1 == b.layers ? b.whole : 0);
+        for (int row = 0; row < n; row++) {
+            const float *here = logits + ((size_t)step * n + row) * w->out;
+            found[row * steps + step] = hot[largest_sum(here, own + (size_t)row * w->out, w->out)];
         }
     }
 }

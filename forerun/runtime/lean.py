@@ -85,6 +85,16 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
     return forward
 
 
+def rotations(frequencies: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [context, D] of the rotation, by position. The sines of the first half are negative, so that
+    turning the halves around needs no negation of its own."""
+    places = torch.arange(context, dtype=torch.float32, device=frequencies.device)
+    angles = torch.outer(places, frequencies.float()).repeat(1, 2)
+    cosines, sines = angles.cos(), angles.sin()
+    sines[:, : len(frequencies)].neg_()
+    return cosines, sines
+
+
 def _together(*linears: nn.Linear) -> Tensor:
     """Their weights in one, and on a GPU theirs are views of it, as there would be no room for two of a big model."""
     whole = torch.cat([each.weight for each in linears])
@@ -118,11 +128,7 @@ class LeanLayers:
         # RMSNorm is x / sqrt(|x|^2 + width * eps) but for factors that the next weight can carry: three small
         # operations.
         self.floor = torch.tensor((self.width * eps) ** 0.5, device=device)
-        angles = torch.outer(torch.arange(context, dtype=torch.float32, device=device), frequencies.float()).repeat(
-            1, 2
-        )
-        self.cosines, self.sines = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        self.sines[:, : self.size // 2].neg_()  # so that turning the halves around needs no negation of its own
+        self.cosines, self.sines = (table.to(self.dtype) for table in rotations(frequencies.to(device), context))
         self.layers = []
         for norm, qkv, out, second, up, down in weights:
             attention, mlp = self.behind(norm, qkv)[:2], self.behind(second, up)[:2]

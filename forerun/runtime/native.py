@@ -36,7 +36,12 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC")
 _QUIET: dict[str, Any] = {"capture_output": True, "timeout": 120}
 LANES, LARGEST_HEAD = 16, 1024  # all sizes are multiples of the one, and heads no larger than the other
 _P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
-_OF_PRODUCTS = {"multiply": (_P, _P, _I, _P, _P, _I), "run_layers": (_P, _P), "score": (_P, _P, _I, _P, _P, _I)}
+_OF_PRODUCTS = {
+    "multiply": (_P, _P, _I, _P, _P, _I),
+    "run_layers": (_P, _P),
+    "choose_chains": (*[_P] * 5, _I, _I, _P, _P, _P, _I),
+    "score": (_P, _P, _I, _P, _P, _I),
+}
 _ARGUMENTS = {
     "add_and_norm": (_P, _P, _P, _F, _I, _I, _P, _P),
     "gate": (_P, _I, _I, _P),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,8 @@ from forerun.runtime.bits import BLOCK, Packed
 from forerun.runtime.exact import ROWS, is_invariant, remembered
 from forerun.runtime.family import PRODUCTS, FamilyForward, Layer, head_size
 from forerun.runtime.native import LANES, LARGEST_HEAD, TokenBatch, lay_out_tokens
-from forerun.runtime.tiles import BatchArgument, LayerArgument, Room, Tiles, room
+from forerun.runtime.native_layers import LayerWeights, NativeLayers, buffers, places_and_space
+from forerun.runtime.tiles import Tiles, room
 
 
 def fits(model: PreTrainedModel) -> bool:
@@ -37,59 +37,22 @@ class NativeForward(FamilyForward):
         super().__init__(model)
         followers = [*(layer.first for layer in self.layers[1:]), self.norm]
         self._last = self.norm.data_ptr()
-        self._whole = self._in_one_call(followers)
+        self._whole = self._in_one_call()
         self._quick: list[Any] = [
             (layer, *(_direct(getattr(layer, name)) for name in PRODUCTS), layer.second.data_ptr(), gain.data_ptr())
             for layer, gain in zip(self.layers, followers, strict=True)
         ]
 
-    def _in_one_call(self, followers: list[Tensor]) -> Any | None:
-        """All layers as C takes them; None where a product is none of our own."""
-        all = (LayerArgument * len(self.layers))()
-        for at, layer, gain in zip(all, self.layers, followers, strict=True):
-            for name in PRODUCTS:
-                product = getattr(layer, name)
-                if not isinstance(product, Tiles):
-                    return None
-                setattr(at, name, product.argument)
-            at.second, at.next, at.rotates = layer.second.data_ptr(), gain.data_ptr(), layer.rotates
-            at.bias = None if layer.bias is None else layer.bias.data_ptr()
-            at.gains = None if layer.each is None else layer.each.data_ptr()
-            at.window = self.sliding[layer.sliding] or 0
-        return all
-
-    def _run_in_one_call(
-        self, batch: TokenBatch, cache: KVCache, logits: bool, wanted: str
-    ) -> tuple[Tensor | None, Tensor]:
-        """Logits [n, V], if they are wanted, and states [n, d]."""
-        assert self._whole is not None
-        x = self.embed(batch.ids.reshape(-1)).float().contiguous()
-        (count, width), threads = x.shape, torch.get_num_threads()
-        cos, sin = self._turn(batch.positions.flatten(), batch.end)
-        layers = type(self._whole).from_buffer_copy(self._whole)  # others may run on other caches meanwhile
-        for at, stored in zip(layers, cache.layers, strict=True):
-            if not stored.is_initialized:
-                states = torch.empty(1, self.groups, count, self.size, dtype=torch.bfloat16)
-                stored.lazy_initialization(states, states)
-            both: Any = stored.both
-            at.cache, at.capacity = both.data_ptr(), both.shape[2]
-        outs = width, self.layers[0].qkv.out, self.heads * self.size, 2 * self.inner, self.inner
-        h, *others = (room(count, size, dtype=torch.bfloat16) for size in outs)
-        places = -(-batch.end // LANES) * LANES
-        scratch = room(threads, 2 * self.heads * self.size + self.heads // self.groups * places)
-        below = room(count, width) if wanted == "below" else None
-        whole, inputs = room(count, width), Room(count, max(width, outs[2], self.inner))
-        given = BatchArgument(
-            *(len(self.layers), count, width, self.inner, self.heads, self.groups, self.size),
-            *(batch.paths.shape[1], places, threads, self.layers[0].first.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-            *(part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)),
-            *(part.data_ptr() for part in (x, whole)),
-            None if below is None else below.data_ptr(),
-            *(part.data_ptr() for part in (scratch, h, *others)),
-            *(inputs.argument, *self.floors),
-        )
-        self.library.run_layers(ctypes.byref(layers), ctypes.byref(given))
-        return self.head(whole) if logits else None, h if below is None else below.bfloat16()
+    def _in_one_call(self) -> NativeLayers | None:
+        """All layers as C takes them at once; None where a product is none of our own."""
+        found: list[LayerWeights] = []
+        for layer in self.layers:
+            products = {name: getattr(layer, name) for name in PRODUCTS}
+            if not all(isinstance(product, Tiles) for product in products.values()):
+                return None
+            rest = {name: getattr(layer, name) for name in ("first", "second", "bias", "each", "rotates")}
+            found.append(LayerWeights(**products, **rest, window=self.sliding[layer.sliding] or 0))
+        return NativeLayers(self.library, found, self.norm, self.heads, self.groups, self.size, self.eps)
 
     def _between(self, width: int, inner: int) -> bool:
         """Tries what C does, as `FamilyForward` tries what torch does."""
@@ -154,12 +117,13 @@ class NativeForward(FamilyForward):
     def __call__(self, batch: Any, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
         """As `FamilyForward` has it."""
         rows, new = batch.positions.shape
-        if self._whole is not None:
-            found, states = self._run_in_one_call(batch, cache, logits, wanted)
-            return None if found is None else found.view(rows, new, -1), states.view(rows, new, -1) if wanted else None
         x = self.embed(batch.ids.reshape(-1)).float().contiguous()
         count, width = x.shape
         turn = self._turn(batch.positions.flatten(), batch.end)
+        if self._whole is not None:
+            whole, states = self._whole(x, batch, turn, cache, wanted == "below")
+            scores = self.head(whole).view(rows, new, -1) if logits else None
+            return scores, states.view(rows, new, -1) if wanted else None
         # Buffers that all layers use: every allocation counts here.
         h, whole = room(count, width, dtype=torch.bfloat16), room(count, width)
         attended = room(count, self.heads * self.size, dtype=torch.bfloat16)
@@ -194,18 +158,15 @@ class NativeForward(FamilyForward):
     ) -> Callable[[Tensor, Layer, KVLayer], None]:
         """A function that puts a layer's attention [n, H D] into `out`, from queries, keys and values
         [n, (H + 2 G) D]; keys and values go into the cache."""
-        width = -(-batch.end // LANES) * LANES
-        scratch = room(2 * self.heads * self.size + self.heads // self.groups * width)
+        width, space = places_and_space(batch.end, self.heads, self.groups, self.size)
+        scratch = room(space)
         places = [part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)]
         sizes = batch.paths.shape[1], count, self.heads, self.groups, self.size
         cos, sin = (part.data_ptr() for part in turn)
-        attend, floor, space, found = self.library.attend, self.floors[1], scratch.data_ptr(), out.data_ptr()
+        attend, floor, spare, found = self.library.attend, self.floors[1], scratch.data_ptr(), out.data_ptr()
 
         def run(parts: Tensor, layer: Layer, stored: KVLayer, kept: Any = (scratch, turn, batch)) -> None:
-            if not stored.is_initialized:
-                states = parts.view(1, count, -1, self.size)[:, :, : self.groups].transpose(1, 2)
-                stored.lazy_initialization(states, states)
-            both: Any = stored.both
+            both = buffers(stored, self.groups, self.size)
             attend(
                 parts.data_ptr(),
                 None if layer.bias is None else layer.bias.data_ptr(),
@@ -218,7 +179,7 @@ class NativeForward(FamilyForward):
                 *sizes,
                 self.sliding[layer.sliding] or 0,
                 width,
-                space,
+                spare,
                 found,
             )
 

@@ -67,15 +67,19 @@ class BatchArgument(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
-            for name in ("layers", "n", "d", "inner", "heads", "groups", "size", "path", "width", "threads")
+            for name in (
+                *("layers", "n", "d", "inner", "heads", "groups", "size", "path", "width", "space", "threads", "steps"),
+            )
         ),
         *(
             (name, ctypes.c_void_p)
             for name in (
                 *("first", "cos", "sin", "row", "length", "slot", "place", "paths", "x", "whole", "below", "scratch"),
-                *("h", "parts", "attended", "both", "inside"),
+                *("h", "parts", "attended", "both", "inside", "entry"),
             )
         ),
+        ("fuse", TileArgument),
+        ("between", TileArgument),
         ("room", RoomArgument),
         *((name, ctypes.c_float) for name in ("floor", "floor_each")),
     )
@@ -87,7 +91,7 @@ class Room:
     def __init__(self, rows: int, inputs: int) -> None:
         self.numbers = room(2, rows, inputs, dtype=torch.int8)
         self.facts = room(3, rows, inputs // BLOCK)
-        self.argument = RoomArgument(*(part.data_ptr() for part in (*self.numbers, *self.facts)))
+        self.argument = RoomArgument(*_parts(self.numbers), *_parts(self.facts))
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def score(head: HeadArgument, x: Tensor) -> Tensor:
     count, width = x.shape
     halves, sums = room(2, count, width, dtype=torch.int8), room(3, count, dtype=torch.int32)
     y = room(count, head.out)
-    own = StatesArgument(*(part.data_ptr() for part in (*halves, *sums)))
+    own = StatesArgument(*_parts(halves), *_parts(sums))
     arguments = ctypes.byref(head), x.data_ptr(), count, ctypes.byref(own), y.data_ptr(), torch.get_num_threads()
     _compiled().score(*arguments)
     return y
@@ -163,6 +167,12 @@ def score(head: HeadArgument, x: Tensor) -> Tensor:
 def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for C to write to, whatever torch's defaults are."""
     return torch.empty(*shape, dtype=dtype, device="cpu")
+
+
+def _parts(whole: Tensor) -> range:
+    """Addresses of the parts [..] of a contiguous [n, ..]."""
+    start, size = whole.data_ptr(), max(whole.nbytes // whole.shape[0], 1)  # no rows: none of them is looked at
+    return range(start, start + whole.shape[0] * size, size)
 
 
 def _check_width(x: Tensor, inputs: int) -> None:

@@ -1,0 +1,219 @@
+"""Heads whose layers run in C: the states that were trained, rows and branches that depend on nothing beside them,
+chains that are chosen in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_hidden import FORMS, features_of, prefilled, sequence
+from torch import Tensor
+from toys import random_head, tiny
+
+from forerun import Decoder
+from forerun.drafters.beams import grow
+from forerun.drafters.lyanna import LyannaDrafter
+from forerun.methods import method
+from forerun.methods.hidden import Eagle, Lyanna
+from forerun.model import CausalLM
+from forerun.runtime import native_heads
+from forerun.runtime.heads import HiddenLM
+from forerun.runtime.information import NativeInformation
+from forerun.runtime.tiles import has_tiles
+from forerun.sampling import Verdict
+
+pytestmark = pytest.mark.skipif(not has_tiles(), reason="no C compiler, or a processor without VNNI in 512 bits")
+SIZES: dict[str, Any] = {"head_dim": 32, "intermediate_size": 64, "hot": 16}
+TEXTS = {4: [5, 6, 7, 8, 9, 1, 2], 2: [3, 4, 5], 9: list(range(2, 30))}
+
+
+def head_of(target: CausalLM, **settings: Any) -> HiddenLM:
+    """A head of sizes that C can do, whose layers and token information say something."""
+    head = random_head(target, **{"rank": 32} | SIZES | settings)
+    found = HiddenLM(head, target)
+    assert found.native is not None
+    assert (found.chains is None) == (head.config.kind != "lyanna" or not head.config.rank)
+    return found
+
+
+CASES = [("lyanna", form) for form in FORMS] + [("eagle", form) for form in ("today's", "two layers", "below")]
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_states_are_those_of_training(kind: str, form: str) -> None:
+    """Drafted from a cache behind every place of a text, in 8 bits, beside the unrolled training pass in float32."""
+    target = CausalLM(tiny("llama"))
+    head = random_head(target, kind=kind, **SIZES, **FORMS[form])
+    if head.config.feature == "below":  # that it is looked at
+        torch.nn.init.uniform_(head.enter.weight, 0.5, 2.0)
+    known, tokens = kind == "eagle" or head.config.known, [5, 6, 7, 8, 9, 1, 2, 3]
+    features = features_of(target, tokens, head.config.feature)
+    with torch.no_grad():
+        embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
+        unrolled = head.unrolled(features[None], embedded, torch.tensor([tokens]), 4)
+    fast = HiddenLM(head, target)
+    assert fast.native is not None
+    errors: list[float] = []
+    for id in (7, 3):
+        fast.add(id)
+    for end in range(1, 5):
+        state = fast.extend([3], [features[end - 1 : end]], [[tokens[end]]] if known else None)
+        assert (fast.length(3), fast.length(7)) == (end, 0)
+        states = [state]
+        if kind == "lyanna":
+            states += fast.roll([3], state, 3)
+        else:
+            for k in range(3):
+                behind, seen = torch.tensor([[tokens[end + 1 + k]]]), torch.ones(1, 1, k + 1, dtype=torch.bool)
+                states.append(fast.branch([3], states[-1][:, None], behind, k, seen)[:, 0])
+        trained = [unrolled[k][0][0, end - 1] for k in range(4)]
+        errors += [float((own[0] - each).norm() / each.norm()) for own, each in zip(states, trained, strict=True)]
+        assert (fast.length(3), fast.length(7)) == (end + 3, 0)
+        fast.crop([3], [end])
+    # The same as of heads in 8 bits in torch: one percent and a half a state, twice as much after four.
+    assert max(errors) < 0.08 and sum(errors) / len(errors) < 0.04
+
+
+@pytest.mark.parametrize("form", ["today's", "figure 3", "two layers"])
+def test_rows_have_the_bits_that_they_have_alone(form: str) -> None:
+    """Rows of their own lengths with one new feature or several, in any order, after prompts in chunks of any size."""
+    target = CausalLM(tiny("llama"))
+    whole = head_of(target, **FORMS[form])
+    features = {id: features_of(target, text, whole.feature) for id, text in TEXTS.items()}
+    new = {4: 2, 2: 1, 9: 3}
+
+    def begin(head: HiddenLM, ids: list[int], chunk: int) -> HiddenLM:
+        for id in ids:
+            prefilled(head, id, features[id][: -1 - new[id]], TEXTS[id][1 : -new[id]], chunk)
+        return head
+
+    def run(head: HiddenLM, ids: list[int]) -> dict[int, Tensor]:
+        states = head.extend(
+            ids, [features[id][-1 - new[id] : -1] for id in ids], [TEXTS[id][-new[id] :] for id in ids]
+        )
+        steps = torch.stack([states, *head.roll(ids, states, 3)], 1)  # [R, 4, d]
+        return {id: torch.cat([own, head.logits(own)], -1) for id, own in zip(ids, steps, strict=True)}
+
+    alone = {id: run(begin(whole.fresh(), [id], 64), [id])[id] for id in TEXTS}
+    begin(whole, list(TEXTS), 2)
+    for ids in ([2, 4, 9], [9, 2], [4], [9, 4]):
+        lengths = [whole.length(id) for id in ids]
+        assert all(torch.equal(found, alone[id]) for id, found in run(whole, ids).items())
+        whole.crop(ids, lengths)
+
+
+def test_branches_have_the_bits_of_their_paths() -> None:
+    """Each beam of an EAGLE-like head against a chain of its own path."""
+    target = CausalLM(tiny("llama"))
+    head = head_of(target, kind="eagle")
+    texts = [[5, 6, 7, 8, 9, 1], [3, 4, 5]]
+    features = [features_of(target, text)[:-1] for text in texts]
+    for id in (0, 1):
+        head.add(id)
+    first = head.extend([0, 1], features, [text[1:] for text in texts])
+    beams, at = torch.tensor([[7, 8], [9, 2]]), torch.tensor([[1, 0], [0, 0]])
+    rows, eye = torch.arange(2)[:, None], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)
+    one = head.branch([0, 1], first[:, None].expand(-1, 2, -1), beams, 0, eye)
+    more = torch.tensor([[1, 3], [4, 6]])
+    two = head.branch([0, 1], one[rows, at], more, 1, torch.cat([eye[rows, at], eye], -1))
+    for row in range(2):
+        for beam in range(2):
+            alone = head.fresh()
+            alone.add(5)
+            state = alone.extend([5], [features[row]], [texts[row][1:]])
+            for token in (int(beams[row, at[row, beam]]), int(more[row, beam])):
+                state = alone.extend([5], [state], [[token]])
+            assert torch.equal(two[row, beam], state[0])
+
+
+def test_a_row_may_draft_beyond_its_context() -> None:
+    target = CausalLM(tiny("llama"))
+    head = head_of(target, max_position_embeddings=8)
+    head.add(0)
+    state = head.extend([0], [features_of(target, TEXTS[4])], [[3] * 7])
+    assert all(bool(found.isfinite().all()) for found in head.roll([0], state, 5)) and head.length(0) == 12
+
+
+@pytest.mark.parametrize("reuse", ["off", "add", "free"])
+def test_chains_in_one_call_are_those_of_the_general_way(reuse: str) -> None:
+    """Rows that come at their own times, with old logits and without, and limits of their own."""
+    target = CausalLM(tiny("llama"))
+    head, found = head_of(target), []
+    assert head.chains is not None
+    for quick in (True, False):
+        own = head.fresh()
+        own.chains = head.chains if quick else None
+        drafter = LyannaDrafter(own, 5, 1, 5, reuse, weight=0.7, least=2)
+        seqs = [sequence(range(2, 9), id, new=(30, 3)[id % 2]) for id in range(3)]
+        for seq in seqs:
+            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 5
+        for step in range(4):
+            here = seqs[: 1 + step]
+            drafts = drafter.propose(here).drafts
+            for seq, draft in zip(here, drafts, strict=True):
+                found.append((quick, seq.id, draft.tokens, draft.origins))
+                path = list(range(1 + (seq.id + step) % min(2, len(draft))))
+                seq.tokens += [*draft.tokens[1 : len(path)], 8]
+                hidden = features_of(target, seq.tokens)[-len(draft) :]
+                drafter.observe([seq], [draft], [Verdict(path, 8, len(path), True)], [hidden])
+    assert [each[1:] for each in found if each[0]] == [each[1:] for each in found if not each[0]]
+    assert any("reused" in each[-1] for each in found) == (reuse != "off")
+
+
+def test_the_first_of_equal_tokens_is_chosen() -> None:
+    """As torch does it, for many rows, and with numbers that are none in one of them."""
+    target = CausalLM(tiny("llama"))
+    head = head_of(target, hot=64)
+    information = head.information
+    assert isinstance(information, NativeInformation) and head.chains is not None
+    logits = torch.randint(-3, 3, (3, 11, 64), generator=torch.Generator().manual_seed(0)).float()
+    logits[0, 4] = torch.nan
+    roots = list(range(11))
+    ties = information.answer
+    information.answer.data.zero_()  # so that sums are the logits, with many ties
+    assert not information(torch.tensor(roots)).any() and ties is information.answer
+    chains = head.chains(logits, roots=roots)
+    wanted = head.hot[logits.argmax(-1)].T
+    rest = [row for row in roots if row != 4]
+    assert torch.equal(chains[rest], wanted[rest]) and set(chains[4].tolist()) <= set(head.hot.tolist())
+
+
+def test_any_number_of_hot_tokens_has_chains_one_by_one() -> None:
+    """Sizes that C cannot do take the general way."""
+    target = CausalLM(tiny("llama"))
+    for settings in ({"rank": 8}, {"hot": 12}):
+        head = HiddenLM(random_head(target, **{"rank": 32} | SIZES | settings), target)
+        assert head.native is not None and head.chains is None
+    logits = torch.randn(3, 1, 12, generator=torch.Generator().manual_seed(0))
+    (draft,) = grow([5], lambda k, tokens, at: logits[k][:, None] + head.information(tokens), head.hot, [3], 1, 3)
+    assert draft.drafted == 3
+
+
+def test_without_c_heads_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = CausalLM(tiny("llama"))
+    assert HiddenLM(random_head(target, **SIZES), target, few=False).native is None
+    assert HiddenLM(random_head(target), target).native is None  # heads of 8 numbers
+    monkeypatch.setattr(native_heads, "has_tiles", lambda: False)
+    assert HiddenLM(random_head(target, **SIZES), target).native is None
+
+
+WAYS = {
+    "add": Lyanna(depth=5, reuse="add"),
+    "tree, both": Lyanna(depth=4, width=2, nodes=6, reuse="both"),
+    "figure 3": Lyanna(depth=5, reuse="free", least=1),
+    "eagle": Eagle(depth=4),
+    "eagle, tree": Eagle(depth=3, width=2, nodes=7),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_output_is_the_targets(way: str) -> None:
+    model, prompts = tiny("llama"), [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
+    form = FORMS.get(way, {})
+    head = head_of(CausalLM(model), kind=str(WAYS[way].head), **form)
+    plain = Decoder(model, method=method("ar")).generate(prompts, max_new_tokens=16, ignore_eos=True)
+    decoder = Decoder(model, None, None, WAYS[way], guard=False, head=head)
+    done = decoder.generate(prompts, max_new_tokens=16, ignore_eos=True)
+    assert [row.tokens for row in done] == [row.tokens for row in plain]
+    assert sum(row.stats.drafted for row in done) > 0
