@@ -13,7 +13,7 @@ import forerun
 from forerun.cli.common import STYLES
 from forerun.zoo.corpus import held_out_prompts
 
-PROMPT = 9  # of the held-out prompts
+PROMPT = 8  # of the held-out prompts
 
 
 def main() -> None:

@@ -106,9 +106,12 @@ def load(
         if profile is not None and unnamed:
             drawing = profile.sampling.build() if profile.sampling else chosen
             chosen = profile.greedy.build() if profile.greedy else chosen
+            if drawing.head is not None and chosen.head is not None and drawing.head != chosen.head:
+                drawing = chosen  # a decoder has one head
             tried = [each for each in (profile.greedy, profile.sampling) if each is not None]
             pre_verifier = pre_verifier or next((each.pre_verifier for each in tried if each.pre_verifier), None)
-            head = head or next((each.head for each in tried if each.head), None)
+            heads = {each.build().head: each.head for each in reversed(tried) if each.head}
+            head = head or heads.get(chosen.head or drawing.head)
         if costs is None and target == draft == EMBEDDED:
             costs = profiles.embedded_costs()
     if pre_verifier is None and is_own:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from forerun.support import context_of
 from forerun.zoo.quantise import WEIGHTS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LAYERS, NAMES = 10_000, ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # most, and what they go by
 RENAMED = 2  # so many times the weights of its files may a model have whose weights go by other names there
 
 Shapes = dict[str, tuple[int, ...]]
@@ -39,6 +41,32 @@ def stored_shapes(folder: Path) -> Shapes | None:
         return {name: shape for file in files for name, shape in _read(folder / file).items()}
     except Exception:  # broken files may raise anything
         return None
+
+
+def check_config(folder: Path) -> None:
+    """Raises ValueError where a model's config.json claims more than LAYERS layers.
+
+    Some of transformers' configurations make a list with an entry a layer, so this comes before they are made.
+    """
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        claimed = max(_claimed_layers(settings), default=0)
+    except Exception:  # broken files may raise anything; loading says what
+        return
+    if claimed > LAYERS:
+        stored = stored_shapes(folder)
+        if stored is not None:
+            _check_count(claimed, stored)
+        raise ValueError(f"its config.json claims {claimed} layers; at most {LAYERS} are possible")
+
+
+def _claimed_layers(settings: Any) -> Iterator[int | float]:
+    """Also of the parts that models of several kinds of data have."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _claimed_layers(value)
+        elif name in NAMES and isinstance(value, int | float):
+            yield value
 
 
 def check_layer(folder: Path, claimed: int, make: Callable[[], nn.Module]) -> None:
@@ -68,17 +96,19 @@ def check_model(folder: Path, trust_remote_code: bool = False) -> None:
     is compared. Models that are stored quantised, by other programs than this, are taken at their word, and so are
     those that cannot be built without weights.
     """
+    check_config(folder)
     stored = stored_shapes(folder)
     if stored is None:
         return
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+        text = config.get_text_config(decoder=True)
     except Exception:  # broken files and remote code may raise anything; loading says what
         return
+    context_of(text)  # raises for too long ones
     if getattr(config, "quantization_config", None) is not None:
         return
-    _check_count(layers, stored)
+    _check_count(getattr(text, "num_hidden_layers", 0), stored)
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -106,8 +136,8 @@ def lacking(names: list[str]) -> str:
     return f"no weights for {first}" + f" and {len(rest)} more" * bool(rest)
 
 
-def _check_count(claimed: int, stored: Shapes) -> None:
-    if isinstance(claimed, int) and claimed > len(stored):
+def _check_count(claimed: int | float, stored: Shapes) -> None:
+    if isinstance(claimed, int | float) and claimed > len(stored):
         raise ValueError(f"its config.json claims {claimed} layers and its files have {len(stored)} tensors")
 
 

@@ -293,6 +293,10 @@ class Decoder:
             )
         return completions
 
+    def _stream(self, asked: list[Request], params: SamplingParams | GenerationConfig) -> Iterator[Chunk]:
+        texts = [self._text(request, params) for request in asked]
+        return _chunks(self.driver().run(asked), texts)
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -307,8 +311,7 @@ class Decoder:
         Letting go of the stream, or an exception in it, ends its sequences.
         """
         _, asked, params = self._requests(prompts, params, logits_processor, stopping_criteria, options)
-        texts = [self._text(request, params) for request in asked]
-        return _chunks(self.driver().run(asked), texts)
+        return self._stream(asked, params)
 
     def chat(
         self,
@@ -335,9 +338,9 @@ class Decoder:
             ValueError: what `forerun.chat.chat_prompt` and `generate` refuse.
         """
         begun = perf_counter()
-        single, rows = self._rendered(messages, system, template_args)
-        _, asked, params = self._requests(rows, params, logits_processor, stopping_criteria, options)
-        completions = self._completions(self._ending(asked, params), params, begun)
+        more = logits_processor, stopping_criteria, options
+        single, asked, params = self._turns(messages, system, template_args, params, *more)
+        completions = self._completions(asked, params, begun)
         return completions[0] if single else completions
 
     def stream_chat(
@@ -352,25 +355,22 @@ class Decoder:
         **options: Any,
     ) -> Iterator[Chunk]:
         """Like `chat`, as chunks, as `stream` gives them. Checks its arguments at once."""
-        _, rows = self._rendered(messages, system, template_args)
-        _, asked, params = self._requests(rows, params, logits_processor, stopping_criteria, options)
-        texts = [self._text(request, params) for request in asked]
-        return _chunks(self.driver().run(self._ending(asked, params)), texts)
+        more = logits_processor, stopping_criteria, options
+        _, asked, params = self._turns(messages, system, template_args, params, *more)
+        return self._stream(asked, params)
 
-    def _rendered(
-        self, messages: Any, system: str | None, template_args: dict[str, Any] | None
-    ) -> tuple[bool, list[list[int]]]:
-        """Whether it is one conversation, and the prompt of each."""
+    def _turns(
+        self, messages: Any, system: str | None, template_args: dict[str, Any] | None, *args: Any
+    ) -> tuple[bool, list[Request], SamplingParams | GenerationConfig]:
+        """`_requests` of one conversation or of several, ending where a turn does."""
         single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
         many = [messages] if single else messages
-        return single, [chat_prompt(self.tokenizer, each, system, **template_args or {}) for each in many]
-
-    def _ending(self, asked: list[Request], params: SamplingParams | GenerationConfig) -> list[Request]:
-        """The requests, ending where a turn does."""
-        if isinstance(params, SamplingParams) and params.ignore_eos:
-            return asked
-        ends = turn_ends(self.tokenizer)
-        return [replace(each, eos=each.eos | ends) for each in asked]
+        rows = [chat_prompt(self.tokenizer, each, system, **template_args or {}) for each in many]
+        _, asked, params = self._requests(rows, *args)
+        if not (isinstance(params, SamplingParams) and params.ignore_eos):
+            ends = turn_ends(self.tokenizer)
+            asked = [replace(each, eos=each.eos | ends) for each in asked]
+        return single, asked, params
 
     def request(
         self, prompt: Prompt, params: SamplingParams | GenerationConfig | None = None, **options: Any

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from forerun.claims import check_layer, check_model, lacking
+from forerun.claims import check_config, check_layer, check_model, lacking
 from forerun.fingerprint import same_model
 from forerun.gguf import find, gguf_config, gguf_tokenizer, load_gguf
 from forerun.kinds import check_kind
@@ -260,6 +260,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
         raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
     try:
         made = config(**settings)
+        context_of(made)  # raises for too long ones
         check_layer(folder, _blocks(made), lambda: cls(made))
         if (folder / WEIGHTS).is_file():  # the embedded target's
             stored = cls(made)
@@ -290,8 +291,12 @@ def load_config(source: str | Path, part: str, *, trust_remote_code: bool = Fals
     if file is not None:
         return gguf_config(file)
     try:
+        if isinstance(folder, Path):
+            check_config(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return config.get_text_config(decoder=True)
+        config = config.get_text_config(decoder=True)
+        context_of(config)  # raises for too long ones
+        return config
     except Exception as error:  # broken files and remote code may raise anything
         raise ValueError(f"cannot load {part} {str(source)!r}: {_first_line(error)}") from error
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from forerun.costs import Costs
 from forerun.files import home, read_text, write_text
-from forerun.methods import Method, method
+from forerun.methods import Method, method, still_there
 from forerun.zoo import FOLDER, FOLDERS, resolve
 
 Mode = Literal["greedy", "sampling"]
@@ -169,7 +169,7 @@ def read(path: Path) -> Profile:
     text = read_text(path)
     try:
         return _profile(json.loads(text))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"the profile {path} is damaged or of another version ({error}): run `forerun tune` again or delete it"
         ) from None
@@ -232,9 +232,11 @@ def _profile(value: Any) -> Profile:
     found = dict(_checked(Profile, value))
     for mode in ("greedy", "sampling"):
         if found[mode] is not None:
-            found[mode] = Choice(**_checked(Choice, found[mode]))
+            choice = _checked(Choice, found[mode])
+            tuned = {name: still_there(settings) for name, settings in choice["tuned"].items()}
+            found[mode] = Choice(**choice | {"settings": still_there(choice["settings"]), "tuned": tuned})
             found[mode].build()
-            for name, settings in found[mode].tuned.items():
+            for name, settings in tuned.items():
                 method(name, **settings)
     return Profile(**found | {"pair": Pair(**_checked(Pair, found["pair"])), "costs": costs_of(found["costs"])})
 

@@ -6,6 +6,7 @@ import inspect
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+POSITIONS = 1 << 24  # most of a model: tables of rotations are made for all of them
 _ATTENTION = {"full_attention", "sliding_attention"}
 # Their attention does not follow from `position_ids` and the mask alone, or they are encoders that count positions in
 # their own way or see what comes behind a token.
@@ -19,14 +20,17 @@ def context_of(config: PreTrainedConfig) -> int | None:
     """The longest sequence that a model's positions allow, None where its configuration names none.
 
     longrope ends where its short factors do: longer ones would change every position of a sequence, and drafts and
-    other rows would decide when.
+    other rows would decide when. Raises ValueError for more positions than POSITIONS.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for part in (rope, *rope.values()):
         if isinstance(part, dict) and part.get("rope_type") == "longrope":
             limits.append(part.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit), default=None)
+    found = min((limit for limit in limits if limit), default=None)
+    if isinstance(found, int | float) and found > POSITIONS:
+        raise ValueError(f"the configuration claims {found} positions; at most {POSITIONS} are possible")
+    return found
 
 
 def check_model(model: PreTrainedModel) -> None:

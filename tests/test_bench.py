@@ -321,7 +321,7 @@ def test_padded_vocabularies_are_fine_but_for_transformers_assistant(folder: Pat
 def test_resume_knows_models_from_their_files(folder: Path, tmp_path: Path) -> None:
     target, out = tmp_path / "target", tmp_path / "out"
     shutil.copytree(folder / "target", target)
-    plan = Plan(parse_methods(["ar"], [], None, {}), ("own.jsonl",), target=str(target))
+    plan = Plan(parse_methods(["lookup"], [], None, {}), ("own.jsonl",), target=str(target))
 
     def claim(resume: bool) -> None:
         _claim(out, plan.arguments() | _surroundings(plan), resume)
@@ -340,6 +340,14 @@ def test_resume_knows_models_from_their_files(folder: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"other arguments: models\.target\.config\.json was "):
         claim(True)
     (target / "config.json").write_text(config)
+    stored["methods"]["lookup"]["rho"] = 1.0  # a setting that there was, and that did nothing
+    (out / "run.json").write_text(json.dumps(stored))
+    claim(True)
+    stored["methods"]["lookup"]["rho"] = 1.1
+    (out / "run.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"other arguments: methods\.lookup\.rho was 1\.1, not null"):
+        claim(True)
+    del stored["methods"]["lookup"]["rho"]
     stored["versions"]["torch"] = "0.1"
     (out / "run.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r'other arguments: versions\.torch was "0\.1", not '):

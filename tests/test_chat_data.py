@@ -26,7 +26,7 @@ from forerun.train.loop import TrainConfig
 from forerun.train.parts import in_parts
 from forerun.train.states import StoredStates, save_states
 from forerun.train.texts import of_chats, of_windows
-from forerun.train.chat_data import STRETCH
+from forerun.zoo.corpus import STRETCH
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"

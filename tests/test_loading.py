@@ -31,7 +31,7 @@ from forerun.cli import main
 from forerun.drafters.chain import ChainDrafter
 from forerun.generation import Generation, Request
 from forerun.lengths import FixedLength
-from forerun.loading import check_tokenizers, load_head, load_model, load_pre_verifier
+from forerun.loading import check_tokenizers, load_config, load_head, load_model, load_pre_verifier
 from forerun.methods import AR, SD
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
@@ -369,6 +369,8 @@ CLAIMS = [
     ({"intermediate_size": 10**8}, r"is \[32, 100000000\], and in its file \[32, 64\]"),
     ({"num_hidden_layers": 10**9}, "claims 1000000000 layers and its files have 21 tensors"),
     ({"num_hidden_layers": 3}, "no weights for model.layers.2.input_layernorm.weight and 8 more"),
+    ({"num_hidden_layers": 10**12}, "claims 1000000000000 layers and its files have 21 tensors"),
+    ({"max_position_embeddings": 10**12}, "claims 1000000000000 positions; at most 16777216 are possible"),
 ]
 
 
@@ -384,6 +386,30 @@ def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "restore", fail)
     for layer in (HiddenDrafter, PreVerifier):
         monkeypatch.setattr(layer, "from_pretrained", fail)
+
+
+@pytest.mark.parametrize("weights", ["safetensors", "bin"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_very_many_layers_are_refused_before_there_is_a_list_of_them(
+    nested: bool, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2's configuration makes a list with an entry a layer."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise AssertionError("the configuration is made")
+
+    tiny("qwen2").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("layer_types", None)
+    config["num_hidden_layers"] = 10**12
+    path.write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": config} if nested else config))
+    if weights == "bin":
+        (tmp_path / "model.safetensors").unlink()
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", fail)
+    for load in (load_config, load_model):
+        with pytest.raises(ValueError, match=r"^cannot load target '.*': .* claims 1000000000000 layers(;| and)"):
+            load(tmp_path, "target")
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -436,6 +462,7 @@ def test_models_quantised_by_others_are_taken_at_their_word(copies: Path) -> Non
         ({"num_hidden_layers": 2}, r"do not fit its configuration \(layers\.1"),
         ({"kind": "medusa", "states": 10**9}, "claims 1000000000 layers"),
         ({"kind": "medusa"}, r"do not fit its configuration \("),
+        ({"max_position_embeddings": 10**12}, "claims 1000000000000 positions; at most 16777216 are possible"),
     ],
 )
 def test_a_head_that_claims_other_sizes_than_its_file_has_is_refused(

@@ -29,6 +29,7 @@ from forerun.model import CausalLM
 from forerun.runtime.heads import head_rows
 from forerun.train.head_losses import measure
 from forerun.train.heads import HeadRecipe
+from forerun.train.judged import judged
 from forerun.train.texts import of_windows
 
 TURN = 12  # the usual language says 0, 1, .., 11, 0, ..
@@ -273,7 +274,9 @@ def test_training_has_the_same_places(kind: str) -> None:
     }[kind]()
     judge, windows = CausalLM(target), torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)])
     recipe = HeadRecipe(prompt=16, output=24, unroll=4)
-    found = measure(made, judge, head_rows(judge, made.hot, SIZE), of_windows(windows.numpy(), 16), recipe)
+    texts = of_windows(windows.numpy(), 16)
+    recall = judged(judge, texts, made.config.feature)
+    found = measure(made, judge, head_rows(judge, made.hot, SIZE), texts, recall, recipe)
     assert found["survival"] == [1.0] * 4
     assert (found["without_information"] == [1.0] * 4) == (kind != "token information")
 
@@ -286,13 +289,13 @@ def pair(wrong: dict[int, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
     return model(cycle(range(TURN))), model(cycle(range(TURN)) | wrong)
 
 
-def test_thresholds_grow_with_rho() -> None:
-    """A layer that says 0.6 of everything: with blocks of 2 the third threshold of 0.5, 0.55, 0.605 ends a draft."""
+def test_a_threshold_ends_drafts_behind_a_block() -> None:
+    """A layer that says 0.6 of everything, with blocks of 2."""
     target, draft = pair({})
     said = layer(target, draft, log(0.6 / 0.4))
-    for rho, length in ((1.0, 10), (1.1, 6), (1.25, 4), (0.9, 10)):
+    for threshold, length in ((0.0, 10), (0.59, 10), (0.61, 2), (1.0, 2)):
         for score in ("last", "mean", "min"):
-            method = Pacer(block=2, threshold=0.5, rho=rho, score=score, most=10)
+            method = Pacer(block=2, threshold=threshold, score=score, most=10)
             done = run(target, method, draft=draft, pre_verifier=said)
             assert {step.drafted for _, step in rooted(done, [0])} == {length}
 

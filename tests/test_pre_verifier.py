@@ -226,8 +226,8 @@ def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings)
     layer = random_layer(seed=seed, draft_size=4, token_size=4, **settings)
     embeddings = torch.nn.Embedding(4, 4)
     if rule == "auto":
-        return PacerStop(layer, embeddings, block, most, rho=1.05, costs=always(COSTS))
-    return PacerStop(layer, embeddings, block, most, 0.45, 1.05, rule)
+        return PacerStop(layer, embeddings, block, most, costs=always(COSTS))
+    return PacerStop(layer, embeddings, block, most, 0.45, rule)
 
 
 def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **options) -> tuple[Any, list[Generation]]:
@@ -338,8 +338,7 @@ def law_by_hand(scores: Tensor) -> list[float]:
 @pytest.mark.parametrize("names", [INPUTS, *([name] for name in INPUTS)], ids=lambda names: "+".join(names))
 def test_the_layer_is_given_what_it_is_to_see(names: Sequence[str]) -> None:
     """Its every output recomputed from the text, by transformers' own forwards and torch's form of the layer: echoes,
-    the target's state at the root, the draft's states, runs of accepted tokens. And every stop from the outputs, with
-    a threshold that changes along the draft."""
+    the target's state at the root, the draft's states, runs of accepted tokens. And every stop from the outputs."""
     torch.manual_seed(1)
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
@@ -347,8 +346,8 @@ def test_the_layer_is_given_what_it_is_to_see(names: Sequence[str]) -> None:
     with torch.no_grad():
         layer.leave.bias.fill_(0.2)
     embeddings = draft.get_input_embeddings()
-    block, threshold, rho = 3, 0.62, 0.8
-    policy = Watching(layer, embeddings, block, 9, threshold, rho)
+    block, threshold = 3, 0.5
+    policy = Watching(layer, embeddings, block, 9, threshold)
     (steps,) = decode(CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)])
     text = [5, 6, 7, 5, 6, *tokens_of(steps)]
     runs, end, ends, seen = [0.0, USUAL, USUAL], 5, set(), 0
@@ -376,9 +375,8 @@ def test_the_layer_is_given_what_it_is_to_see(names: Sequence[str]) -> None:
         torch.testing.assert_close(torch.tensor([output]), expected[:, :asked], rtol=2e-3, atol=2e-3)
         for last in range(block, asked + 1, block):
             alive = float(survival[0, last - 1])
-            least = threshold * rho ** (last // block - 1)
-            if abs(alive - least) > 1e-3:
-                assert (alive < least) == (last == len(tokens))
+            if abs(alive - threshold) > 1e-3:
+                assert (alive < threshold) == (last == len(tokens))
         ends.add(len(tokens))
         runs[0] += accepted
         runs = [0.0, *runs[:2]] if rejected else [runs[0] + 1, *runs[1:]]
@@ -416,7 +414,7 @@ def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
     """Against a replay, draft by draft."""
     traces = np.random.default_rng(0).random((40, 11)).astype(np.float32) ** 0.3
     traces = traces.cumprod(-1)
-    block, rho = 2, 1.1
+    block = 2
 
     batches = traces[:, None]
     if rows > 1:
@@ -430,13 +428,13 @@ def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
                 done += block
                 part = said[:, done - block : done]
                 value = {"last": part[:, -1], "mean": part.mean(-1), "min": part.min(-1)}[score]
-                if value.mean() < threshold * rho ** (done // block - 1):
+                if value.mean() < threshold:
                     break
             tokens += 1 + said[:, :done].sum() / rows
             spent += done * COSTS.drafting(rows) + COSTS.verify(rows * (done + 1)) + COSTS.policy * (done // block)
         return tokens / spent
 
-    found, tokens_per_ms = best_threshold(traces, block, rho, SCORES[score], COSTS, rows)
+    found, tokens_per_ms = best_threshold(traces, block, SCORES[score], COSTS, rows)
     assert rate(found) >= max(rate(threshold) for threshold in np.linspace(0.02, 0.98, 97)) * 0.99
     assert rate(found) > 1.02 * min(rate(0.02), rate(0.98))
     assert tokens_per_ms == pytest.approx(rate(found) * rows, rel=1e-4)
@@ -447,9 +445,9 @@ def test_the_automatic_block_is_the_best() -> None:
     last = SCORES["last"]
     for mode, traces, costs in (("greedy", "greedy", COSTS), ("sampled", "sampled", COSTS.sampled)):
         alive, products = policy.layer.traces[traces][..., :9]
-        rates = {block: best_threshold(alive, block, 1.05, last, costs) for block in BLOCKS}
+        rates = {block: best_threshold(alive, block, last, costs) for block in BLOCKS}
         glancing = replace(costs, policy=costs.glance)
-        rates[0] = best_threshold(alive, 1, 1.0, last, glancing, 1, products)
+        rates[0] = best_threshold(alive, 1, last, glancing, 1, products)
         block, threshold, _ = policy.settings(mode, 1)
         assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
@@ -537,7 +535,7 @@ def test_dear_drafts_are_shorter() -> None:
 
     dear = Costs(COSTS.target, {1: 3.0})
     free = Costs({1: 4.0}, {1: 0.0})
-    shortest, longest = (best_threshold(traces, 1, 1.0, SCORES["last"], costs)[0] for costs in (dear, free))
+    shortest, longest = (best_threshold(traces, 1, SCORES["last"], costs)[0] for costs in (dear, free))
     assert longest < 0.1 < 0.8 < shortest
 
 
@@ -614,7 +612,7 @@ def test_equality_on_real_models(architecture: str, method: Pacer | SpecDec) -> 
 
 def test_settings_are_checked() -> None:
     assert method("pacer", threshold=None).needs_costs
-    for options in ({"block": 0}, {"threshold": 2.0}, {"score": "max"}, {"most": 0}, {"rho": -1}):
+    for options in ({"block": 0}, {"threshold": 2.0}, {"score": "max"}, {"most": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             method("pacer", **options)
 

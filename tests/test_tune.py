@@ -26,7 +26,7 @@ from forerun.cli import main
 from forerun.costs import Costs
 from forerun.engine import Step
 from forerun.loading import load_model
-from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Lyanna, Method
+from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Lyanna, Method, Pacer, PacerEagle
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.profiles import Choice, Pair, find, pair_of, read, save
@@ -191,8 +191,10 @@ def test_methods_with_a_trained_layer_need_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_methods_with_a_head_need_it_and_cost_what_it_costs() -> None:
-    assert not {"lyanna", "pacer-lyanna"} & {method.name for method in candidates(True).values()}
+    assert not {"lyanna", "pacer-lyanna", "pacer-eagle"} & {method.name for method in candidates(True).values()}
     assert {method.name for method in candidates(False, layers=["lyanna"]).values()} >= {"lyanna", "pacer-lyanna"}
+    with_eagle = {method.name for method in candidates(False, layers=["eagle"]).values()}
+    assert "pacer-eagle" in with_eagle and not {"lyanna", "pacer-lyanna"} & with_eagle
     prices = Prices(Costs({1: 5.0, 9: 9.0}, {1: 1.0}, head={1: 0.25}), step_ms=1.0)
     drafted = step(1, 8, forwards=4)
     assert prices.step("lyanna", drafted) == 9 + 1 + 4 * 0.25 and prices.step("sd", drafted) == 9 + 1 + 4 * 1.0
@@ -258,6 +260,19 @@ def test_a_profile_comes_back_as_it_was(own_home: Path) -> None:
     both = read(path)
     assert both.greedy == found.greedy and both.versions == {"torch": "3"}
     assert both.choice(0.7) == a_choice(Cumulative(0.6), 1.0) and both.choice(0) == found.greedy
+
+
+def test_a_profile_with_a_setting_that_is_gone_is_read_where_it_changed_nothing(own_home: Path) -> None:
+    path = save(PAIR, "greedy", a_choice(Pacer(block=2)), COSTS, {})
+    raw = json.loads(path.read_text())
+    raw["greedy"]["settings"]["rho"], raw["greedy"]["tuned"]["pacer"] = 1.0, {"block": 2, "rho": 1.0}
+    path.write_text(json.dumps(raw))
+    found = read(path).greedy
+    assert found is not None and found.build() == Pacer(block=2) and found.tuned["pacer"] == {"block": 2}
+    raw["greedy"]["settings"]["rho"] = 1.1
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="no setting 'rho'"):
+        read(path)
 
 
 def test_a_write_that_fails_leaves_the_old_profile(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +497,13 @@ def test_tune_with_a_head(folder: Path, own_home: Path, tmp_path: Path) -> None:
     profile = read(path)
     save(profile.pair, "greedy", replace(a_choice(Lyanna()), head=found["head"]), profile.costs, profile.versions)
     assert load(str(folder / "target"), device="cpu").method == Lyanna()
+    random_head(target, kind="eagle").save_pretrained(tmp_path / "eagle")
+    save(profile.pair, "sampling", replace(a_choice(PacerEagle()), head=str(tmp_path / "eagle")), profile.costs, {})
+    both = load(str(folder / "target"), device="cpu")  # a decoder has one head: that of greedy decoding
+    assert both.method == both.method_for(greedy=False) == Lyanna() and both.head is not None
+    save(profile.pair, "greedy", replace(a_choice(Lookup()), head=found["head"]), profile.costs, {})
+    other = load(str(folder / "target"), device="cpu")  # each choice has its own head
+    assert other.method == Lookup() and other.method_for(greedy=False) == PacerEagle()
     wrong = forerun(own_home, *asked, "--head", str(tmp_path))
     assert (
         wrong.returncode == 2 and f"--head takes the folder of a trained head, and '{tmp_path}' is none" in wrong.stderr

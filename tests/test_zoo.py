@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+from toys import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
 from forerun.api import Decoder
 from forerun.methods import METHODS
+from forerun.train.chats import SPLITS
 from forerun.zoo import FOLDER
-from forerun.zoo.corpus import held_out_prompts, source_files, split_of
+from forerun.zoo.corpus import STRETCH, held_out_prompts, sharing, source_files, split_of
 from forerun.zoo.quantise import WEIGHTS, load_quantised, pack6, quantise, save_quantised, unpack6
 
 
@@ -51,6 +54,38 @@ def test_held_out_prompts_come_from_test_files_only(pair: Decoder) -> None:
         assert text.lstrip().startswith(("def ", "class "))
         assert text in texts
     assert prompts[:5] == held_out_prompts(pair.tokenizer, "test", count=5)
+
+
+def test_texts_that_share_a_stretch_are_found() -> None:
+    """Against a search for every stretch, on texts of few characters and short stretches, where much is shared."""
+    random = Random(0)
+    for _ in range(300):
+        length = random.randint(1, 9)
+        texts, others = ([random.choices("ab", k=random.randint(0, 40)) for _ in range(5)] for _ in range(2))
+        texts, others = (["".join(each) for each in rows] for rows in (texts, others))
+        shared = {other[at : at + length] for other in others for at in range(len(other) - length + 1)}
+        expected = {i for i, text in enumerate(texts) if any(stretch in text for stretch in shared)}
+        assert sharing(texts, others, length) == expected
+
+
+def test_prompts_that_share_a_stretch_with_a_training_file_are_left_out(tmp_path: Path) -> None:
+    """One shares the least that counts, one a character less."""
+    names = {split: [name for name in map("{}.py".format, range(200)) if split_of(name) == split] for split in SPLITS}
+    letters = Random(0).choices("abcdefghij ", k=STRETCH)
+    far, near = "".join(letters[1:]), "".join(letters)
+    (tmp_path / names["train"][0]).write_text(f"1{near}2\n")
+    (tmp_path / names["validation"][0]).write_text(f"1{near}2\n")
+    for name, text in zip(names["test"], (far, near, "x"), strict=False):
+        (tmp_path / name).write_text(f"def {text}:\n{'    pass' * 20}\n")
+    tokenizer = tiny_tokenizer()
+
+    def prompts() -> set[str]:
+        rows = held_out_prompts(tokenizer, "test", tokens=140, root=tmp_path)
+        return {str(tokenizer.decode(row)).partition(":")[0] for row in rows}
+
+    assert prompts() == {f"def {far}", "def x"}
+    (tmp_path / names["train"][0]).unlink()  # what other held-out files hold does not matter
+    assert prompts() == {f"def {far}", f"def {near}", "def x"}
 
 
 @pytest.mark.parametrize("bits", [8, 6])

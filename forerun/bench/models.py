@@ -151,6 +151,26 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     return found
 
 
+def heads_of(
+    source: str, target: CausalLM, folder: Path | None, kinds: Sequence[str | None]
+) -> dict[str | None, HiddenLM]:
+    """Heads for a target, by kind: that of a folder first, then those of these kinds that come with forerun.
+
+    Raises ValueError for a folder's head that does not fit, or is of another kind.
+    """
+    found: dict[str | None, HiddenLM] = {}
+    if folder is not None:
+        head = load_head(folder, target)
+        if head.config.kind not in kinds:
+            wanted = " or ".join(map(str, kinds))
+            raise ValueError(f"the head '{folder}' is of the kind {head.config.kind!r}; it must be {wanted}")
+        found[head.config.kind] = HiddenLM(head, target)
+    for kind in kinds:
+        if kind not in found and (own := companion(source, kind)) is not None:
+            found[kind] = HiddenLM(load_head(own, target, kind), target)
+    return found
+
+
 def load_peers(plan: Plan) -> Peers | None:
     """Models of transformers' own, where the plan has methods of theirs: nothing of ours has touched these."""
     theirs = [name for name, method in plan.methods.items() if method is None and not is_llama(name)]

@@ -24,7 +24,7 @@ from forerun.bench.roofline import read_costs
 from forerun.bench.runners import Run, decoder_run, forget_phrases
 from forerun.bench.timeline import plot_timeline, step_of
 from forerun.files import read_text, write_text
-from forerun.methods import Oracle, SeeingOracle
+from forerun.methods import GONE, Oracle, SeeingOracle
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.profiles import identity
@@ -145,7 +145,8 @@ def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
         before = None
     if not isinstance(before, dict):
         raise ValueError(f"{path} is damaged; give another --out")
-    was, now = dict(_leaves(before)), dict(_leaves(arguments))
+    was = {name: value for name, value in _leaves(before) if (name.rpartition(".")[2], value) not in GONE}
+    now = dict(_leaves(arguments))
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
             raise ValueError(

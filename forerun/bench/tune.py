@@ -21,7 +21,7 @@ from typing import Any
 from forerun.api import Decoder, bundled_layer
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import measure
-from forerun.bench.models import load_pair, load_prompts
+from forerun.bench.models import heads_of, load_pair, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.prices import Prices, kind
 from forerun.bench.records import Records
@@ -29,14 +29,13 @@ from forerun.bench.report import provenance, summary, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.bench.search import FINALISTS, calibrate, finalists, screen, singly
 from forerun.costs import Costs
-from forerun.loading import load_config, load_head, load_pre_verifier
-from forerun.methods import AR, METHODS, Lyanna, Method, Pacer
+from forerun.loading import load_config, load_pre_verifier
+from forerun.methods import AR, METHODS, Lyanna, Method, Pacer, PacerEagle
 from forerun.model import context_of
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import Choice, pair_of, save
-from forerun.runtime.costs import measure_costs
-from forerun.runtime.heads import HiddenLM
-from forerun.zoo import companion, own_draft
+from forerun.runtime.costs import head_costs, measure_costs
+from forerun.zoo import own_draft
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
 # they have one, is there.
@@ -52,6 +51,7 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "lookahead": {"window": (0, 3)},
     "lyanna": {"depth": (4, 8, 12)},
     "pacer-lyanna": {"block": (2, 4), "width": (1, 2)},
+    "pacer-eagle": {"block": (1, 2), "width": (1, 2)},
 }
 CALIBRATION = 0.1  # share of the budget for the times that the cost table lacks
 SCREENING = 0.6  # share of the budget until the finalists are known
@@ -151,10 +151,10 @@ def tune(
     layers: dict[str | None, PreVerifier] = {}
     if (folder := pre_verifier or folder) is not None and draft is not None:
         layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)
-    heads: dict[str | None, HiddenLM] = {}
-    if (source := head or companion(plan.target, Lyanna.head)) is not None:
-        heads[Lyanna.head] = HiddenLM(load_head(source, target, Lyanna.head), target)
-    costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
+    heads = heads_of(plan.target, target, head, (Lyanna.head, PacerEagle.head))
+    costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
+    tables = {each: replace(costs, head=head_costs(own)) for each, own in heads.items()}
+    costs = next(iter(tables.values()), costs)  # where heads of two kinds differ, calibration says how much
     trained = [*layers, *heads]
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
@@ -163,7 +163,7 @@ def tune(
         layer, drafting = layers.get(method.layer), draft if method.needs_draft else None
         own: Any = {"pre_verifier": layer, "head": heads.get(method.head)}
         decoder = Decoder(target, None, drafting, method, guard=False, prefix_bytes=0, **own)
-        decoder.costs = costs
+        decoder.costs = tables.get(method.head, costs)
         return decoder_run(decoder, params, close)
 
     params = replace(plan.params(), top_p=top_p)
@@ -229,7 +229,8 @@ def tune(
             "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         },
         pre_verifier=str(pre_verifier.resolve()) if pre_verifier is not None else None,
-        head=str(head.resolve()) if head is not None else None,
+        # Not beside a method that drafts with another.
+        head=str(head.resolve()) if head is not None and chosen.head in (None, next(iter(heads))) else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
     pair = pair_of(
@@ -240,6 +241,7 @@ def tune(
         plan.weights,
         plan.draft_weights,
     )
+    costs = tables.get(chosen.head, costs)
     path = save(pair, "sampling" if plan.temperature else "greedy", choice, costs, versions())
     folders = {"pre_verifier": pre_verifier and pre_verifier.name, "head": head and head.name}
     return {

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from forerun.cli.chosen import as_message, check_chat, chosen_method, read_prompt
 from forerun.cli.common import (
-    METHOD_HELP,
     DeviceOption,
+    DraftOption,
     DraftWeightsOption,
     GammaOption,
+    HeadOption,
     MaxNewTokensOption,
     MethodArgOption,
+    MethodOption,
+    MinPOption,
+    PreVerifierOption,
+    RepetitionPenaltyOption,
     SeedOption,
+    StopOption,
     TemperatureOption,
     ThreadsOption,
+    TopKOption,
+    TopPOption,
     WeightsOption,
     hint,
     quiet,
+    sampling_params,
 )
 from forerun.cli.writing import Answer, Reading, as_object
-from forerun.params import SamplingParams
 from forerun.zoo import SMOLLM2
 
 
@@ -35,20 +42,20 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
-    method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
     gamma: GammaOption = None,
     method_arg: MethodArgOption = None,
     max_new_tokens: MaxNewTokensOption = 512,
     temperature: TemperatureOption = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 is all.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends an answer; repeatable.")] = None,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    stop: StopOption = None,
     seed: SeedOption = None,
-    pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")] = None,
-    head: Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna, eagle, medusa.")] = None,
+    pre_verifier: PreVerifierOption = None,
+    head: HeadOption = None,
     weights: WeightsOption = None,
     draft_weights: DraftWeightsOption = None,
     device: DeviceOption = None,
@@ -60,16 +67,7 @@ def chat(
     """Talk with a model. With a prompt or text on stdin: one answer. Else a conversation; /help lists its commands.
 
     Colours of tokens are those of `forerun generate`."""
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or [],
-        seed=seed,
-    )
+    params = sampling_params(locals())
     settings, is_named = chosen_method(target, draft, method, gamma, method_arg, pre_verifier, head)
     talks = prompt is None and sys.stdin.isatty()
     if talks and as_json:

@@ -10,6 +10,7 @@ import typer
 
 from forerun.kinds import check_kind
 from forerun.methods import METHODS, Method, method, parse_value
+from forerun.params import SamplingParams
 
 # Colour of a token by where it came from. What the target chose itself stays plain.
 STYLES = {
@@ -31,6 +32,11 @@ GammaOption = Annotated[int | None, typer.Option(help="Draft length of the metho
 MethodArgOption = Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopKOption = Annotated[int, typer.Option(help="0 is all.")]
+TopPOption = Annotated[float, typer.Option(help="1 is all.")]
+MinPOption = Annotated[float, typer.Option(help="0 is all.")]
+RepetitionPenaltyOption = Annotated[float, typer.Option(help="1 is none.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")]
 SeedOption = Annotated[
     int | None,
     typer.Option(
@@ -38,6 +44,9 @@ SeedOption = Annotated[
         "decoding. With it drafts are not left out while they do not pay (--guard)."
     ),
 ]
+DraftOption = Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")]
+PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
+HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna, eagle, medusa.")]
 DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),
@@ -84,6 +93,11 @@ def parse_method(name: str, gamma: int | None = None, settings: list[str] | None
             raise ValueError(f"--method-arg takes NAME=VALUE, not {setting!r}")
         options[key] = parse_value(name, key, value)
     return method(name, **options)
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """Of a command's options, its `locals()`, those that SamplingParams has. Raises ValueError for bad values."""
+    return SamplingParams(**{name: options[name] for name in SamplingParams.__dataclass_fields__ if name in options})
 
 
 def quiet(threads: int | None = None) -> None:

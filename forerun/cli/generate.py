@@ -11,24 +11,32 @@ import typer
 
 from forerun.cli.chosen import as_message, check_chat, chosen_method, read_prompt
 from forerun.cli.common import (
-    METHOD_HELP,
     DeviceOption,
+    DraftOption,
     DraftWeightsOption,
     DtypeOption,
     GammaOption,
     GuardOption,
+    HeadOption,
     MaxNewTokensOption,
     MethodArgOption,
+    MethodOption,
+    MinPOption,
+    PreVerifierOption,
+    RepetitionPenaltyOption,
     SeedOption,
+    StopOption,
     TemperatureOption,
     ThreadsOption,
+    TopKOption,
+    TopPOption,
     TrustOption,
     WeightsOption,
     hint,
     quiet,
+    sampling_params,
 )
 from forerun.cli.writing import Answer, Reading, as_object
-from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED
 
 
@@ -42,21 +50,21 @@ def generate(
     target: Annotated[
         str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
     ] = EMBEDDED,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
-    method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
     gamma: GammaOption = None,
     method_arg: MethodArgOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: TemperatureOption = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 is all.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    stop: StopOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
     seed: SeedOption = None,
-    pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")] = None,
-    head: Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna, eagle, medusa.")] = None,
+    pre_verifier: PreVerifierOption = None,
+    head: HeadOption = None,
     phrases: Annotated[
         Path | None, typer.Option(help="Keep phrases here: read if the file is there, written at the end.")
     ] = None,
@@ -77,17 +85,7 @@ def generate(
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected."""
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or [],
-        ignore_eos=ignore_eos,
-        seed=seed,
-    )
+    params = sampling_params(locals())
     settings, is_named = chosen_method(target, draft, method, gamma, method_arg, pre_verifier, head)
     if system is not None and not chat:
         raise ValueError("--system is for --chat")

@@ -17,6 +17,7 @@ from forerun.cli.common import (
     DtypeOption,
     TemperatureOption,
     ThreadsOption,
+    TopPOption,
     TrustOption,
     WeightsOption,
     quiet,
@@ -35,7 +36,7 @@ def tune(
     ] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     temperature: TemperatureOption = 0.0,
-    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
+    top_p: TopPOption = 1.0,
     data: Annotated[
         Path | None,
         typer.Option(help="Prompts of yours, a .jsonl file as for bench; held-out Python code by default."),

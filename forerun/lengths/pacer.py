@@ -36,7 +36,6 @@ SCORES: dict[str, Callable[[Array], Array]] = {
 def best_threshold(
     traces: Array,
     block: int,
-    rho: float,
     score: Callable[[Array], Array],
     costs: Costs,
     rows: int = 1,
@@ -65,7 +64,7 @@ def best_threshold(
     prices = (prices + costs.policy * np.arange(1, blocks + 1)) / rows
     best, found = 0.0, 0.5
     for threshold in np.linspace(0.02, 0.98, 49):
-        stops = scores < threshold * rho ** np.arange(blocks)
+        stops = scores < threshold
         stops[:, -1] = True
         at = stops.argmax(-1)
         rate = float(tokens[np.arange(len(at)), at].sum() / prices[at].sum())
@@ -94,8 +93,8 @@ class _Past:
 
 
 class PacerStop(LengthPolicy):
-    """Drafts in blocks of `block` tokens, at most `most`; stops after the k-th block (from 0) if the `score` of its
-    tokens' survival is below `threshold * rho ** k`.
+    """Drafts in blocks of `block` tokens, at most `most`; stops behind a block if the `score` of its tokens' survival
+    is below `threshold`.
 
     Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or sampled, by
     the table of costs and the number of rows (`best_threshold`). Without a block as well it takes the best of BLOCKS.
@@ -111,13 +110,12 @@ class PacerStop(LengthPolicy):
         block: int | None,
         most: int,
         threshold: float | None = None,
-        rho: float = 1.0,
         score: str = "last",
         costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
     ) -> None:
         """`costs` gives the table for rows of a mode, so many of which stop together; None: there is none."""
         self.layer, self.embeddings, self.most = quick(layer), embeddings, most
-        self.block, self.threshold, self.rho, self.score, self.costs = block, threshold, rho, score, costs
+        self.block, self.threshold, self.score, self.costs = block, threshold, score, costs
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
         self.echoing, self.embedding = "echoes" in inputs, "token" in inputs
@@ -160,14 +158,14 @@ class PacerStop(LengthPolicy):
         blocks = BLOCKS if self.block is None else (self.block,)
         costs = costs if greedy else costs.sampled
         known = self.layer.thresholds
-        key = repr(costs), greedy, count, blocks, self.most, self.rho, self.score
+        key = repr(costs), greedy, count, blocks, self.most, self.score
         if key not in known:
             traces, products = self.layer.traces["greedy" if greedy else "sampled"][..., : self.most]
             score = SCORES[self.score]
-            found = {block: best_threshold(traces, block, self.rho, score, costs, count) for block in blocks}
+            found = {block: best_threshold(traces, block, score, costs, count) for block in blocks}
             if len(blocks) > 1:
                 glancing = replace(costs, policy=costs.glance)
-                found[0] = best_threshold(traces, 1, 1.0, SCORES["last"], glancing, count, products)
+                found[0] = best_threshold(traces, 1, SCORES["last"], glancing, count, products)
             block = max(found, key=lambda block: found[block][1])
             known[key] = block, found[block][0]
         return *known[key], greedy
@@ -223,8 +221,7 @@ class BlockRule(LengthRule):
         if look.depth >= self.policy.most:
             return [False] * len(look.tokens)
         output = self._ask(look)
-        least = min(self.threshold * self.policy.rho ** (look.depth // self.block - 1), 1.0)
-        score = SCORES[self.policy.score]
+        least, score = self.threshold, SCORES[self.policy.score]
         if not self.policy.layer.acceptance:  # the output is logits
             if self.together > 1 or self.policy.score == "mean":
                 output = 1 / (1 + np.exp(-output))

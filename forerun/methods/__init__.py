@@ -52,6 +52,7 @@ Method = (
     | SeeingOracle
 )
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in get_args(Method)}
+GONE = (("rho", 1.0),)  # settings that there were, with the values that changed nothing
 
 
 def method(name: str | Method, **options: Any) -> Method:
@@ -67,6 +68,11 @@ def method(name: str | Method, **options: Any) -> Method:
     if unknown:
         raise ValueError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
     return METHODS[name](**options)
+
+
+def still_there(settings: dict[str, Any]) -> dict[str, Any]:
+    """A file's settings of a method, without those that are gone where these changed nothing."""
+    return {key: value for key, value in settings.items() if (key, value) not in GONE}
 
 
 def parse_value(name: str, key: str, value: str) -> int | float | bool | str | None:

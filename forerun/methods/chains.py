@@ -67,13 +67,12 @@ class Pacer(Drafting):
 
     A block of None ("auto") is the best size by the table of costs; 4 where a threshold is given.
 
-    After the k-th block (from 0) it stops where the `score` of its tokens' survival, their last, mean or min, is
-    below `threshold * rho ** k`; a threshold of None ("auto") is the best one by the table of costs.
+    It stops behind a block where the `score` of its tokens' survival, their last, mean or min, is below `threshold`; a
+    threshold of None ("auto") is the best one by the table of costs.
     """
 
     block: int | None = None
     threshold: float | None = None
-    rho: float = 1.0
     score: str = "last"
     most: int = 32
     name: ClassVar[str] = "pacer"
@@ -85,7 +84,6 @@ class Pacer(Drafting):
             at_least("block", self.block, 1)
         if self.threshold is not None:
             between("threshold", self.threshold, 0, 1)
-        between("rho", self.rho, 0, 10)
         if self.score not in ("last", "mean", "min"):
             raise ValueError(f"score must be last, mean or min, not {self.score!r}")
         at_least("most", self.most, 1)
@@ -104,7 +102,6 @@ class Pacer(Drafting):
             self.block,
             self.most,
             self.threshold,
-            self.rho,
             self.score,
             lambda mode, rows: self.costs(parts, mode, rows),
         )

@@ -31,10 +31,9 @@ from forerun.requests import requests
 from forerun.train.chats import SPLITS, Conversation
 from forerun.train.loop import claim
 from forerun.train.states import answered, save_states
-from forerun.zoo.corpus import source_files, split_of
+from forerun.zoo.corpus import STRETCH, source_files, split_of
 
 ROWS = 64  # decoded together
-STRETCH = 80  # characters that texts of two splits must not share
 OF_A_FILE = 8  # questions about one file's functions
 ASKED = (
     "What does this Python function do?\n\n{}",

@@ -7,9 +7,11 @@ version stay held out on every other.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "validation", "test"]
+STRETCH = 80  # characters that texts of two splits must not share
 
 # Tables and generated text: they teach digits and escapes, not code.
 EXCLUDED = ("site-packages/", "encodings/", "pydoc_data/", "test/cjkencodings/", "lib2to3/tests/data/")
@@ -34,9 +37,9 @@ def source_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, 
     `root` is any source tree; by default this interpreter's standard library, with its tests where installed.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(_python_files(root)):
         relative = path.relative_to(root).as_posix()
-        if split_of(relative) != split or any(part in relative for part in EXCLUDED):
+        if split_of(relative) != split:
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -44,6 +47,15 @@ def source_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, 
             continue
         if text.strip():
             yield relative, text
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """All that are not in EXCLUDED folders, which may hold far more than the library."""
+    for folder, folders, names in os.walk(root):
+        if any(part in f"{Path(folder).relative_to(root).as_posix()}/" for part in EXCLUDED):
+            folders.clear()
+        else:
+            yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def held_out_prompts(
@@ -55,7 +67,8 @@ def held_out_prompts(
 ) -> list[list[int]]:
     """Prompts of `tokens` token ids from files of a split, one a file.
 
-    Each begins at a function or class, picked by the hash of the file's path: the same for the same Python.
+    Each begins at a function or class, picked by the hash of the file's path: the same for the same Python. Those that
+    share a stretch of STRETCH characters with a file of the training split are left out.
     """
     return [ids for _, _, ids in _prompts(tokenizer, split, tokens, root)[:count]]
 
@@ -73,12 +86,42 @@ def _prompts(
     tokenizer: PreTrainedTokenizerBase, split: Split, tokens: int, root: Path | None
 ) -> list[tuple[int, str, list[int]]]:
     """(hash, file, token ids) of every prompt, in hash order, so that the first few are not all of one package."""
-    prompts = []
+    prompts, shown = [], []
     for relative, text in source_files(split, root):
         digest = int.from_bytes(hashlib.sha256(f"prompt {relative}".encode()).digest()[:4], "big")
         starts = [match.start() for match in re.finditer(r"^ *(?:def|class) ", text, re.MULTILINE)]
         if starts:
-            ids = tokenizer(text[starts[digest % len(starts)] :], add_special_tokens=False)["input_ids"]
+            text = text[starts[digest % len(starts)] :]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) >= tokens:
                 prompts.append((digest, relative, ids[:tokens]))
-    return sorted(prompts)
+                length = len(tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False))
+                shown.append(text[:length])
+    known = sharing(shown, (text for _, text in source_files("train", root)))
+    return sorted(prompt for number, prompt in enumerate(prompts) if number not in known)
+
+
+def sharing(texts: Sequence[str], others: Iterable[str], length: int = STRETCH) -> set[int]:
+    """Which of the texts, by number, have a stretch of `length` characters in common with one of the others.
+
+    Cut another text into pieces of half that length: a common stretch covers one of them. So only these are looked up.
+    """
+    piece = (length + 1) // 2
+    places: dict[str, list[tuple[int, int]]] = {}
+    for number, text in enumerate(texts):
+        for start in range(len(text) - piece + 1):
+            places.setdefault(text[start : start + piece], []).append((number, start))
+    found: set[int] = set()
+    for other in others:
+        for begin in range(0, len(other) - piece + 1, piece):
+            for number, start in places.get(other[begin : begin + piece], ()):
+                if number not in found and _around(texts[number], start, other, begin, length) >= length:
+                    found.add(number)
+    return found
+
+
+def _around(text: str, start: int, other: str, begin: int, most: int) -> int:
+    """How many characters two texts have in common around two places, so many to each side at most."""
+    ahead = text[start : start + most], other[begin : begin + most]
+    behind = text[max(0, start - most) : start][::-1], other[max(0, begin - most) : begin][::-1]
+    return sum(len([*takewhile(lambda pair: pair[0] == pair[1], zip(*each, strict=False))]) for each in (ahead, behind))
