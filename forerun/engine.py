@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from time import perf_counter
@@ -11,7 +12,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from forerun.draft import Draft
 from forerun.generation import Generation, Request
+from forerun.logprobs import Logprob, logprobs_of
 from forerun.model import CausalLM
 from forerun.sampling import Verdict
 from forerun.steps import Drafter, Proposal, Step
@@ -20,6 +23,7 @@ from forerun.verify import committed, judge, origins, scores_behind
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 
 CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
+SCORED = 128  # most tokens of a chunk whose logits are wanted
 
 
 class QueueFullError(RuntimeError):
@@ -76,6 +80,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether anything runs or waits."""
         return bool(self.running or self.waiting or self._prefilling or self.outbox)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a prompt is being read: its request neither waits nor runs."""
+        return self._prefilling is not None
 
     def new_id(self) -> int:
         """An id for `add`, for who must know it before the request is there."""
@@ -150,7 +159,7 @@ class Engine:
 
     def _step(self, seqs: list[Generation]) -> None:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
-        proposal = self.drafter.propose(seqs)
+        proposal = self._propose(seqs)
         drafts = proposal.drafts
         proposed = perf_counter()
         logits = self.target.forward(ids, drafts)
@@ -162,7 +171,11 @@ class Engine:
             0 if seq.error else seq.extend(committed(draft, verdict), partial(scores_behind, found, verdict))
             for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
         ]
-        self.drafter.observe(seqs, drafts, verdicts, self.target.hidden)
+        logprobs = [
+            self._logprobs(seq, row, verdict, count)
+            for seq, row, verdict, count in zip(seqs, logits, verdicts, counts, strict=True)
+        ]
+        self._observe(seqs, drafts, verdicts)
         self._add_features(seqs, verdicts)
         ended = {seq.id: row for seq, row in zip(seqs, logits, strict=True) if seq.finish_reason is not None}
         self._leave([seq for seq in seqs if seq.id in ended], [not row.sum().isfinite() for row in ended.values()])
@@ -186,14 +199,41 @@ class Engine:
                 drafted=draft.drafted,
                 tested=verdict.tested,
                 accepted=verdict.accepted,
+                logprobs=found,
+                prompt_logprobs=seq.prompt_logprobs,
+                waited=seq.waited or 0.0,
                 finish_reason=seq.finish_reason,
                 error=seq.error,
                 **shared,  # type: ignore[arg-type]
             )
-            for seq, draft, verdict, count in zip(seqs, drafts, verdicts, counts, strict=True)
+            for seq, draft, verdict, count, found in zip(seqs, drafts, verdicts, counts, logprobs, strict=True)
         ]
+        for seq in seqs:
+            seq.prompt_logprobs = None
         for id in ended:
             del self._begun[id]
+
+    def _propose(self, seqs: list[Generation]) -> Proposal:
+        drafted = [seq for seq in seqs if not seq.request.plain]
+        if len(drafted) == len(seqs):
+            return self.drafter.propose(seqs)
+        proposal = self.drafter.propose(drafted) if drafted else Proposal([])
+        found = iter(proposal.drafts)
+        drafts = [Draft.root(seq.tokens[-1]) if seq.request.plain else next(found) for seq in seqs]
+        return replace(proposal, drafts=drafts)
+
+    def _observe(self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        rows, hidden = [row for row, seq in enumerate(seqs) if not seq.request.plain], self.target.hidden
+        if rows:
+            states = None if hidden is None else [hidden[row] for row in rows]
+            self.drafter.observe(
+                [seqs[row] for row in rows], [drafts[row] for row in rows], [verdicts[row] for row in rows], states
+            )
+
+    def _logprobs(self, seq: Generation, logits: Tensor, verdict: Verdict, count: int) -> tuple[Logprob, ...]:
+        if seq.request.logprobs is None or not count:
+            return ()
+        return tuple(logprobs_of(logits[verdict.path[:count]], seq.tokens[-count:], seq.request.logprobs))
 
     # Joining.
 
@@ -211,6 +251,8 @@ class Engine:
             if self._prefilling is None:
                 seq = self._begun[self.waiting[0].id] = self.waiting[0]
                 self.waiting.popleft()
+                if seq.waited is None:
+                    seq.waited = perf_counter() - seq.asked
                 self._prefilling = seq, self._prefill(seq, self._chunk())
             seq, prefill = self._prefilling
             try:
@@ -245,11 +287,25 @@ class Engine:
                 seq.request.progress(self.target.prompt_read, len(seq.tokens))
             yield done
             begun = perf_counter()
+        if seq.request.prompt_logprobs and not seq.output:
+            yield from self._score_prompt(seq, min(chunk, SCORED))
         self.target.join(seq.id, self._reserve(seq))
         hidden = self.target.prompt_hidden
         if hidden is not None and self.target.prefixes is not None:
             self._features[seq.id] = [hidden]
-        yield from self.drafter.admit(seq, hidden, chunk)
+        if not seq.request.plain:
+            yield from self.drafter.admit(seq, hidden, chunk)
+
+    def _score_prompt(self, seq: Generation, chunk: int) -> Iterator[int]:
+        """The prompt's log probabilities, in a cache of its own: prefill makes no logits, and skips what is known."""
+        own, found, tokens = self.target.fresh(), list[Logprob](), seq.tokens
+        own.add(0, len(tokens))
+        for start in range(0, len(tokens) - 1, chunk):
+            part = tokens[start : min(start + chunk, len(tokens) - 1)]
+            (logits,) = own.extend([0], [part])
+            found += logprobs_of(logits, tokens[start + 1 : start + 1 + len(part)], seq.request.logprobs or 0)
+            yield len(part)
+        seq.prompt_logprobs = tuple(found)
 
     def _chunk(self) -> int:
         """Tokens of prefill between two steps: a power of two, so that few sizes are in use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from forerun.logprobs import Logprob
 from forerun.sampling import Sampler
 
 Mode = Literal["greedy", "sampled", "seeded"]
@@ -34,6 +36,10 @@ class Request:
             do not overlap.
         generator: source of random numbers, instead of one made from `seed` and `stream`.
         progress: called while the target reads the prompt, with the tokens read and how many there are.
+        plain: decode without drafts, whatever the engine's method.
+        logprobs: log probabilities of each token are wanted, with those of so many best ones in its place; None for
+            none. They are of the target's own law, before processors and temperature.
+        prompt_logprobs: those of the prompt are wanted too. It is run once more for that.
     """
 
     tokens: Sequence[int]
@@ -46,6 +52,9 @@ class Request:
     stream: int = 0
     generator: torch.Generator | None = None
     progress: Callable[[int, int], None] | None = None
+    plain: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -66,6 +75,8 @@ class Generation:
         finish_reason: None while it runs, then "stop" (end token, stop string or criterion), "length", "abort" or
             "error".
         error: what a user's processor or criterion raised.
+        waited: seconds in the queue; None while it is there.
+        prompt_logprobs: of the prompt's tokens behind the first, until its first step takes them.
     """
 
     def __init__(
@@ -83,6 +94,9 @@ class Generation:
             self.limit = max(min(self.limit, context), self.prompt_length + 1)
         self.sampler, self.eos = request.sampler, request.eos
         self.finish_reason: str | None = None
+        self.asked = perf_counter()
+        self.waited: float | None = None
+        self.prompt_logprobs: tuple[Logprob, ...] | None = None
         self._error: Exception | None = None
         self.generator = request.generator
         if self.generator is None and not self.sampler.greedy:

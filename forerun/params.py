@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
 from typing import Any
+
+from forerun.formats import form_of
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,18 @@ class SamplingParams:
         top_p: sample from the smallest set of tokens with this probability.
         min_p: leave out tokens less probable than this share of the most probable one.
         repetition_penalty: divides scores of tokens seen before; 1 is none.
+        presence_penalty, frequency_penalty: OpenAI's, from -2 to 2: taken from the scores of tokens that stand in the
+            output, once and for every time. The prompt does not count.
+        logit_bias: what is added to the scores of some token ids, from -100 to 100.
         stop: strings that end the text; none of them appears in it.
         ignore_eos: go on behind the end token.
         seed: makes sampling repeatable. Row i of a batch uses stream i of the seed, whatever its neighbours are.
             Streams of neighbouring seeds do not overlap (`forerun.generation.stream_seed`). None takes a seed from
             torch's own state.
+
+        response_format: the form that the output is to have, as OpenAI has it: {"type": "json_object"}, {"type":
+            "json_schema", "json_schema": {"schema": ...}}, {"type": "regex", "regex": ...} or {"type": "grammar",
+            "grammar": ...}. Needs the extra `grammar`.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -39,9 +48,13 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: str | tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, Integral, lambda n: n >= 1, "at least 1")
@@ -53,10 +66,20 @@ class SamplingParams:
         _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "between 0 and 1")
         _check("repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < inf, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), Real, lambda x: -2 <= x <= 2, "between -2 and 2")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must be numbers by token id, not {type(self.logit_bias).__name__}")
+        for token, bias in self.logit_bias.items():
+            _check("a token id of logit_bias", token, Integral, lambda n: n >= 0, "0 or more")
+            _check("logit_bias", bias, Real, lambda x: -100 <= x <= 100, "between -100 and 100")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.seed is not None:
             _check("seed", self.seed, Integral, lambda n: 0 <= n < 2**62, "0 or more and below 2**62")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if form_of(self.response_format) is not None and self.ignore_eos:
+            raise ValueError("ignore_eos cannot be given beside response_format, which says where the output ends")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")

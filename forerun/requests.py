@@ -21,9 +21,13 @@ from transformers import (
 )
 from transformers.generation import GenerationMode, logits_process
 
+from forerun.chat import turn_ends
+from forerun.formats import form_of
 from forerun.generation import Request
+from forerun.grammar import compiled, end_of
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
+from forerun.penalties import LogitBias, Penalties
 from forerun.sampling import Sampler
 from forerun.text import StopStrings
 
@@ -56,7 +60,8 @@ def requests(
     GenerationConfig is completed by the checkpoint's, as in transformers. It has no seed: torch's own state gives one.
 
     Raises:
-        ValueError: what the loop cannot do, stop strings without a tokenizer, no room behind a prompt.
+        ValueError: what the loop cannot do, stop strings without a tokenizer, no room behind a prompt, a response
+            format that cannot be used.
     """
     config, seed, ignore_eos = _config(params, target)
     check_processors(processors)
@@ -71,12 +76,19 @@ def requests(
         criteria.append(MaxTimeCriteria(config.max_time))
     if seed is None and config.do_sample and isinstance(params, GenerationConfig):
         seed = int(torch.randint(2**31, (1,)))
+    form = form_of(params.response_format) if isinstance(params, SamplingParams) else None
+    if form is not None:  # any of them ends such an output, in a chat or not
+        eos |= turn_ends(tokenizer) | end_of(tokenizer)
+    grammar_behind = compiled(form, tokenizer, eos) if form is not None else None
     found: list[Request] = []
-    sampler = None
+    sampler = grammar = None
     for i, row in enumerate(rows):
         # One sampler for all rows where prompts do not matter, so that rows can be sampled together.
         if sampler is None or not sampler.prefix_free:
-            own = LogitsProcessorList([for_row(each, i) for each in processors or ()])
+            own = LogitsProcessorList(_own_processors(params, len(row), target.vocab_size))
+            own += [for_row(each, i) for each in processors or ()]
+            grammar = grammar_behind(len(row)) if grammar_behind is not None else None
+            own += [grammar] if grammar is not None else []
             sampler = Sampler(not config.do_sample, target.processors(config, len(row), own))
         limit = len(row) + config.max_new_tokens if config.max_new_tokens is not None else config.max_length
         if limit <= len(row):
@@ -87,7 +99,7 @@ def requests(
                 max_new_tokens=limit - len(row),
                 sampler=sampler,
                 eos=eos,
-                stop=stops,
+                stop=stops if grammar is None else grammar.stop(stops),
                 criteria=criteria or None,
                 seed=seed,
                 stream=i,
@@ -157,6 +169,21 @@ def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
     return processor
+
+
+def _own_processors(
+    params: SamplingParams | GenerationConfig, prompt_length: int, vocab_size: int
+) -> list[LogitsProcessor]:
+    """Processors that transformers does not have. Raises ValueError for a bias on a token that there is not."""
+    found: list[LogitsProcessor] = []
+    if isinstance(params, SamplingParams):
+        if params.presence_penalty or params.frequency_penalty:
+            found.append(Penalties(params.presence_penalty, params.frequency_penalty, prompt_length))
+        if params.logit_bias:
+            if max(params.logit_bias) >= vocab_size:
+                raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
+            found.append(LogitBias(params.logit_bias))
+    return found
 
 
 def _config(params: SamplingParams | GenerationConfig, target: CausalLM) -> tuple[GenerationConfig, int | None, bool]:

@@ -56,6 +56,14 @@ _PREFIX_FREE = (
 )
 
 
+class Constraint(LogitsProcessor):
+    """A processor that forbids tokens behind some texts, and can say so beforehand (`forerun.grammar`)."""
+
+    def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
+        """How many tokens of a chain behind the tokens are allowed."""
+        raise NotImplementedError
+
+
 def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
     if type(processor) is not logits_process.TopPLogitsWarper:
         return processor
@@ -94,6 +102,18 @@ class Sampler:
             ids = torch.tensor([prefixes[i] for i in rows], device=scores.device)
             scores[rows] = self.processors(ids, scores[rows])  # type: ignore[arg-type]
         return scores
+
+    def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
+        """The beginning of a chain of point masses behind the tokens that no grammar forbids.
+
+        To leave out the rest is exact: the target's law has nothing for a forbidden token, so it is never accepted and
+        takes nothing from what is left of the law. For a token that was sampled from `q` this would not do, as the
+        residual lacks `q`; but such tokens come from laws that went through the same grammar.
+        """
+        for processor in self.processors or ():
+            if isinstance(processor, Constraint):
+                chain = chain[: processor.fitting(tokens, chain)]
+        return chain
 
     @property
     def is_argmax(self) -> bool:

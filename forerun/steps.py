@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.generation import Generation
+from forerun.logprobs import Logprob
 from forerun.sampling import Verdict
 
 
@@ -85,6 +86,9 @@ class Step:
         forward_seconds: of all these, inside forwards of the two models; what is left of `seconds` is overhead. On a
             GPU forwards return before they are done, and this is the time to start them.
         finish_reason: of the sequence, where this is its last step.
+        logprobs: of the tokens, where the request asks for them.
+        prompt_logprobs: of the prompt's tokens behind the first, on a sequence's first step, where it asks for them.
+        waited: seconds that the sequence stood in the queue.
         error: what a user's processor or criterion raised, where that ended it.
     """
 
@@ -103,5 +107,8 @@ class Step:
     verify_seconds: float = 0.0
     forward_seconds: float = 0.0
     seconds: float = 0.0
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] | None = None
+    waited: float = 0.0
     finish_reason: str | None = None
     error: Exception | None = None

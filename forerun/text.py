@@ -32,15 +32,15 @@ class StopStrings:
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         """Asked after every output token, with all tokens so far."""
-        last, tail = len(self._of(tokens[-1])), b""
+        last, tail = len(self.bytes_of(tokens[-1])), b""
         for token in reversed(tokens):
-            tail = self._of(token) + tail
+            tail = self.bytes_of(token) + tail
             if len(tail) >= last + self._longest - 1:
                 break
         before = len(tail) - last
         return last > 0 and any(tail.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self.strings)
 
-    def _of(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for."""
         found = self._bytes.get(token)
         if found is None:

@@ -49,7 +49,7 @@ class LookaheadDrafter:
         for seq in seqs:
             row, tree = self.rows[seq.id], Tree(Draft.root(seq.tokens[-1]))
             for phrase in row.pool.get(seq.tokens[-1], self.guesses):
-                tree.branch(0, phrase[: seq.room - 1], "phrase")
+                tree.branch(0, seq.sampler.fitting(seq.tokens, phrase[: seq.room - 1]), "phrase")
             row.window.plant(tree, 0, len(seq.tokens), seq.room - 1)
             drafts.append(tree.draft())
         return Proposal(drafts)

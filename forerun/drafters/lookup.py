@@ -58,5 +58,5 @@ class LookupDrafter(PlainDrafter):
                 # Where the match is near, what follows it is a period: go on with it.
                 period = len(tokens) - match
                 copied = [tokens[match + i % period] for i in range(depth)]
-                return Draft.chain(tokens[-1], copied, origin="lookup")
+                return Draft.chain(tokens[-1], seq.sampler.fitting(tokens, copied), origin="lookup")
         return Draft.root(tokens[-1])

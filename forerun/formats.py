@@ -1,0 +1,69 @@
+"""The form that output is to have, as OpenAI's `response_format` says it. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
+MOST = 2**18  # characters of a schema, an expression or a grammar
+
+
+def form_of(response_format: Any) -> tuple[str, str] | None:
+    """What a response format asks for: the kind ("json_schema", "regex" or "grammar") and its text; None for any text.
+
+    Args:
+        response_format: None or one of {"type": "text"}, {"type": "json_object"}, {"type": "regex", "regex": ...},
+            {"type": "grammar", "grammar": ...} (Lark, as llguidance has it, or llama.cpp's GBNF) and
+            {"type": "json_schema", "json_schema": {"schema": ...}}. A schema is a JSON schema, as a dict. Names,
+            descriptions and `strict` may stand beside it: the form is kept in any case.
+
+    Raises:
+        ValueError: another type or form, a schema that is no JSON, and texts of more than `MOST` characters.
+    """
+    if response_format is None:
+        return None
+    if not isinstance(response_format, Mapping):
+        raise ValueError(f"response_format must be a dict with a type, not {_short(response_format)}")
+    kind = response_format.get("type")
+    if kind not in TYPES:
+        raise ValueError(f"response_format.type must be one of {', '.join(TYPES)}, not {_short(kind)}")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return "json_schema", '{"type": "object"}'
+    if kind == "json_schema":
+        text: Any = _schema(response_format.get("json_schema"))
+    else:
+        text = response_format.get(kind)
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"response_format.{kind} must be a text that is not empty, not {_short(text)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"response_format.{kind} has half of a surrogate pair, which is no character") from None
+    if len(text) > MOST:
+        raise ValueError(f"response_format.{kind} has {len(text)} characters; at most {MOST} are allowed")
+    return str(kind), text
+
+
+def _schema(given: Any) -> str:
+    schema = given.get("schema") if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping) or not isinstance(schema, Mapping | bool):
+        raise ValueError(f"response_format.json_schema must be {{'schema': a JSON schema}}, not {_short(given)}")
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except RecursionError:
+        raise ValueError("response_format.json_schema.schema is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"response_format.json_schema.schema is no JSON: {str(error)[:100]}") from None
+
+
+def _short(value: Any) -> str:
+    """A value in an error message, bounded."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else value[:40] + "...")
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)[:40]
+    return f"a {type(value).__name__}"

@@ -1,0 +1,484 @@
+"""Structured output: the target's law restricted to a grammar, whatever is drafted, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from torch import Tensor
+from toys import (
+    COSTS,
+    LAYERS,
+    TableLM,
+    decode,
+    noisy_copy,
+    p_value,
+    random_head,
+    random_layer,
+    random_table,
+    random_tree,
+    tiny,
+    tiny_tokenizer,
+    tokens_of,
+)
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
+
+from forerun import Decoder, SamplingParams, formats
+from forerun.draft import Draft
+from forerun.drafters.chain import Chain, ChainDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.engine import Drafter, Proposal
+from forerun.generation import Generation, Request
+from forerun.lengths import FixedLength
+from forerun.methods import AR, SD, Lookahead, Lookup, Lyanna, Method, Ouroboros, Pacer, Parts
+from forerun.model import CausalLM
+from forerun.sampling import Sampler, next_tokens
+
+llguidance = pytest.importorskip("llguidance")
+grammar = pytest.importorskip("forerun.grammar")
+
+FITS, BROKEN = 1e-4, 1e-6
+
+
+def regex(text: str) -> dict[str, Any]:
+    return {"type": "regex", "regex": text}
+
+
+# Sampling: a vocabulary of six tokens, and a language small enough to be written down.
+
+END, NAMES = 0, ["", "a", "b", "c", "ab", "bc"]
+LANGUAGE = ("ca", "cab", "cb", "abab", "aba", "aac", "bb", "bba", "cc")
+ROWS, JOINT, NEW = 800, 4, 6
+PROMPT = [1, 2, 3, 2, 1, 2]  # behind which phrases can be looked up, allowed ones and others
+TARGET, DRAFT = random_table(6, 1, 1.3), random_table(6, 2, 1.3)
+
+
+@cache
+def letters() -> PreTrainedTokenizerFast:
+    vocab = {"<end>": END} | {name: token for token, name in enumerate(NAMES) if name}
+    backend = Tokenizer(models.BPE(vocab, [("a", "b"), ("b", "c")]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+def of_letters(start: int = len(PROMPT)) -> Any:
+    form = formats.form_of(regex("|".join(LANGUAGE)))
+    assert form is not None
+    return grammar.compiled(form, letters(), frozenset([END]))(start)
+
+
+def follows(text: str) -> list[int]:
+    """The tokens that may follow a text of the language: from its words alone."""
+    found = [token for token, name in enumerate(NAMES) if name and any(w.startswith(text + name) for w in LANGUAGE)]
+    return found + [END] * (text in LANGUAGE)
+
+
+@cache
+def expected() -> Tensor:
+    """[6] * JOINT: the exact law of the first tokens, filled up with end tokens."""
+
+    def law(tokens: list[int], text: str, left: int) -> Tensor:
+        if not left:
+            return torch.ones(())
+        if tokens[-1] == END and len(tokens) > len(PROMPT):
+            ended = torch.zeros([6] * left)
+            ended[(END,) * left] = 1.0
+            return ended
+        allowed = follows(text)
+        scores = torch.full((6,), -torch.inf)
+        scores[allowed] = TARGET[tokens[-2], tokens[-1]][allowed]
+        rest = [
+            law([*tokens, token], text + NAMES[token], left - 1) if token in allowed else torch.zeros([6] * (left - 1))
+            for token in range(6)
+        ]
+        return torch.stack([p * each for p, each in zip(scores.softmax(-1), rest, strict=True)])
+
+    return law(PROMPT, "", JOINT)
+
+
+class RandomTrees(PlainDrafter):
+    """Point masses at random, most of them forbidden."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        return Proposal([random_tree(9, 6, self.generator, root=seq.tokens[-1]) for seq in seqs])
+
+
+class Blind(ChainDrafter):
+    """A draft model that does not know of the grammar."""
+
+    def __init__(self, model: TableLM, cut: bool = False) -> None:
+        super().__init__(model, FixedLength(3))
+        self.cut = cut
+
+    def _choose(self, chains: list[Chain], live: list[int], logits: Tensor) -> tuple[list[int], Tensor, Tensor | None]:
+        now = [chains[row] for row in live]
+        generators = [chain.seq.generator for chain in now]
+        return next_tokens([Sampler(False)] * len(now), logits, lambda row: now[row].text(), generators)
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        found = super().propose(seqs)
+        if not self.cut:
+            return found
+        drafts = []
+        for seq, draft in zip(seqs, found.drafts, strict=True):
+            kept = list(seq.sampler.fitting(seq.tokens, draft.tokens[1:]))
+            q = draft.q[: len(kept)] if draft.q is not None and kept else None
+            drafts.append(Draft.chain(seq.tokens[-1], kept, q))
+        return Proposal(drafts)
+
+
+def build(method: Method) -> Drafter:
+    return method.build(Parts(TableLM(TARGET), TableLM(DRAFT)))
+
+
+DRAFTERS = {
+    "ar": lambda: build(AR()),
+    "sd": lambda: build(SD(3)),
+    "lookup": lambda: build(Lookup(3, 2)),
+    "lookahead": lambda: build(Lookahead(2, 2, 3)),
+    "ouroboros": lambda: build(Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=4)),
+    "random trees": RandomTrees,
+    "a draft without the grammar": lambda: Blind(TableLM(DRAFT)),
+}
+
+
+def outcomes(drafter: Drafter, sampler: Any = Sampler, stops: bool = True, rows: int = ROWS) -> list[list[int]]:
+    """The first tokens of many sampled sequences, filled up with end tokens."""
+    own = of_letters()
+    request = Request(
+        PROMPT,
+        NEW,
+        sampler(False, LogitsProcessorList([own])),
+        eos=frozenset([END]),
+        stop=own.stop(None) if stops else None,
+        generator=torch.Generator().manual_seed(0),
+    )
+    found = decode(TableLM(TARGET), drafter, [request] * rows)
+    errors = [steps[-1].error for steps in found if steps[-1].error is not None]
+    assert not errors, errors[0]
+    return [(tokens_of(steps) + [END] * JOINT)[:JOINT] for steps in found]
+
+
+def test_what_is_allowed_is_what_the_language_says() -> None:
+    own = of_letters(0)
+    texts = {word[:n] for word in LANGUAGE for n in range(len(word) + 1)}
+    for tokens in (each for n in range(JOINT + 1) for each in product(range(1, 6), repeat=n)):
+        text = "".join(NAMES[token] for token in tokens)
+        scores = own(torch.tensor([tokens], dtype=torch.long).view(1, -1), torch.zeros(1, 8))  # two tokens too many
+        allowed = scores[0].isfinite().nonzero().flatten().tolist()
+        assert allowed == (sorted(follows(text)) if text in texts else list(range(8))), tokens
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_output_follows_the_restricted_law(name: str) -> None:
+    assert p_value(outcomes(DRAFTERS[name]()), expected()) > FITS
+
+
+class RootOnly(Sampler):
+    """Masks behind the last committed token, and not behind drafted ones."""
+
+    def scores(self, logits: Tensor, prefix: Any) -> Tensor:
+        found = logits.float().clone()
+        found[:1] = super().scores(logits[:1], prefix)
+        return found
+
+
+def test_a_mask_at_the_root_alone_is_seen() -> None:
+    assert p_value(outcomes(DRAFTERS["sd"](), RootOnly, stops=False), expected()) == 0
+    with pytest.raises(AssertionError, match="the response_format cannot be kept behind"):
+        outcomes(DRAFTERS["sd"](), RootOnly)  # nothing forbidden comes out of an engine unnoticed
+
+
+def test_cutting_sampled_tokens_would_not_be_exact() -> None:
+    # Why `Sampler.fitting` is for point masses: a law without the mask is not that of the tokens that are left.
+    assert p_value(outcomes(Blind(TableLM(DRAFT), cut=True), rows=2000), expected()) < BROKEN
+
+
+# Greedy output of real, if tiny, models.
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["cat", "dog", "cow"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+JSON = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
+VOCAB = 320  # the tokenizer has 300: the rest is padding
+TEXTS = ["the cat sat on", '{"name": "aa", "size": 10, "tags": ["cat", "dog"]}', "def add(a, b):"]
+
+METHODS: dict[str, Method] = {
+    "ar": AR(),
+    "sd": SD(4),
+    "pacer": Pacer(),
+    "lookup": Lookup(6, 2),
+    "lookahead": Lookahead(3, 3, 3),
+    "ouroboros": Ouroboros(window=2, guesses=2, ngram=3, suffixes=2, gamma=5),
+    "lyanna": Lyanna(depth=4, width=2, nodes=7),
+}
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny("llama", vocab=VOCAB)
+
+
+def decoder(name: str, tokenizer: Any = None) -> Decoder:
+    method = METHODS[name]
+    small = noisy_copy(model(), 0.03) if method.needs_draft else None
+    layer = random_layer(model(), small, **LAYERS[name]) if name in LAYERS else None
+    head = random_head(CausalLM(model()), hot=60) if method.head else None
+    made = Decoder(model(), tokenizer or tiny_tokenizer(), small, method, False, pre_verifier=layer, head=head)
+    made.costs = COSTS
+    return made
+
+
+def valid(text: str) -> bool:
+    found = json.loads(text)
+    assert list(found) == ["name", "size", "tags"]
+    assert isinstance(found["name"], str) and len(found["name"]) <= 6 and 0 <= found["size"] <= 999
+    return 1 <= len(found["tags"]) <= 3 and set(found["tags"]) <= {"cat", "dog", "cow"}
+
+
+@cache
+def reference(text: str) -> list[int]:
+    """Greedy decoding token by token with llguidance alone, up to where only the end may follow."""
+    tokenizer = tiny_tokenizer()
+    vocabulary = llguidance.hf.from_tokenizer(tokenizer)
+    matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(SCHEMA))
+    tokens, found = tokenizer.encode(text), []
+    while not matcher.is_stopped():
+        with torch.no_grad():
+            logits = model()(torch.tensor([[*tokens, *found]])).logits[0, -1]
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        logits[[token for token in range(VOCAB) if not bits >> token & 1]] = -torch.inf
+        found.append(int(logits.argmax()))
+        assert matcher.consume_token(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_greedy_output_is_that_of_plain_decoding_under_the_mask(name: str) -> None:
+    rows = decoder(name).generate(TEXTS, response_format=JSON, max_new_tokens=120)
+    assert [row.tokens for row in rows] == [reference(text) for text in TEXTS]
+    assert all(valid(row.text) and row.finish_reason == "stop" for row in rows)
+    if name != "ar":
+        assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.tested for row in rows)
+
+
+@pytest.mark.parametrize("name", ["sd", "pacer", "lookup", "lyanna"])
+def test_sampled_output_is_valid(name: str) -> None:
+    rows = decoder(name).generate(TEXTS * 3, response_format=JSON, max_new_tokens=120, temperature=1.0, top_p=0.9)
+    assert all(valid(row.text) for row in rows) and len({row.text for row in rows}) > 5
+
+
+def test_requests_of_one_batch_have_their_own_grammars() -> None:
+    forms = [JSON, regex("[0-9]{3}(-[a-z]{2})?"), None, {"type": "grammar", "grammar": 'start: ("x" | "yy")~4'}]
+    alone = [decoder("sd").generate(TEXTS[0], response_format=form, max_new_tokens=60) for form in forms]
+    together = decoder("sd")
+    ids = [
+        together.engine.add(together.request(TEXTS[0], response_format=form, max_new_tokens=60)) for form in forms * 2
+    ]
+    found: dict[int, list[int]] = {id: [] for id in ids}
+    while together.engine.busy:
+        for step in together.engine.step():
+            found[step.id] += step.tokens
+    assert list(found.values()) == [row.tokens for row in alone] * 2
+    assert len({row.text for row in alone}) == len(forms) and valid(alone[0].text)
+
+
+def test_what_is_remembered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = grammar.Grammar._state
+
+    def forgetful(self: Any, text: Any) -> Any:
+        self.forget()
+        return state(self, text)
+
+    monkeypatch.setattr(grammar.Grammar, "_state", forgetful)
+    assert decoder("lookahead").generate(TEXTS[1], response_format=JSON).tokens == reference(TEXTS[1])
+    assert p_value(outcomes(DRAFTERS["sd"]()), expected()) > FITS
+
+
+def test_states_do_not_depend_on_the_way_there() -> None:
+    # Texts in any order, allowed and forbidden ones, more than are remembered.
+    def schema() -> Any:
+        return grammar.compiled(formats.form_of(JSON), tiny_tokenizer(), frozenset([0]))(1)
+
+    whole = [reference(text) for text in TEXTS]
+    generator = torch.Generator().manual_seed(2)
+
+    def pick(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=generator))
+
+    used, seen = schema(), set()
+    for _ in range(150):
+        text = whole[pick(3)]
+        ids = torch.tensor([[5, *text[: pick(len(text) + 1)], *([pick(300)] if pick(3) == 0 else [])]])
+        found, fresh = used(ids, torch.zeros(1, VOCAB)), schema()(ids, torch.zeros(1, VOCAB))
+        assert found.equal(fresh)
+        assert found.isfinite().all() or not found[0, 300:].isfinite().any()
+        seen.add(tuple(ids[0].tolist()))
+    assert len(seen) > grammar.KEPT and len(used._states) <= grammar.KEPT
+
+
+# Ends, special tokens and other tokenizers.
+
+
+@pytest.mark.parametrize(("most", "reason"), [(1, "length"), (2, "stop"), (9, "stop")])
+def test_a_whole_text_ends_without_an_end_token(most: int, reason: str) -> None:
+    row = decoder("lookup").generate(TEXTS[0], response_format=regex("[0-9][0-9]"), max_new_tokens=most)
+    assert (row.finish_reason, len(row.tokens), row.text.isdigit()) == (reason, min(most, 2), True)
+
+
+def test_an_open_text_ends_where_the_model_ends_it() -> None:
+    class EndsSoon(PlainDrafter):
+        def propose(self, seqs: list[Generation]) -> Proposal:
+            return Proposal([Draft.chain(seq.tokens[-1], [1, END, 3]) for seq in seqs])
+
+    table = torch.zeros(6, 6, 6)
+    table[..., END], table[..., 1] = 9.0, 5.0  # the end is best wherever it may stand, then a
+    own = grammar.compiled(formats.form_of(regex("a{2,9}")), letters(), frozenset([END]))(1)
+    request = Request([3], 20, Sampler(True, LogitsProcessorList([own])), frozenset([END]), own.stop(None))
+    for drafter in (PlainDrafter(), EndsSoon()):
+        ((*_, last),) = steps = decode(TableLM(table), drafter, [request])
+        assert (tokens_of(steps[0]), last.finish_reason) == ([1, 1, END], "stop")
+    assert own.fitting([3], [1, 1, END, 1]) == 3 and own.fitting([3], [1, END]) == 1 and own.fitting([3, 1], []) == 0
+
+
+def test_special_tokens_are_no_text_and_all_ends_may_end() -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    own = grammar.compiled(formats.form_of(regex("(?s:.*)")), tokenizer, frozenset([0, 301]))(0)
+    scores = own(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, VOCAB))[0]
+    assert scores[[0, 301]].isfinite().all() and scores[300].isinf() and scores[302:].isinf().all()
+    closed = grammar.compiled(formats.form_of(regex("x.*y")), tokenizer, frozenset([0, 301]))(0)
+    for text in ("", "x", "x<|im_"):
+        ids = torch.tensor([tokenizer.encode(text)], dtype=torch.long)
+        assert closed(ids, torch.zeros(1, VOCAB))[0, [0, 300, 301]].isinf().all()
+
+
+def pieces() -> PreTrainedTokenizerFast:
+    """In SentencePiece's manner: spaces are part of tokens, bytes are spelt out."""
+    names = [
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "ca",
+        "t",
+        "c",
+        "a",
+        "cat",
+        "\u2581cat",
+    ]
+    merges = [("c", "a"), ("ca", "t"), ("\u2581", "cat")]
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def test_a_tokenizer_of_pieces() -> None:
+    rows = [
+        decoder(name, pieces()).generate("a cat", response_format=JSON, max_new_tokens=120) for name in ("ar", "sd")
+    ]
+    assert valid(rows[0].text) and rows[0].tokens == rows[1].tokens
+
+
+# What is refused.
+
+BAD = [
+    (5, "response_format must be a dict with a type, not 5"),
+    ({}, "response_format.type must be one of text, json_object, json_schema, regex, grammar, not None"),
+    ({"type": "x" * 999}, "not '" + "x" * 40 + "...'"),
+    ({"type": "regex"}, "response_format.regex must be a text that is not empty, not None"),
+    ({"type": "regex", "regex": "a\ud800"}, "response_format.regex has half of a surrogate pair"),
+    ({"type": "grammar", "grammar": ["a"]}, "response_format.grammar must be a text that is not empty, not a list"),
+    ({"type": "grammar", "grammar": "a" * 2**19}, "response_format.grammar has 524288 characters"),
+    ({"type": "json_schema"}, "response_format.json_schema must be {'schema': a JSON schema}, not None"),
+    ({"type": "json_schema", "json_schema": {"schema": []}}, "response_format.json_schema must be"),
+    ({"type": "json_schema", "json_schema": {"schema": {"a": {1}}}}, "response_format.json_schema.schema is no JSON"),
+    ({"type": "json_schema", "json_schema": {"schema": {"a": float("nan")}}}, "schema is no JSON"),
+]
+UNUSABLE = [
+    (regex("(" * 5000), "cannot use response_format.regex: at 1(8): invalid regex"),
+    (regex(r"(?=a)b"), "cannot use response_format.regex: "),
+    ({"type": "grammar", "grammar": "start: x"}, 'cannot use response_format.grammar: at 1(8): unknown name: "x"'),
+    ({"type": "grammar", "grammar": "root ::= " + "(" * 9999}, "cannot use response_format.grammar: "),
+    ({"type": "grammar", "grammar": "start: start"}, "cannot use response_format.grammar: it allows no text"),
+    ({"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}, "json_schema: Invalid type: foo"),
+    ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, 'Unimplemented keys: ["not"]'),
+    ({"type": "json_schema", "json_schema": {"schema": False}}, "Unsatisfiable schema"),
+]
+
+
+@pytest.mark.parametrize(("form", "message"), BAD)
+def test_a_bad_form_is_refused_before_any_model_is_asked(form: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(response_format=form)
+    assert message in str(error.value) and len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("form", "message"), UNUSABLE)
+def test_a_form_that_cannot_be_used_is_refused(form: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        decoder("ar").generate("a", response_format=form)
+    assert message in str(error.value) and len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_deep_and_odd_values() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    while schema:
+        schema = schema["items"]  # level by level: letting go of all at once is deep as well
+    with pytest.raises(ValueError, match="ignore_eos cannot be given beside response_format"):
+        SamplingParams(response_format={"type": "json_object"}, ignore_eos=True)
+    plain = decoder("ar").generate("a", max_new_tokens=5).tokens
+    assert decoder("ar").generate("a", max_new_tokens=5, response_format={"type": "text"}).tokens == plain
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="response_format needs a tokenizer"):
+        Decoder(model(), None, None, AR()).generate([1, 2], response_format=JSON)
+    endless = PreTrainedTokenizerFast(tokenizer_object=letters().backend_tokenizer)
+    with pytest.raises(ValueError, match="response_format needs an end token"):
+        decoder("ar", endless).generate([1, 2], response_format=JSON)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"pip install 'forerun\[grammar\]'"):
+        decoder("ar").generate("a", response_format=JSON)
+
+
+def test_a_dead_end_ends_one_request_alone() -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    shared = decoder("sd", tokenizer)
+    forms = [{"type": "grammar", "grammar": 'start: "a" <[300]>'}, regex("[0-9]{4}")]  # a special token is no text
+    bad, good = (shared.engine.add(shared.request("the cat", response_format=form, max_new_tokens=9)) for form in forms)
+    last = {}
+    while shared.engine.busy:
+        last |= {step.id: step for step in shared.engine.step()}
+    assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "stop")
+    assert str(last[bad].error).startswith("the response_format cannot be kept behind 1 tokens: no token")
+    own = grammar.compiled(formats.form_of(regex("a|b")), tokenizer, frozenset([0]))(0)
+    assert own.complete(tokenizer.encode("a"))
+    with pytest.raises(ValueError, match="behind 1 tokens: the grammar forbids that text"):
+        own.complete(tokenizer.encode("z"))
