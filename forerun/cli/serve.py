@@ -1,0 +1,156 @@
+"""`forerun serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.cli.chosen import chosen_method
+from forerun.cli.common import (
+    DeviceOption,
+    DraftOption,
+    DraftWeightsOption,
+    DtypeOption,
+    GammaOption,
+    GuardOption,
+    HeadOption,
+    MethodArgOption,
+    MethodOption,
+    PreVerifierOption,
+    ThreadsOption,
+    TrustOption,
+    WeightsOption,
+    quiet,
+)
+from forerun.files import read_text
+from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Options of a TOML file become defaults, so that the command line wins."""
+    if path is None:
+        return None
+    try:
+        given = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--config '{path}' is not TOML: {error}") from None
+    known = {each.name: each for each in context.command.params if each.name != "config"}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        option = known.get(name.replace("-", "_"))
+        if option is None:
+            names = ", ".join(sorted(str(each).replace("_", "-") for each in known))
+            raise ValueError(f"--config '{path}' has an unknown name {name!r}; there are {names}")
+        if isinstance(value, dict) or (isinstance(value, list) and not getattr(option, "multiple", False)):
+            raise ValueError(f"--config '{path}': {name} must be one value")
+        is_one = getattr(option, "multiple", False) and not isinstance(value, list)
+        found[str(option.name)] = [value] if is_one else value
+    context.default_map = {**(context.default_map or {}), **found}
+    return path
+
+
+def serve(
+    target: Annotated[
+        str | None,
+        typer.Option(help="Hub id, folder or GGUF file; smollm2 where it is there, else the embedded one by default."),
+    ] = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    gamma: GammaOption = None,
+    method_arg: MethodArgOption = None,
+    pre_verifier: PreVerifierOption = None,
+    head: HeadOption = None,
+    model_name: Annotated[str | None, typer.Option(help="Its name for clients; the target's by default.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FORERUN_API_KEY", help="What clients must know.", show_envvar=True)
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A site whose pages may ask, * is any; repeatable. None by default.")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 64,
+    max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get status 503.")] = 256,
+    kv_memory: Annotated[int | None, typer.Option(min=1, help="Bytes for keys and values of the target.")] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 * 2**20,
+    max_seconds: Annotated[float, typer.Option(help="Seconds of a request, those in the queue included.")] = 600,
+    drain: Annotated[float, typer.Option(help="Seconds for what runs when the server is to end.")] = 30,
+    guard: GuardOption = None,
+    dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    draft_weights: DraftWeightsOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Lines of the log are JSON.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="The log has prompts too.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=_read_config, is_eager=True, help="A TOML file with these names; options here win."),
+    ] = None,
+) -> None:
+    """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
+    missing = [each for each in ("fastapi", "uvicorn", "prometheus_client") if find_spec(each) is None]
+    if missing:
+        raise ValueError(f"forerun serve needs {', '.join(missing)}: pip install 'forerun[serve]'")
+    if log_level not in LEVELS:
+        raise ValueError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
+    for name, seconds in (("max-seconds", max_seconds), ("drain", drain)):
+        if not (0 <= seconds < math.inf) or (name == "max-seconds" and not seconds):
+            raise ValueError(f"--{name} must be a number of seconds, not {seconds}")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise ValueError("--api-key must be printable ASCII without spaces around it")
+    name = target or (SMOLLM2 if find_smollm2() is not None else EMBEDDED)
+    settings, is_named = chosen_method(name, draft, method, gamma, method_arg, pre_verifier, head)
+    from forerun.server.listening import listen
+
+    found = listen(host, port)
+    quiet(threads)
+    from forerun.server.app import Settings
+    from forerun.server.run import serve
+
+    def make() -> Any:
+        quiet(threads)  # torch's threads are set in the thread that computes
+        from forerun.api import load
+
+        return load(
+            name,
+            draft=draft,
+            method=settings if is_named else None,
+            dtype=dtype,
+            weights=weights,
+            draft_weights=draft_weights,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            guard=guard,
+            pre_verifier=pre_verifier,
+            head=head,
+            max_rows=max_rows,
+            max_queue=max_queue,
+            kv_memory=kv_memory,
+        )
+
+    shown = model_name or (Path(name).name if Path(name).exists() else name)
+    serve(
+        make,
+        Settings(
+            model=shown,
+            api_key=api_key,
+            allow_origin=tuple(allow_origin or ()),
+            max_body=max_body,
+            max_seconds=max_seconds,
+            log_prompts=log_prompts,
+        ),
+        found,
+        drain=drain,
+        log_level=log_level,
+        log_json=log_json,
+    )

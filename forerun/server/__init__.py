@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: `forerun serve`. See docs/serving.md."""

@@ -1,0 +1,190 @@
+"""From bodies to requests of the engine. Runs in a thread of its own, as texts may be long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun.chat import chat_prompt
+from forerun.decoder import Decoder
+from forerun.generation import Request
+from forerun.loading import encode
+from forerun.params import SamplingParams
+from forerun.requests import requests
+from forerun.server.errors import ApiError, blamed
+from forerun.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody
+
+CHAT_TOKENS = 1024  # new tokens of an answer in a chat, where no number is given; OpenAI's for plain prompts is 16
+COMPLETION_TOKENS = 16
+MOST_CHOICES = 256  # answers of one request
+
+_TAKEN = {"messages", "system", "tokenizer"}  # names that a chat template cannot be given anew
+
+# Fields that SamplingParams have under the same names.
+_SAME = (
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "response_format",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body, understood.
+
+    Attributes:
+        prompts: token ids of each.
+        requests: one a choice, those of a prompt side by side.
+        stop: strings that end a text.
+        echo: the text of each prompt, where answers are to begin with it.
+    """
+
+    body: Sampling
+    prompts: list[list[int]]
+    requests: list[Request]
+    stop: tuple[str, ...]
+    echo: list[str] | None = None
+
+
+def ask_chat(body: ChatBody, decoder: Decoder, ends: frozenset[int]) -> Asked:
+    """`ends`: tokens that end a turn. Raises ApiError."""
+    with blamed("chat_template_kwargs"):
+        given = body.chat_template_kwargs or {}
+        if not all(name.isidentifier() for name in given) or not _TAKEN.isdisjoint(given):
+            raise ValueError(f"chat_template_kwargs must have names as keys, but for {', '.join(sorted(_TAKEN))}")
+    with blamed("messages"):
+        prompt = chat_prompt(decoder.tokenizer, _cleaned(body.messages), **given)
+        _, rows = encode(prompt, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return _asked(body, rows, decoder, CHAT_TOKENS, top, frozenset() if body.ignore_eos else ends)
+
+
+def ask_completion(body: CompletionBody, decoder: Decoder) -> Asked:
+    """Raises ApiError."""
+    with blamed("prompt"):
+        rows = encode_prompts(body.prompt, decoder)
+    asked = _asked(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, frozenset())
+    if not body.echo:
+        return asked
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    assert decoder.tokenizer is not None
+    texts = [
+        each if isinstance(each, str) else text_of(decoder, row)
+        for each, row in zip(given if len(given) == len(rows) else rows, rows, strict=True)
+    ]
+    wanted = body.logprobs is not None
+    return replace(asked, echo=texts, requests=[replace(each, prompt_logprobs=wanted) for each in asked.requests])
+
+
+def encode_prompts(prompt: Any, decoder: Decoder) -> list[list[int]]:
+    """Token ids of a string, a list of strings, tokens, or a list of token lists. Raises ValueError."""
+    is_tokens = isinstance(prompt, list) and bool(prompt) and _is_token(prompt[0])
+    many = [prompt] if isinstance(prompt, str) or is_tokens else prompt
+    if not isinstance(many, list) or not many:
+        raise ValueError("prompt must be text, a list of texts, token ids, or a list of them")
+    if len(many) > MOST_CHOICES:
+        raise ValueError(f"at most {MOST_CHOICES} prompts")
+    for each in many:
+        if isinstance(each, str):
+            _check_text(each)
+        elif not isinstance(each, list) or not all(map(_is_token, each)):
+            raise ValueError("prompt must be text, a list of texts, token ids, or a list of them")
+    return encode(many, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
+
+
+def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
+    """Raises ApiError."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages", "prompt")
+    if body.messages is not None:
+        with blamed("messages"):
+            return chat_prompt(decoder.tokenizer, _cleaned(body.messages))
+    assert decoder.tokenizer is not None and body.prompt is not None
+    with blamed("prompt"):
+        _check_text(body.prompt)
+    special = body.add_special_tokens is not False
+    return [int(each) for each in decoder.tokenizer(body.prompt, add_special_tokens=special)["input_ids"]]
+
+
+def detokenize(body: DetokenizeBody, decoder: Decoder) -> str:
+    """Raises ApiError."""
+    tokens, size = body.tokens, decoder.target.vocab_size
+    if not isinstance(tokens, list) or not all(_is_token(each) and each < size for each in tokens):
+        raise ApiError(400, f"tokens must be token ids within 0..{size - 1}", "tokens")
+    return text_of(decoder, tokens)
+
+
+def text_of(decoder: Decoder, tokens: Sequence[int]) -> str:
+    assert decoder.tokenizer is not None
+    return str(decoder.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ValueError("prompt has a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("prompt has half of a surrogate pair, which is no character") from None
+
+
+def _cleaned(messages: Any) -> Any:
+    """Messages without what clients send along: nulls, names of speakers, the newer name of the system's role."""
+    if not isinstance(messages, list):
+        return messages
+    found = []
+    for message in messages:
+        if isinstance(message, dict):
+            message = {key: each for key, each in message.items() if each is not None and key != "name"}
+            if message.get("role") == "developer":
+                message["role"] = "system"
+        found.append(message)
+    return found
+
+
+def _asked(
+    body: Sampling,
+    rows: list[list[int]],
+    decoder: Decoder,
+    default: int,
+    logprobs: int | None,
+    ends: frozenset[int],
+) -> Asked:
+    copies = body.n or 1
+    if len(rows) * copies > MOST_CHOICES:
+        raise ApiError(400, f"n times prompts is {len(rows) * copies}; at most {MOST_CHOICES}", "n")
+    try:
+        params = _params(body, body.max_completion_tokens or body.max_tokens or default)
+        each = requests([row for row in rows for _ in range(copies)], params, decoder.target, decoder.tokenizer)
+    except ValueError as error:  # their first word is the field, but for what a grammar's compiler says
+        named = re.match(r"\w+", str(error))
+        param = named[0] if named and named[0] in Sampling.model_fields else "response_format"
+        raise ApiError(400, str(error), param) from None
+    plain = body.forerun_method == "ar"
+    found = [replace(one, eos=one.eos | ends, plain=plain, logprobs=logprobs) for one in each]
+    return Asked(body, rows, found, tuple(body.stop))
+
+
+def _params(body: Sampling, most: int) -> SamplingParams:
+    given: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    return SamplingParams(
+        max_new_tokens=most,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        stop=body.stop,
+        logit_bias=body.logit_bias,
+        **given,
+    )

@@ -1,0 +1,150 @@
+"""Listening, signals, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from forerun.decoder import Decoder
+from forerun.server.app import Service, Settings, create_app
+from forerun.server.errors import ApiError
+from forerun.server.worker import Worker
+
+_LOG = logging.getLogger("forerun.server")
+
+IDLE = 15  # seconds of a connection without a request
+STALLED = 60.0  # seconds that a reader may take nothing while there is more than fits into its buffers
+FLUSH = 5  # seconds for the last bytes when the server ends
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's own, which also closes connections that never ask, and those of readers that have stopped reading."""
+
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()
+        self._resumed()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self._stalled or self.loop.call_later(STALLED, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._resumed()
+        super().resume_writing()
+
+    def _resumed(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+
+class Server(uvicorn.Server):
+    """The first signal begins to drain, the second ends at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+        super().__init__(config)
+        self.service, self.drain = service, drain
+        service.worker.on_failure = self._stop
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.service.draining:
+            self.force_exit = self.should_exit = True
+        self.service.draining = True
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if not self.should_exit and not hasattr(self, "_draining"):
+            _LOG.info("shutting down; running requests have %g seconds", self.drain)
+            self._draining = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        worker = self.service.worker
+        try:
+            async with asyncio.timeout(self.drain):
+                while self.service.open:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            worker.give_up(ApiError(503, "the server is shutting down", code="shutting_down"))
+        self._stop()
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+
+def serve(
+    make: Callable[[], Decoder],
+    settings: Settings,
+    found: socket.socket,
+    *,
+    drain: float = 30,
+    log_level: str = "info",
+    log_json: bool = False,
+) -> None:
+    """Serves on a socket until a signal ends it. `make` loads the decoder, behind the first answers of /health.
+
+    Raises what `make` raises.
+    """
+    set_up_log(log_level, log_json)
+    worker = Worker(make)
+    app = create_app(worker, settings)
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE,
+        timeout_graceful_shutdown=FLUSH,
+    )
+    address = found.getsockname()
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    _LOG.info("http://%s:%d", host, address[1])
+    Server(config, app.state.service, drain).run(sockets=[found])
+    if worker.failed is not None:
+        raise worker.failed
+    if not worker.ended:  # in a long step, or still loading: nothing is lost, and Python would wait or crash
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def set_up_log(level: str, as_json: bool) -> None:
+    """Our lines and uvicorn's on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Json() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("forerun", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("forerun").level))
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname}
+        line |= getattr(record, "line", None) or {"message": record.getMessage()}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)

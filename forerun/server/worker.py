@@ -1,0 +1,174 @@
+"""One thread owns the models and the engine; jobs of the event loop get its steps in queues."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
+from time import perf_counter, sleep
+from typing import Any, TypeVar
+
+from forerun.decoder import Decoder
+from forerun.engine import Engine, QueueFullError, Step
+from forerun.generation import Request
+from forerun.server.errors import ApiError
+
+_LOG = logging.getLogger("forerun.server")
+_T = TypeVar("_T")
+
+TRIES = 3  # steps that may fail one after the other before those that run are given up
+
+
+class Job:
+    """The requests of one body, and what comes of them: (which, its step, when), or the error that ends them all."""
+
+    def __init__(self) -> None:
+        self.begun = perf_counter()
+        self.open: dict[int, int] = {}  # index of a choice by its id in the engine
+        self.queue: asyncio.Queue[tuple[int, Step, float] | ApiError] = asyncio.Queue()
+
+
+def _warmed(decoder: Decoder) -> Engine:
+    """The engine, behind a few steps: the first ones try out and build what later ones use."""
+    engine = decoder.engine
+    engine.add(decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True))
+    while engine.busy:
+        engine.step()
+    assert engine.target.position_bytes  # known before `add` asks for it in another thread
+    return engine
+
+
+class Worker:
+    """Loads a decoder in its thread and runs its engine there. Everything else is called in the event loop's thread.
+
+    Attributes:
+        decoder: None until it is loaded.
+        failed: what loading raised.
+        on_step: called for every step before its job gets it, with when it came.
+        on_failure: called when that was raised.
+    """
+
+    def __init__(self, make: Callable[[], Decoder]) -> None:
+        self._make = make
+        self.decoder: Decoder | None = None
+        self.failed: BaseException | None = None
+        self.ready = asyncio.Event()
+        self.on_step: Callable[[Step, float], None] = lambda step, at: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._engine: Engine | None = None
+        self._jobs: dict[int, Job] = {}
+        self._wake, self._stopping = Event(), False
+        self._asking = ThreadPoolExecutor(1, "forerun-asking")
+        self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, seconds: float = 4) -> None:
+        """Ends the thread behind its step, if that comes in time. Jobs that are open get an error."""
+        self.give_up(ApiError(503, "the server is shutting down", code="shutting_down"))
+        self._stopping = True
+        self._wake.set()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._thread.join, seconds if self.ready.is_set() else 0)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise ApiError(503, "the model is being loaded", code="loading")
+        return self._engine
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    async def ask(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Calls what takes long or touches the tokenizer, in the thread for that."""
+        return await self._loop.run_in_executor(self._asking, function, *args)
+
+    def submit(self, requests: Sequence[Request]) -> Job:
+        """Queues all requests, or none. Raises ApiError where the queue is full or never could hold them."""
+        job, engine = Job(), self.engine
+        room = None if engine.max_queue is None else engine.max_rows + engine.max_queue
+        if room is not None and len(requests) > room:
+            raise ApiError(400, f"{len(requests)} answers at once; this server holds {room}", "n")
+        try:
+            for index, request in enumerate(requests):
+                id = engine.new_id()
+                job.open[id], self._jobs[id] = index, job
+                engine.add(request, id)
+        except QueueFullError:
+            self.cancel(job)
+            raise ApiError(503, "the queue is full; try again later", code="queue_full") from None
+        except ValueError as error:
+            self.cancel(job)
+            raise ApiError(400, str(error), "max_tokens") from None
+        self._wake.set()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Ends what has not ended; its rows are free with the next step."""
+        for id in job.open:
+            self._jobs.pop(id, None)
+            self.engine.abort(id)
+        job.open.clear()
+        self._wake.set()
+
+    def give_up(self, error: ApiError) -> None:
+        """Ends all jobs with an error."""
+        for job in set(self._jobs.values()):
+            self.cancel(job)
+            job.queue.put_nowait(error)
+
+    def _deliver(self, steps: list[Step], at: float) -> None:
+        for step in steps:
+            self.on_step(step, at)
+            job = self._jobs.get(step.id)
+            if job is None:
+                continue
+            index = job.open[step.id]
+            if step.error is not None:
+                _LOG.error("a request failed: %r", step.error)
+                self.cancel(job)
+                job.queue.put_nowait(ApiError(500, f"decoding failed: {type(step.error).__name__}", code="decoding"))
+                continue
+            if step.finish_reason is not None:
+                del job.open[step.id], self._jobs[step.id]
+            job.queue.put_nowait((index, step, at))
+
+    # In the thread.
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        try:
+            self.decoder = self._make()
+            self._engine = _warmed(self.decoder)
+        except BaseException as error:  # SystemExit of a library too: the server must not wait for ever
+            self.failed = error
+            self._call(self.on_failure)
+            return
+        self._call(self.ready.set)
+        failures = 0
+        while not self._stopping:
+            if not self._engine.busy:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            try:
+                steps = self._engine.step()
+                failures = 0
+            except Exception as error:  # the engine has undone it: sequences wait to run again
+                failures += 1
+                _LOG.exception("a step of the engine failed")
+                if failures == TRIES:
+                    failures = 0
+                    self._call(self.give_up, ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding"))
+                sleep(0.05)
+                continue
+            self._call(self._deliver, steps, perf_counter())

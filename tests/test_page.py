@@ -1,0 +1,426 @@
+"""The server's page in a browser: Debian's Chromium, driven by Playwright, against a server with scripted answers.
+
+Skipped where one of them is missing. axe-core is looked for in the file that AXE_CORE names, and in node_modules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+uvicorn = pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+
+from fastapi import FastAPI, Request  # noqa: E402
+from fastapi.responses import JSONResponse, Response, StreamingResponse  # noqa: E402
+from fastapi.staticfiles import StaticFiles  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ROOT = Path(__file__).parents[1]
+STATIC = ROOT / "forerun" / "server" / "static"
+AXE = Path(os.environ.get("AXE_CORE", ROOT / "node_modules" / "axe-core" / "axe.min.js"))
+TIMEOUT = 20_000  # milliseconds; for a machine with much else to do
+ORIGINS = ("draft", "lookup", "phrase", "window", "reused", "correction", "bonus")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
+expect = sync_api.expect
+
+HTML = '<img src=x onerror="document.title=1"><b>bold</b> & </span><script>alert(1)</script>'
+
+
+def step(pieces: list[tuple[str, str]], rejected: list[str], tested: int | None = None) -> dict[str, Any]:
+    """What a chunk says of a step: all pieces but the last were drafted."""
+    accepted = len(pieces) - 1
+    drafted = accepted + len(rejected)
+    tested = accepted + bool(rejected) if tested is None else tested
+    return {"pieces": pieces, "drafted": drafted, "tested": tested, "accepted": accepted, "rejected": rejected}
+
+
+SCRIPTS: dict[str, list[dict[str, Any]]] = {
+    "hello": [
+        step([("Cats ", "bonus")], []),
+        step(
+            [("purr ", "draft"), ("when ", "phrase"), ("they ", "window"), ("\n", "correction")], ["do", "like\n", ""]
+        ),
+        step([("are ", "lookup"), ("glad.", "reused"), (" So", "bonus")], []),
+        step([(".", "correction")], [" it"]),
+    ],
+    "html": [step([(HTML, "draft"), ("!", "bonus")], ["<i>no</i>"])],
+}
+
+
+class Stub:
+    """A server of the page with scripted answers: what the last message says is the name of the script."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.not_ready = 0  # so many times /health is 503
+        self.key = ""
+        self.left = threading.Event()  # a client went away in mid-stream
+        self.app = FastAPI()
+        self.app.get("/health")(self.health)
+        self.app.get("/v1/models")(self.models)
+        self.app.post("/v1/chat/completions")(self.chat)
+        self.app.mount("/", StaticFiles(directory=STATIC, html=True))
+
+        @self.app.middleware("http")
+        async def guard(request: Request, proceed: Any) -> Any:
+            response = await proceed(request)
+            response.headers["Content-Security-Policy"] = "default-src 'self'"
+            return response
+
+    def health(self) -> Response:
+        self.not_ready -= 1
+        if self.not_ready >= 0:
+            return JSONResponse({"error": {"message": "the model is being loaded"}}, 503, {"Retry-After": "5"})
+        return JSONResponse({"status": "ok"})
+
+    def models(self, request: Request) -> Response:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "wrong key"}}, 401)
+        return JSONResponse({"object": "list", "data": [{"id": "stub-model", "object": "model"}]})
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        script = body["messages"][-1]["content"]
+        if script == "refused":
+            return JSONResponse({"error": {"message": "top_p is <b>bad</b>", "param": "top_p"}}, 400)
+        if script == "full":
+            return JSONResponse({"error": {"message": "the queue is full"}}, 503, {"Retry-After": "7"})
+        return StreamingResponse(
+            self.stream(script, body.get("forerun_method") == "ar"), media_type="text/event-stream"
+        )
+
+    async def stream(self, script: str, plain: bool) -> AsyncIterator[str]:
+        import anyio
+
+        def event(data: Any) -> str:
+            return f"data: {json.dumps(data)}\n\n"
+
+        def chunk(content: str, taken: dict[str, Any], finish: str | None = None) -> str:
+            return event({"choices": [{"delta": {"content": content}, "finish_reason": finish}], "forerun": taken})
+
+        yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) + ": keep-alive\n\n"
+        if script in ("slow", "broken", "cut"):
+            try:
+                for number in range(10_000 if script == "slow" else 1):
+                    yield chunk(f"{number} ", step([(f"{number} ", "bonus")], []))
+                    await anyio.sleep(0.02)
+            finally:
+                self.left.set()
+            if script == "broken":
+                yield event({"error": {"message": "a processor raised"}}) + "data: [DONE]\n\n"
+            return
+        steps = SCRIPTS.get(script, SCRIPTS["hello"])
+        if plain:
+            steps = [step([(piece, "bonus")], []) for each in steps for piece, _ in each["pieces"]]
+            if script == "differs":
+                steps = steps[1:]
+        for each in steps:
+            text = chunk("".join(piece for piece, _ in each["pieces"]), each, "stop" if each is steps[-1] else None)
+            yield text[: len(text) // 2]  # a network splits where it likes
+            await anyio.sleep(0.005)
+            yield text[len(text) // 2 :]
+        tokens = sum(len(each["pieces"]) for each in steps)
+        yield event({"choices": [], "usage": {"completion_tokens": tokens}}) + "data: [DONE]\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Served:
+    """An app of uvicorn's in a thread, on a free port."""
+
+    def __init__(self, app: Any) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    made = Stub()
+    served = Served(made.app)
+    made.url = served.url
+    yield made
+    served.close()
+
+
+def opened(browser: Any, url: str, **options: Any) -> Any:
+    """A page of its own, with what went wrong in `page.wrong`: requests elsewhere, errors, what the policy refused."""
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
+    context.set_default_timeout(TIMEOUT)
+    expect.set_options(timeout=TIMEOUT)
+    page = context.new_page()
+    page.wrong = []
+    page.on("request", lambda request: request.url.startswith(url) or page.wrong.append(request.url))
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    page.on("console", lambda said: "Content Security" in said.text and page.wrong.append(said.text))
+    page.goto(url)
+    return page
+
+
+@pytest.fixture
+def page(browser: Any, stub: Stub) -> Iterator[Any]:
+    page = opened(browser, stub.url)
+    expect(page.locator("#status")).to_have_text("stub-model is ready.")
+    yield page
+    assert page.wrong == []
+    page.context.close()
+
+
+def ask(page: Any, text: str, until: str | None = "done") -> Any:
+    """Asks by the Enter key; gives the first answer to it, when it is `until`."""
+    page.fill("#question", text)
+    page.press("#question", "Enter")
+    answer = page.locator("article").last.locator(".answer").first
+    if until:
+        expect(answer).to_have_attribute("data-state", until)
+    return answer
+
+
+def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: Stub) -> None:
+    answer = ask(page, "hello")
+    text = "Cats purr when they \nare glad. So."
+    assert answer.locator(".text").text_content() == text
+    expect(page.locator("#log")).to_have_attribute("aria-busy", "false")
+    styles = answer.locator(".piece").evaluate_all(
+        "pieces => pieces.map(p => [p.className, getComputedStyle(p).backgroundColor,"
+        " getComputedStyle(p).textDecorationLine + ' ' + getComputedStyle(p).textDecorationStyle,"
+        " getComputedStyle(p).color])"
+    )
+    marks = {name.split()[1]: (tint, line) for name, tint, line, _ in styles}
+    assert set(marks) == set(ORIGINS)
+    assert len({tint for tint, _ in marks.values()}) == len({line for _, line in marks.values()}) == len(ORIGINS)
+    assert len({color for *_, color in styles}) == 1  # the text keeps its colour
+    counts = page.locator("#legend button").evaluate_all("all => all.map(b => b.querySelector('b').textContent)")
+    assert counts == ["1", "1", "1", "1", "1", "2", "2"]
+    assert page.locator("#tau").text_content() == "2.25"  # 9 tokens in 4 steps
+    assert page.locator("#alpha").text_content() == "0.71"  # 5 of 7
+    assert page.locator("#tokens").text_content() == "9"
+    body = stub.bodies[0]
+    assert body["messages"] == [{"role": "user", "content": "hello"}]
+    assert (body["model"], body["stream"], body["forerun"]) == ("stub-model", True, True)
+    assert body["stream_options"] == {"include_usage": True}
+    assert (body["temperature"], body["max_tokens"], body["top_p"]) == (0, 256, 1)
+    assert not {"seed", "forerun_method"} & set(body)
+
+
+def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> None:
+    ask(page, "hello")
+    page.click("summary")
+    for name, value in {
+        "system": "Be brief.",
+        "temperature": "0.7",
+        "max_tokens": "9",
+        "top_p": "0.5",
+        "seed": "3",
+    }.items():
+        page.fill(f"#{name}", value)
+    page.fill("#question", "one")
+    page.press("#question", "Shift+Enter")
+    page.keyboard.type("two")
+    page.press("#question", "Enter")
+    expect(page.locator(".answer[data-state=done]")).to_have_count(2)
+    body = stub.bodies[1]
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert body["messages"][0]["content"] == "Be brief." and body["messages"][3]["content"] == "one\ntwo"
+    assert body["messages"][2]["content"] == "Cats purr when they \nare glad. So."
+    assert (body["temperature"], body["max_tokens"], body["top_p"], body["seed"]) == (0.7, 9, 0.5, 3)
+    page.click("#clear")
+    page.click("summary")
+    page.evaluate("document.getElementById('temperature').value = -1")
+    page.fill("#question", "hello")
+    page.press("#question", "Enter")
+    expect(page.locator("details")).to_have_attribute("open", "")  # what is wrong is shown, and nothing was asked
+    assert len(stub.bodies) == 2 and page.locator("article").count() == 0
+
+
+def test_the_legend_hides_and_shows_an_origin(page: Any) -> None:
+    answer = ask(page, "hello")
+    entry, drafted = page.locator("#legend button").first, answer.locator(".draft")
+    line = "e => getComputedStyle(e).textDecorationLine + getComputedStyle(e).backgroundColor"
+    marked = drafted.evaluate(line)
+    assert "underline" in marked
+    entry.press("Enter")
+    expect(entry).to_have_attribute("aria-pressed", "false")
+    assert drafted.evaluate(line) == "nonergba(0, 0, 0, 0)"
+    assert "underline" in answer.locator(".lookup").evaluate(line)
+    entry.press("Enter")
+    expect(entry).to_have_attribute("aria-pressed", "true")
+    assert drafted.evaluate(line) == marked
+
+
+def test_arrows_walk_the_steps(page: Any) -> None:
+    answer = ask(page, "hello")
+    strip, line = page.locator("#steps"), page.locator("#step")
+    expect(strip.locator("[role=option]")).to_have_count(4)
+    expect(line).to_contain_text("Step 4 of 4: 1 drafted, 1 tested, 0 accepted, 1 rejected.")
+    strip.press("Home")
+    expect(line).to_contain_text("Step 1 of 4: nothing drafted.")
+    strip.press("ArrowRight")
+    expect(line).to_contain_text("Step 2 of 4: 6 drafted, 4 tested, 3 accepted, 3 rejected.")
+    assert line.locator("s").all_text_contents() == ["do", "like↵", "(no text)"]
+    assert line.locator(".piece").all_text_contents() == ["purr ", "when ", "they ", "↵"]
+    assert answer.locator(".here").all_text_contents() == ["purr ", "when ", "they ", "\n"]
+    assert strip.get_attribute("aria-activedescendant") == strip.locator("[aria-selected=true]").get_attribute("id")
+    strip.press("End")
+    strip.press("ArrowRight")
+    expect(line).to_contain_text("Step 4 of 4")
+    strip.press("ArrowLeft")
+    expect(line).to_contain_text("Step 3 of 4: 2 drafted, 2 tested, 2 accepted, 0 rejected.")
+    answer.locator(".phrase").click()  # a token leads to its step
+    expect(line).to_contain_text("Step 2 of 4")
+
+
+def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) -> None:
+    page.check("#both")
+    ask(page, "hello")
+    said = page.locator(".verdict").last
+    expect(said).to_contain_text("The texts are equal: 34 characters. With drafts it took ")
+    fast, plain = page.locator(".text").all_text_contents()
+    assert fast == plain
+    assert sorted(body.get("forerun_method", "") for body in stub.bodies) == ["", "ar"]
+    page.locator(".answer").last.get_by_role("button", name="Figures and steps").click()
+    expect(page.locator("#tau")).to_have_text("1.00")
+    expect(page.locator("#alpha")).to_have_text("\u2013")
+    ask(page, "differs")
+    expect(page.locator(".verdict")).to_have_count(2)
+    expect(said).to_contain_text("The texts differ from character 1 on.")
+
+
+def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) -> None:
+    answer = ask(page, "slow", until="running")
+    expect(answer.locator(".text")).to_contain_text("0 1 2 ")
+    expect(page.locator("#log")).to_have_attribute("aria-busy", "true")
+    page.keyboard.press("Escape")
+    expect(answer).to_have_attribute("data-state", "stopped")
+    assert stub.left.wait(TIMEOUT / 1000)
+    expect(answer.locator(".facts")).to_contain_text("stopped")
+    expect(page.locator("#question")).to_be_focused()
+    answer.get_by_role("button", name="Send again").click()
+    expect(page.locator("article")).to_have_count(1)
+    again = page.locator(".answer[data-state=running] .text")
+    expect(again).to_contain_text("0 1 2 ")
+    page.click("#stop")
+    expect(page.locator(".answer")).to_have_attribute("data-state", "stopped")
+    assert stub.bodies[0] == stub.bodies[1]
+    ask(page, "hello")
+    assert stub.bodies[2]["messages"][1]["content"].startswith("0 1 2 ")  # what was written stays
+
+
+def test_errors_are_shown_as_text(page: Any, stub: Stub) -> None:
+    for script, shown in {
+        "refused": "400: top_p is <b>bad</b> (top_p).",
+        "full": "503: the queue is full. Try again in 7 s.",
+        "broken": "a processor raised",
+        "cut": "The connection ended before the answer did.",
+    }.items():
+        expect(page.locator("#send")).to_be_enabled()
+        answer = ask(page, script, until="failed")
+        expect(answer.locator(".error")).to_have_text(shown)
+        assert answer.locator(".error b").count() == 0
+    expect(page.locator("#send")).to_be_enabled()
+    ask(page, "hello")
+    said = [message["content"] for message in stub.bodies[-1]["messages"]]
+    assert said == ["broken", "0 ", "cut", "0 ", "hello"]  # what had no answer is no part of the conversation
+
+
+def test_what_the_model_writes_stays_text(page: Any) -> None:
+    answer = ask(page, "html")
+    assert answer.locator(".text").text_content() == HTML + "!"
+    assert answer.locator(".text *:not(span)").count() == 0
+    assert page.locator("#step s").all_text_contents() == ["<i>no</i>"]
+    assert page.title() == "forerun"
+
+
+def test_it_waits_for_the_model_and_for_a_key(browser: Any, stub: Stub) -> None:
+    stub.not_ready, stub.key = 2, "secret"
+    page = opened(browser, stub.url)
+    expect(page.locator("#status")).to_have_text("503: the model is being loaded. Waiting …")
+    expect(page.locator("#send")).to_be_disabled()
+    expect(page.locator("#status")).to_contain_text("wants an API key")
+    page.click("summary")
+    page.fill("#key", "secret")
+    expect(page.locator("#status")).to_have_text("stub-model is ready.")
+    expect(page.locator("#send")).to_be_enabled()
+    page.context.close()
+
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "light": {},
+    "dark": {"color_scheme": "dark"},
+    "forced": {"forced_colors": "active", "reduced_motion": "reduce"},
+    "narrow": {"viewport": {"width": 400, "height": 800}},
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: Path) -> None:
+    page = opened(browser, stub.url, **LOOKS[look])
+    expect(page.locator("#send")).to_be_enabled()
+    page.check("#both")
+    ask(page, "hello")
+    expect(page.locator(".verdict")).to_have_count(1)
+    ask(page, "refused", until="failed")
+    expect(page.locator(".verdict")).to_have_count(2)
+    page.locator(".answer").first.get_by_role("button", name="Figures and steps").click()
+    page.click("summary")
+    lines = page.locator(".answer .piece").evaluate_all("all => all.map(p => getComputedStyle(p).textDecorationLine)")
+    assert set(lines) == {"underline", "overline"}
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert len(page.screenshot(path=tmp_path / f"{look}.png", full_page=True)) > 10_000
+    if AXE.is_file():
+        page.evaluate(AXE.read_text())
+        found = page.evaluate("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))")
+        assert found == []
+    assert page.wrong == []
+    page.context.close()
+    if not AXE.is_file():
+        pytest.skip("the rest needs axe-core: npm install axe-core, or AXE_CORE=axe.min.js")
+
+
+def test_the_real_server_is_understood(browser: Any) -> None:
+    pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
+    from serving import live
+
+    with live() as server:
+        page = opened(browser, server.url + "/")
+        expect(page.locator("#status")).to_have_text("tiny is ready.")
+        page.click("summary")
+        page.fill("#max_tokens", "40")
+        page.check("#both")
+        answer = ask(page, "the low the low the low")
+        expect(page.locator(".verdict")).to_contain_text("The texts are equal")
+        assert answer.locator(".piece.bonus, .piece.correction").count() > 0
+        assert answer.locator(".facts").text_content().startswith("40 tokens")
+        assert page.locator("#tokens").text_content() == "40"
+        assert float(page.locator("#tau").text_content()) >= 1
+        assert page.locator("#steps li").count() == int(page.locator("#forwards").text_content()) <= 40
+        page.click("summary")
+        page.evaluate("document.getElementById('top_p').max = 9; document.getElementById('top_p').value = 7")
+        refused = ask(page, "hello", until="failed")
+        expect(refused.locator(".error")).to_contain_text("400: top_p")
+        assert page.wrong == []
+        page.context.close()

@@ -1,0 +1,134 @@
+"""The server before its model is there, at its end, and beside readers that are not as they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from serving import NAME, live, make_decoder
+
+from forerun.server import answers, run
+from forerun.server.app import STATIC, Settings, create_app
+from forerun.server.errors import ApiError
+from forerun.server.protocol import CompletionBody
+from forerun.server.run import _Protocol
+from forerun.server.worker import Worker
+
+
+def test_nothing_is_answered_before_the_model_is_there_and_while_it_goes() -> None:
+    go = threading.Event()
+
+    def make() -> Any:
+        assert go.wait(120)
+        return make_decoder()
+
+    async def ask() -> None:
+        worker = Worker(make)
+        app = create_app(worker, Settings(NAME))
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+        ):
+            for code in ("loading", "shutting_down"):
+                for response in (
+                    await client.get("/health"),
+                    await client.get("/v1/models"),
+                    await client.post("/v1/completions", json={"prompt": "a"}),
+                ):
+                    assert response.status_code == 503 and response.headers["Retry-After"] == "5"
+                    assert response.json()["error"]["code"] == code
+                assert (await client.get("/metrics")).status_code == 200
+                go.set()
+                await asyncio.wait_for(worker.ready.wait(), 120)
+                assert (await client.get("/health")).status_code == 200 or code != "loading"
+                app.state.service.draining = True
+
+    asyncio.run(ask())
+
+
+def test_a_model_that_cannot_be_loaded() -> None:
+    async def ask() -> None:
+        def make() -> Any:
+            raise ValueError("no such model")
+
+        worker, ended = Worker(make), asyncio.Event()
+        worker.on_failure = ended.set
+        worker.start()
+        await asyncio.wait_for(ended.wait(), 60)
+        assert str(worker.failed) == "no such model"
+        with pytest.raises(ApiError):
+            worker.engine  # noqa: B018
+        await worker.stop()
+
+    asyncio.run(ask())
+
+
+def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
+    with live(idle=1) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as idle:
+            idle.settimeout(60)
+            assert idle.recv(1) == b""  # closed without a request
+        engine, go = server.worker.engine, threading.Event()
+        step = engine.step
+        engine.step = lambda: step() if go.wait(120) else []  # type: ignore[method-assign]
+        body = {"prompt": "a", "max_tokens": 3, "stream": True, "echo": True, "temperature": 0}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": keep-alive"
+            go.set()
+            rest = [line for line in lines if line and line != ": keep-alive"]
+        assert '"text":"a' in rest[0] and rest[-1] == "data: [DONE]"
+
+
+def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "STALLED", 0.05)
+    aborted: list[int] = []
+
+    class Anything:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: None
+
+        def abort(self) -> None:
+            aborted.append(1)
+
+    async def stall(resumes: bool) -> None:
+        protocol = _Protocol.__new__(_Protocol)
+        protocol.loop, protocol.transport, protocol.flow = asyncio.get_running_loop(), Anything(), Anything()  # type: ignore[assignment]
+        protocol.pause_writing()
+        if resumes:
+            protocol.resume_writing()
+        await asyncio.sleep(0.2)
+
+    asyncio.run(stall(True))
+    assert not aborted
+    asyncio.run(stall(False))
+    assert aborted
+
+
+@pytest.mark.skipif(not (STATIC / "index.html").is_file(), reason="the page is not there")
+def test_the_page_may_load_nothing_from_elsewhere() -> None:
+    async def ask() -> None:
+        transport = httpx.ASGITransport(create_app(Worker(make_decoder), Settings(NAME, api_key="secret")))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            for path in ("/", "/page.js", "/page.css"):
+                response = await client.get(path)
+                assert response.status_code == 200
+                assert response.headers["content-security-policy"].startswith("default-src 'self'")
+            assert (await client.get("/../app.py")).status_code == 401
+
+    asyncio.run(ask())
+
+
+def test_fields_that_ask_for_nothing_are_fine() -> None:
+    fine = {"best_of": 1, "length_penalty": 1.0, "tools": [], "suffix": None, "min_tokens": 0, "strange": 5}
+    assert CompletionBody(prompt="a", **fine).unknown() == ["strange"]  # type: ignore[arg-type]
+    for name, value in (("best_of", True), ("best_of", 2), ("tools", [1]), ("prompt_logprobs", 0), ("audio", {})):
+        with pytest.raises(ApiError) as caught:
+            CompletionBody(prompt="a", **{name: value}).unknown()  # type: ignore[arg-type]
+        assert caught.value.param == name

@@ -1,0 +1,138 @@
+"""What the server needs of the engine: log probabilities, plain rows among drafted ones, penalties in the law."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from toys import noisy_copy, p_value, random_head, tiny
+
+from forerun import Decoder
+from forerun.engine import Step
+from forerun.generation import Request
+from forerun.methods import method
+from forerun.model import CausalLM
+from forerun.params import SamplingParams
+from forerun.penalties import LogitBias, Penalties
+
+PROMPT = [1, 2, 3, 2, 1, 2]
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9, "logit_bias": {1: 1.5, 4: -2.0}}
+
+
+def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
+    model = tiny("llama", vocab=vocab)
+    head = random_head(CausalLM(model), kind=name) if method(name).head else None
+    draft = noisy_copy(model, 0.05) if method(name).needs_draft else None
+    return Decoder(model, None, draft, method(name), False, head=head, **options)
+
+
+def run(decoder: Decoder, requests: list[Request]) -> list[list[Step]]:
+    return decoder.driver().run(requests).collect()
+
+
+def test_openais_penalties() -> None:
+    ids, scores = torch.tensor([[3, 3, 1, 1, 2], [3, 3, 2, 2, 2]]), torch.zeros(2, 4)
+    found = Penalties(0.5, 0.25, 2)(ids, scores)
+    assert found.tolist() == [[0, -1.0, -0.75, 0], [0, 0, -1.25, 0]]
+    assert Penalties(0.5, 0.25, 2)(torch.tensor([[0, 0, 9]]), torch.zeros(1, 4)).tolist() == [
+        [0] * 4
+    ]  # beyond a draft's
+    assert Penalties(0.5, 0.25, 2)(ids[:, :2], scores) is scores
+    assert LogitBias({1: 2.0, 9: 5.0})(ids, scores).tolist() == [[0, 2, 0, 0]] * 2 and not scores.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", "1"),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {"5": 1}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", [1]),
+    ],
+)
+def test_bad_penalties_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_a_bias_on_no_token_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"logit_bias has token ids outside 0..63"):
+        made().request(PROMPT, logit_bias={64: 1})
+
+
+@pytest.mark.parametrize("name", ["sd", "lookup", "lyanna"])
+def test_penalties_are_part_of_the_law(name: str) -> None:
+    plain, drafted = made("ar").generate(PROMPT, max_new_tokens=40, **PENALTIES), made(name)
+    found = drafted.generate(PROMPT, max_new_tokens=40, **PENALTIES)
+    assert found.tokens == plain.tokens != drafted.generate(PROMPT, max_new_tokens=40).tokens
+
+
+def test_sampling_with_penalties_follows_their_law() -> None:
+    vocab, joint = 6, torch.ones(6, 6, 6)
+    decoder = made(vocab=vocab, max_rows=250)
+    penalties = Penalties(0.7, 0.9, len(PROMPT))
+
+    def walk(prefix: tuple[int, ...]) -> None:
+        ids = torch.tensor([[*PROMPT, *prefix]])
+        with torch.no_grad():
+            scores = decoder.target.model(ids).logits[:, -1].float()
+        law = penalties(ids, LogitBias(PENALTIES["logit_bias"])(ids, scores))[0].softmax(-1)
+        for token, probability in enumerate(law.tolist()):
+            joint[(*prefix, token)] *= probability
+            if len(prefix) < 2:
+                walk((*prefix, token))
+
+    walk(())
+    rows = decoder.generate([PROMPT] * 700, max_new_tokens=5, temperature=1.0, seed=5, **PENALTIES)
+    assert p_value([row.tokens[:3] for row in rows], joint) > 1e-4
+    tested, accepted = (sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted"))
+    assert 0 < accepted < tested
+
+
+@pytest.mark.parametrize("name", ["sd", "lyanna", "lookahead"])
+def test_plain_rows_among_drafted_ones(name: str) -> None:
+    decoder = made(name)
+    asked = [decoder.request(PROMPT[:size], max_new_tokens=30) for size in (3, 4, 5, 6)]
+    alone = [[token for step in steps for token in step.tokens] for steps in run(made("ar"), asked)]
+    steps = run(decoder, [replace(each, plain=bool(at % 2)) for at, each in enumerate(asked)])
+    assert [[token for step in each for token in step.tokens] for each in steps] == alone
+    assert [len(each) == 30 for each in steps][1::2] == [True, True]
+    assert not any(step.drafted for each in steps[1::2] for step in each)
+    assert any(step.drafted for each in steps[::2] for step in each)
+
+
+@pytest.mark.parametrize("name", ["ar", "sd", "lookahead"])
+def test_log_probabilities_are_the_models_own(name: str) -> None:
+    decoder = made(name)
+    asked = [
+        replace(
+            decoder.request(prompt, max_new_tokens=20, temperature=0.8, seed=1, **PENALTIES),
+            logprobs=top,
+            prompt_logprobs=bool(top),
+        )
+        for prompt, top in ((PROMPT, 3), (PROMPT[:3] * 50, 2), (PROMPT, 0), (PROMPT[:1], 1))
+    ]
+    for request, steps in zip(asked, run(decoder, asked), strict=True):
+        tokens = [*request.tokens, *(token for step in steps for token in step.tokens)]
+        with torch.inference_mode():
+            law = decoder.target.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        before = steps[0].prompt_logprobs
+        assert (before is not None) == request.prompt_logprobs
+        assert all(step.prompt_logprobs is None for step in steps[1:])
+        found = [*(before or ()), *(each for step in steps for each in step.logprobs)]
+        first = len(tokens) - len(found)
+        assert first == (1 if request.prompt_logprobs else len(request.tokens))
+        for at, each in enumerate(found, first):
+            assert each.token == tokens[at]
+            assert each.logprob == pytest.approx(float(law[at - 1, each.token]), abs=1e-4)
+            best = law[at - 1].topk(request.logprobs).values.tolist() if request.logprobs else []
+            assert [value for _, value in each.top] == pytest.approx(best, abs=1e-4)
+
+
+def test_none_are_made_where_nobody_asks() -> None:
+    (steps,) = run(made(), [made().request(PROMPT, max_new_tokens=5)])
+    assert all(step.logprobs == () and step.prompt_logprobs is None and step.waited >= 0 for step in steps)

@@ -1,0 +1,184 @@
+"""A real process: how `forerun serve` starts, drains, and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import models, tiny_tokenizer
+
+from forerun.cli.serve import _read_config
+
+COMMAND = [sys.executable, "-m", "forerun", "serve"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    models()[0].save_pretrained(found)
+    tiny_tokenizer().save_pretrained(found)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    port = free_port()
+    process = subprocess.Popen([*COMMAND, "--port", str(port), *options], stderr=subprocess.PIPE, text=True)
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def health(url: str) -> int | None:
+    try:
+        return httpx.get(url + "/health", timeout=60, trust_env=False).status_code
+    except httpx.HTTPError:
+        return None
+
+
+def until(condition: Any, seconds: float = 250) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text('max-rows = 4\nlog-json = true\nmodel-name = "named"\ndrain = 1000.0\n')
+    with started("--target", str(folder), "--method", "lookup", "--config", str(config)) as (process, url):
+        seen = set()
+        until(lambda: seen.add(health(url)) or 200 in seen)
+        assert httpx.get(url + "/v1/models", trust_env=False).json()["data"][0]["id"] == "named"
+        other = subprocess.run(
+            [*COMMAND, "--port", url.rpartition(":")[2], "--target", str(folder)], capture_output=True, text=True
+        )
+        assert other.returncode == 2 and "cannot listen on 127.0.0.1" in other.stderr
+        assert other.stderr.count("\n") == 1
+        # An answer that is under way is given to its end while others are refused.
+        body = {"prompt": "the cat", "max_tokens": 300, "ignore_eos": True, "forerun_method": "ar", "stream": True}
+        lines: list[str] = []
+        began = threading.Event()
+
+        def read() -> None:
+            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=200, trust_env=False) as response:
+                for line in response.iter_lines():
+                    lines.append(line)
+                    began.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert began.wait(100)
+        os.kill(process.pid, signal.SIGTERM)
+        statuses = set()
+        while reader.is_alive():
+            statuses.add(health(url))
+            reader.join(0.1)
+        assert [line for line in lines if line][-1] == "data: [DONE]" and '"finish_reason":"length"' in "".join(lines)
+        assert statuses <= {200, 503, None}
+        assert process.wait(100) == 0
+        assert process.stderr is not None
+        logged = [json.loads(line) for line in process.stderr.read().splitlines()]
+        (line,) = [each for each in logged if "tokens" in each]
+        assert line["reason"] == "length" and line["tokens"] == 300 and "the cat" not in str(logged)
+
+
+@pytest.mark.slow
+def test_a_drain_that_takes_too_long_ends_what_runs(folder: Path) -> None:
+    with started("--target", str(folder), "--method", "ar", "--drain", "0") as (process, url):
+        until(lambda: health(url) == 200)
+        body = {"prompt": "the cat", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 16}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=100, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(process.pid, signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
+        assert process.wait(100) == 0
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = subprocess.run(
+        [*COMMAND, "--port", str(free_port()), "--target", str(tmp_path), "--method", "ar"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 2 and "cannot load" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--method", "nonsense"], "nonsense"),
+        (["--log-level", "loud"], "loud"),
+        (["--drain", "-1"], "--drain"),
+        (["--max-seconds", "0"], "--max-seconds"),
+        (["--api-key", "two words "], "--api-key"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--config", "CONFIG"], "unknown name 'prot'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from forerun.cli import _run
+
+    config = tmp_path / "serve.toml"
+    config.write_text("prot = 8000\n")
+    found = [str(config) if each == "CONFIG" else each for each in options]
+    monkeypatch.setattr(sys, "argv", ["forerun", "serve", "--target", "embedded", *found])
+    assert _run() == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_without_the_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import forerun.cli.serve as command
+    from forerun.cli import _run
+
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr(sys, "argv", ["forerun", "serve"])
+    assert _run() == 2
+    assert "pip install 'forerun[serve]'" in capsys.readouterr().err
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    import typer.main
+
+    from forerun.cli.commands import app
+
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    config = tmp_path / "serve.toml"
+    config.write_text('port = 9000\nmax_rows = 3\nallow-origin = ["http://a", "http://b"]\nlog-prompts = true\n')
+    assert _read_config.__doc__
+    context = command.make_context("serve", ["--config", str(config), "--port", "9001"])
+    found = context.params
+    assert (found["port"], found["max_rows"], found["log_prompts"]) == (9001, 3, True)
+    assert list(found["allow_origin"]) == ["http://a", "http://b"]
