@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quality format clean
+.PHONY: demo serve test quality format clean
 
 demo: $(VENV)/installed
 	$(BIN)/forerun demo
+
+serve: $(VENV)/installed-serve
+	$(BIN)/forerun fetch smollm2 || true
+	$(BIN)/forerun serve
 
 test: $(VENV)/installed-dev
 	$(BIN)/pytest -n auto --dist worksteal
@@ -26,6 +30,10 @@ $(BIN)/python:
 $(VENV)/installed: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
+
+$(VENV)/installed-serve: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[serve,grammar]"
+	touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"

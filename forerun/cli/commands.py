@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import bench, chat, demo, fetch, generate, info, simulate, train, tune
+from forerun.cli import bench, chat, demo, fetch, generate, info, serve, simulate, train, tune
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of their output.",
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("fetch")(fetch.fetch)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
+app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)
 app.command("tune")(tune.tune)
 app.add_typer(train.app, name="train")
