@@ -36,6 +36,10 @@ _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer]]
 _lock = Lock()
 
 
+class FormError(ValueError):
+    """A format that cannot be kept, which shows only when there is output."""
+
+
 def compiled(
     form: tuple[str, str], tokenizer: PreTrainedTokenizerBase | None, ends: frozenset[int]
 ) -> Callable[[int], Grammar]:
@@ -160,14 +164,12 @@ class Grammar(Constraint):
     def complete(self, ids: Sequence[int]) -> bool:
         """Whether the output is whole, so that only an end token may follow.
 
-        Raises ValueError for output that the grammar forbids or that it does not let go on: never because of what was
+        Raises FormError for output that the grammar forbids or that it does not let go on: never because of what was
         drafted, but a grammar may lead into a dead end or become too large for llguidance.
         """
         state = self._state(list(ids[self._start :]))
         if state.wrong is not None:
-            raise ValueError(
-                f"the response_format cannot be kept behind {len(ids) - self._start} tokens: {state.wrong}"
-            )
+            raise FormError(f"the response_format cannot be kept behind {len(ids) - self._start} tokens: {state.wrong}")
         return state.last
 
     def stop(self, other: _Stop | None) -> _Stop:

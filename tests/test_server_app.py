@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -74,6 +75,13 @@ def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as idle:
             idle.settimeout(60)
             assert idle.recv(1) == b""  # closed without a request
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as trickling:
+            trickling.settimeout(60)
+            trickling.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-Endless: ")
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                while True:  # closed although something comes again and again
+                    trickling.sendall(b"x")
+                    time.sleep(0.05)
         engine, go = server.worker.engine, threading.Event()
         step = engine.step
         engine.step = lambda: step() if go.wait(120) else []  # type: ignore[method-assign]

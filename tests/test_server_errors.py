@@ -14,6 +14,7 @@ import openai
 import pytest
 from serving import NAME, Live, live, make_decoder, post
 
+from forerun.grammar import FormError, Grammar
 from forerun.server.guards import Bodies, Key
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -83,6 +84,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (PLAIN, {"prompt": "the cat sat " * 5000}, "prompt"),
     (PLAIN, {"prompt": [[5]] * 300}, "prompt"),
     (PLAIN, {"prompt": ["x", {"y" * 100_000: 1}] * 5}, "prompt"),
+    (PLAIN, {"repetition_penalty": 1e-30}, "repetition_penalty"),
     (PLAIN, {"suffix": "x"}, "suffix"),
     (PLAIN, {"best_of": 2}, "best_of"),
     (PLAIN, {"response_format": {"type": "nonsense"}}, "response_format"),
@@ -102,6 +104,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"modalities": ["audio"]}, "modalities"),
     (CHAT, {"chat_template_kwargs": {"tokenize": False}}, "messages"),
     (CHAT, {"chat_template_kwargs": {"a b": False}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"tokenizer": "x"}}, "chat_template_kwargs"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 2**20}]}]}, "messages"),
+    (PLAIN, {"prompt": "a" * 2**20}, "prompt"),
+    ("/tokenize", {"prompt": "a" * 2**20}, "prompt"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "\ud800"}, "prompt"),
     ("/detokenize", {"tokens": [1, -1]}, "tokens"),
@@ -200,6 +207,18 @@ def test_a_form_for_the_answer(server: Live) -> None:
     assert json.loads(choice["message"]["content"]) in ("cat", "mat") and choice["finish_reason"] == "stop"
     form = {"type": "regex", "regex": "(a"}
     assert refusal(post(server, CHAT, {"messages": HELLO, "response_format": form}))["param"] == "response_format"
+
+
+def test_a_form_that_cannot_be_kept_up(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows only when there are tokens, and is the request's fault."""
+    pytest.importorskip("llguidance")
+
+    def complete(self: Grammar, ids: Any) -> bool:
+        raise FormError("the response_format cannot be kept")
+
+    monkeypatch.setattr(Grammar, "complete", complete)
+    body = {"messages": HELLO, "response_format": {"type": "json_object"}}
+    assert refusal(post(server, CHAT, body))["param"] == "response_format"
 
 
 def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:

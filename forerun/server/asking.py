@@ -20,6 +20,8 @@ CHAT_TOKENS = 1024  # new tokens of an answer in a chat, where no number is give
 COMPLETION_TOKENS = 16
 MOST_CHOICES = 256  # answers of one request
 
+CHARACTERS = 32  # of a text for each token of the context; to tokenize more than that would hold up other requests
+
 _TAKEN = {"messages", "system", "tokenizer"}  # names that a chat template cannot be given anew
 
 # Fields that SamplingParams have under the same names.
@@ -60,6 +62,7 @@ def ask_chat(body: ChatBody, decoder: Decoder, ends: frozenset[int]) -> Asked:
         if not all(name.isidentifier() for name in given) or not _TAKEN.isdisjoint(given):
             raise ValueError(f"chat_template_kwargs must have names as keys, but for {', '.join(sorted(_TAKEN))}")
     with blamed("messages"):
+        _check_length(_length(body.messages), decoder)
         prompt = chat_prompt(decoder.tokenizer, _cleaned(body.messages), **given)
         _, rows = encode(prompt, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
     if body.top_logprobs and not body.logprobs:
@@ -95,7 +98,7 @@ def encode_prompts(prompt: Any, decoder: Decoder) -> list[list[int]]:
         raise ValueError(f"at most {MOST_CHOICES} prompts")
     for each in many:
         if isinstance(each, str):
-            _check_text(each)
+            _check_text(each, decoder)
         elif not isinstance(each, list) or not all(map(_is_token, each)):
             raise ValueError("prompt must be text, a list of texts, token ids, or a list of them")
     return encode(many, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
@@ -107,10 +110,11 @@ def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
         raise ApiError(400, "give prompt or messages", "prompt")
     if body.messages is not None:
         with blamed("messages"):
+            _check_length(_length(body.messages), decoder)
             return chat_prompt(decoder.tokenizer, _cleaned(body.messages))
     assert decoder.tokenizer is not None and body.prompt is not None
     with blamed("prompt"):
-        _check_text(body.prompt)
+        _check_text(body.prompt, decoder)
     special = body.add_special_tokens is not False
     return [int(each) for each in decoder.tokenizer(body.prompt, add_special_tokens=special)["input_ids"]]
 
@@ -132,7 +136,25 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def _check_text(text: str) -> None:
+def _length(messages: Any) -> int:
+    """Characters of messages, which may have any form."""
+    found = 0
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [content]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        found += sum(len(text) for text in texts if isinstance(text, str))
+    return found
+
+
+def _check_length(characters: int, decoder: Decoder) -> None:
+    context = decoder.target.context
+    if context is not None and characters > CHARACTERS * context:
+        raise ValueError(f"{characters} characters are more than the context of {context} tokens can hold")
+
+
+def _check_text(text: str, decoder: Decoder) -> None:
+    _check_length(len(text), decoder)
     if "\0" in text:
         raise ValueError("prompt has a NUL character")
     try:

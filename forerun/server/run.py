@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -28,9 +29,11 @@ FLUSH = 5  # seconds for the last bytes when the server ends
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's own, which also closes connections that never ask, and those of readers that have stopped reading."""
+    """uvicorn's own, which also closes connections that never ask or whose headers never end, and those of readers that
+    have stopped reading."""
 
     _stalled: asyncio.TimerHandle | None = None
+    _heading: asyncio.TimerHandle | None = None  # runs while headers are half there
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,7 +42,20 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
         self._resumed()
+        self._headed()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._headed()
+        elif self._heading is None:
+            self._heading = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def _headed(self) -> None:
+        if self._heading is not None:
+            self._heading.cancel()
+            self._heading = None
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from forerun.decoder import Decoder
 from forerun.engine import Engine, QueueFullError, Step
 from forerun.generation import Request
+from forerun.grammar import FormError
 from forerun.server.errors import ApiError
 
 _LOG = logging.getLogger("forerun.server")
@@ -28,6 +29,13 @@ class Job:
         self.begun = perf_counter()
         self.open: dict[int, int] = {}  # index of a choice by its id in the engine
         self.queue: asyncio.Queue[tuple[int, Step, float] | ApiError] = asyncio.Queue()
+
+
+def _told(error: BaseException) -> ApiError:
+    """What is said of an error that ended a request alone."""
+    if isinstance(error, FormError):
+        return ApiError(400, str(error), "response_format")
+    return ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding")
 
 
 def _warmed(decoder: Decoder) -> Engine:
@@ -133,7 +141,7 @@ class Worker:
             if step.error is not None:
                 _LOG.error("a request failed: %r", step.error)
                 self.cancel(job)
-                job.queue.put_nowait(ApiError(500, f"decoding failed: {type(step.error).__name__}", code="decoding"))
+                job.queue.put_nowait(_told(step.error))
                 continue
             if step.finish_reason is not None:
                 del job.open[step.id], self._jobs[step.id]

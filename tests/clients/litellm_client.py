@@ -25,4 +25,6 @@ try:
 except litellm.BadRequestError as raised:
     error = {"status": raised.status_code, "message": str(raised)}
 streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-print(json.dumps({"answer": answer.message.content, "reason": answer.finish_reason, "streamed": streamed, "error": error}))
+print(
+    json.dumps({"answer": answer.message.content, "reason": answer.finish_reason, "streamed": streamed, "error": error})
+)

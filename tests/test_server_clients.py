@@ -1,0 +1,147 @@
+"""Clients that people use, against a server in a process of its own: an answer, the same streamed, and an error.
+
+LiteLLM may be in an environment of its own, OpenAI's client for Node is in node_modules; .ci/run puts them there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+from serving import NAME, TEMPLATE, models, tiny_tokenizer
+from test_server_process import health, started, until
+
+CLIENTS = Path(sys.prefix) / "clients"
+SCRIPTS = Path(__file__).parent / "clients"
+NODE_CLIENT = SCRIPTS.parents[1] / "node_modules/openai"
+HELLO = [{"role": "user", "content": "hello"}]
+TOKENS = 6
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server's, with the path that clients are given."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    models()[0].save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    options = ("--target", str(folder), "--method", "lookup", "--model-name", NAME, "--threads", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        with started(*options) as (_, found):
+            until(lambda: health(found) == 200)
+            yield f"{found}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected(client: openai.OpenAI) -> str:
+    """What all of them are to be told."""
+    asked: dict[str, Any] = {"model": NAME, "messages": HELLO, "max_tokens": TOKENS, "temperature": 0}
+    return str(client.chat.completions.create(**asked).choices[0].message.content)
+
+
+class Animal(BaseModel):
+    name: Literal["cat", "mat"]
+    legs: Literal[2, 4]
+
+
+def test_openai_gets_what_its_schema_says(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    found = client.chat.completions.parse(
+        model=NAME,
+        messages=HELLO,
+        response_format=Animal,
+        max_tokens=400,
+        seed=1,  # type: ignore[arg-type]
+    )
+    assert isinstance(found.choices[0].message.parsed, Animal) and found.choices[0].finish_reason == "stop"
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=NAME, messages=HELLO, response_format=form)  # type: ignore[call-overload]
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="langchain-openai is not installed")
+def test_langchain(url: str, expected: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    def chat(tokens: int) -> Any:
+        return ChatOpenAI(
+            base_url=url, api_key="none", model=NAME, max_completion_tokens=tokens, temperature=0, max_retries=0
+        )
+
+    answer = chat(TOKENS).invoke("hello")
+    assert answer.content == expected and answer.usage_metadata["output_tokens"] == TOKENS
+    assert answer.response_metadata["finish_reason"] == "length"
+    chunks = list(chat(TOKENS).stream("hello"))
+    assert "".join(chunk.content for chunk in chunks) == expected
+    with pytest.raises(openai.BadRequestError) as caught:  # it raises those of OpenAI's client
+        chat(0).invoke("hello")
+    assert caught.value.status_code == 400
+
+
+@pytest.mark.skipif(find_spec("llm") is None, reason="llm is not installed")
+def test_llm(url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: forerun\n  model_name: {NAME}\n  api_base: {url}\n  can_stream: true\n"
+    )
+    import llm
+
+    asked: dict[str, Any] = {"prompt": "hello", "key": "none", "temperature": 0}
+    for stream in (False, True):
+        pieces = list(llm.get_model("forerun").prompt(**asked, max_tokens=TOKENS, stream=stream))
+        assert "".join(pieces) == expected
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        list(llm.get_model("forerun").prompt(**asked, max_tokens=0))
+
+
+def _litellm() -> str | None:
+    """A Python that has it."""
+    if find_spec("litellm") is not None:
+        return sys.executable
+    return str(CLIENTS / "bin/python") if any(CLIENTS.glob("lib/*/site-packages/litellm")) else None
+
+
+@pytest.mark.skipif(_litellm() is None, reason="litellm is not installed; .ci/run says how")
+def test_litellm(url: str, expected: str) -> None:
+    script(expected, _litellm(), SCRIPTS / "litellm_client.py", url, env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
+
+
+NODE = shutil.which("node")
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed")
+@pytest.mark.skipif(not NODE_CLIENT.is_dir(), reason="npm's openai is not installed; .ci/run says how")
+def test_node(url: str, expected: str) -> None:
+    script(expected, NODE, SCRIPTS / "node_client.cjs", url, env={})
+
+
+def script(expected: str, program: str | None, path: Path, url: str, env: dict[str, str]) -> None:
+    """Runs a client, and looks at what it says it was told."""
+    assert program is not None
+    done = subprocess.run(
+        [program, str(path), url, NAME], capture_output=True, text=True, env=os.environ | env, timeout=250
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["answer"] == found["streamed"] == expected and found["reason"] == "length"
+    assert found["error"]["status"] == 400 and "max_tokens" in found["error"]["message"]
