@@ -50,10 +50,10 @@ def check_config(folder: Path) -> None:
     """
     try:
         settings = json.loads((folder / "config.json").read_text())
-        claimed = max(_claimed_layers(settings), default=0)
+        claimed = next((value for value in _claimed_layers(settings) if not value <= LAYERS), 0)
     except Exception:  # broken files may raise anything; loading says what
         return
-    if claimed > LAYERS:
+    if claimed:
         stored = stored_shapes(folder)
         if stored is not None:
             _check_count(claimed, stored)
@@ -62,8 +62,10 @@ def check_config(folder: Path) -> None:
 
 def _claimed_layers(settings: Any) -> Iterator[int | float]:
     """Also of the parts that models of several kinds of data have."""
+    if isinstance(settings, list):
+        settings = dict(enumerate(settings))
     for name, value in settings.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict | list):
             yield from _claimed_layers(value)
         elif name in NAMES and isinstance(value, int | float):
             yield value

@@ -95,7 +95,8 @@ def test_neighbours_of_held_out_questions_are_dropped() -> None:
     held = conversation(f"Hello. {long}", "test")
     near = [conversation(f"{long} Please.", "train"), conversation("?", "validation", text=f"You ask: {long}")]
     far = [conversation(long[: STRETCH - 1], "train"), conversation("And the hills?", "validation")]
-    kept, dropped = apart([*near, held, *far])
+    every = [*near, held, *far]
+    kept, dropped = apart(every, [(each.question, "own", each.split) for each in every])
     assert dropped == 2 and {each.question for each in kept} == {held.question, *(each.question for each in far)}
 
 

@@ -42,7 +42,7 @@ static inline void to_8_bits(const half *x, int8_t *to, int8_t *rest, float *sca
     const __m512 fine = _mm512_set1_ps(FINE);
     __m512 low = (__m512)wide(x), high = (__m512)wide(x + LANES);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    __m512 turn = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+    __m512 turn = _mm512_set1_ps(most > 1e-30f ? 127 / most : 0);
     low = _mm512_mul_ps(low, turn);
     high = _mm512_mul_ps(high, turn);
     __m512i first = _mm512_cvtps_epi32(low), second = _mm512_cvtps_epi32(high);
@@ -327,7 +327,7 @@ static void halve(const float *x, int row, int d, states to) {
     const float *own = x + (size_t)row * d;
     for (int i = 0; i < d; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(own + i)));
     float step = _mm512_reduce_max_ps(most) / 127;
-    __m512 turn = _mm512_set1_ps(step > 0 ? 1 / step : 0);
+    __m512 turn = _mm512_set1_ps(step > 1e-30f ? 1 / step : 0);
     __m512i highs = _mm512_setzero_si512(), lows = highs;
     int is_none = 0;
     for (int i = 0; i < d; i += LANES) {

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -99,15 +99,15 @@ def make_chats(
         made += sum(len(each.answer) for each in new)
         pace = made / (perf_counter() - begun)
         say(f"answers {number + 1}/{shards}, {made} tokens in this run, {pace:.0f} a second")
-        _share_out(out, recipe)
-    found = _share_out(out, recipe)
+        _share_out(out, recipe, questions)
+    found = _share_out(out, recipe, questions)
     say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
     return found
 
 
-def _share_out(out: Path, recipe: ChatRecipe) -> dict[str, Any]:
+def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
     """Writes the splits of the answers that are there, so that training can begin before all are."""
-    kept, dropped = apart(list(_read_answers(out)))
+    kept, dropped = apart(list(_read_answers(out)), questions)
     found = {
         "conversations": {split: sum(each.split == split for each in kept) for split in SPLITS},
         "answer_tokens": {split: sum(len(c.answer) for c in kept if c.split == split) for split in SPLITS},
@@ -251,9 +251,14 @@ def _read_answers(out: Path) -> Iterator[Conversation]:
             yield Conversation(**json.loads(line))
 
 
-def apart(conversations: list[Conversation]) -> tuple[list[Conversation], int]:
+def apart(
+    conversations: list[Conversation], questions: Sequence[tuple[str, str, str]]
+) -> tuple[list[Conversation], int]:
     """Conversations without those that share a stretch of STRETCH characters with a question that is held out from
-    their split, and how many that were. So test questions stay as they are, and training loses the most."""
+    their split, and how many that were. So test questions stay as they are, and training loses the most.
+
+    `questions`: (question, source, split) of all, those that are not answered yet among them.
+    """
     kept: list[Conversation] = []
     seen: set[int] = set()
     for split in reversed(SPLITS):
@@ -261,8 +266,9 @@ def apart(conversations: list[Conversation]) -> tuple[list[Conversation], int]:
         chosen = [each for each in own if not seen.intersection(stretches(f"{each.question}\n{each.text}"))]
         kept += chosen
         if split != SPLITS[0]:
-            for each in chosen:
-                seen.update(stretches(each.question))
+            for question, _, of in questions:
+                if of == split:
+                    seen.update(stretches(question))
     return kept, len(conversations) - len(kept)
 
 

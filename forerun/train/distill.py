@@ -35,6 +35,7 @@ def distill_chats(
     """Trains `draft` in place on conversations, resumes from `out`: KL(target || draft) where a draft is used. The
     target runs over each text once, as far as memory allows."""
     learnt, held = learnt.to(judge.device), held.to(judge.device)
+    _check_head(draft, learnt.take(torch.arange(1)).tokens)
     recall, again = judged(judge, learnt), judged(judge, held)
     asked = held.spread(EVALUATED)
 
@@ -59,15 +60,26 @@ def distill_chats(
 
     @torch.no_grad()
     def evaluate() -> float:
+        draft.eval()
         found = [
             torch.stack([each.double() for each in compared(held, again, rows)]) for rows in asked.split(config.batch)
         ]
         means, same, counts = torch.stack(found).unbind(-1)
         say(f"{out.name} greedy agreement on held-out answers {float(same.sum() / counts.sum()):.3f}")
+        draft.train()
         return float((means * counts).sum() / counts.sum())
 
     config = replace(config, compile=False)  # texts are of many lengths
     train(draft, loss, lambda step: learnt.batch(config.seed, step, config.batch), evaluate, config, out, say)
+
+
+@torch.no_grad()
+def _check_head(draft: PreTrainedModel, tokens: Tensor) -> None:
+    """Raises ValueError for a model that caps or scales its LM head's logits: it would be trained without that."""
+    states = states_at(draft, tokens, torch.ones_like(tokens, dtype=torch.bool))
+    alone, logits = draft.get_output_embeddings()(states), draft(input_ids=tokens, use_cache=False).logits[0]
+    if not torch.allclose(alone, logits, atol=1e-3, rtol=1e-3):
+        raise ValueError(f"{type(draft).__name__} caps or scales its logits; conversations cannot train such a draft")
 
 
 def distillation_loss(target: PreTrainedModel, draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:

@@ -91,7 +91,7 @@ def train_draft(
         "sequences": sequences,
     }
     if chats is not None:
-        mark["chats"] = str(chats)
+        mark |= {"chats": str(chats), "texts": made[0].digest if made is not None else None}
     claim(out / "work", json.dumps(mark | asdict(config) | {"compile": None}, sort_keys=True))
     draft.to(big.device)  # type: ignore[arg-type]
     if made is not None:

@@ -30,7 +30,7 @@ def loss_of(
 ) -> Tensor:
     """Mean loss, a scalar, over all steps of drafts from texts. `head`: the result of `head_rows` for the hot set.
 
-    To be called as `in_parts` is.
+    It goes backward inside: call backward once on what comes, as for `in_parts`.
     """
     weight, bias = (each.bfloat16() for each in head)  # once, and not for each product
     length, met, total = part.tokens.shape[1], part.met().flatten(), known.states.new_zeros(())

@@ -18,6 +18,7 @@ from forerun.files import write_text
 from forerun.loading import config_file, load_head, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.heads import FEATURES, FUSIONS, KINDS, HiddenConfig, HiddenDrafter, hot_set
+from forerun.runtime.bits import BLOCK
 from forerun.runtime.heads import head_rows
 from forerun.train.data import read_texts, tokenize
 from forerun.train.head_losses import embeddings_of, loss_of, measure
@@ -153,6 +154,8 @@ def train_head(
         shape = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "known": known, "batches": sharing.count}
         usual = {"feature": "head", "fusion": "every"}  # runs from before there were others go on
         shape |= {name: getattr(config, name) for name in usual if getattr(config, name) != usual[name]}
+        if made is not None:  # the hot set and the order of batches follow from them
+            shape["texts"] = made[0].digest
         if begun is not None:  # by its weights: the folder may hold another head later
             shape["start"] = [fingerprint(begun), hashlib.sha256(begun.hot.cpu().numpy().tobytes()).hexdigest()]
         claim(folder / "settings", json.dumps(shape | {each: getattr(recipe, each) for each in _OF_RECIPE}))
@@ -220,6 +223,8 @@ def _config(
     factors = rank * (text.vocab_size + hot)
     if kind == "eagle":
         inner += factors // (3 * size * layers)
+        if inner >= 20 * BLOCK:  # whole blocks, which our product in 8 bits needs, where they are a small part
+            inner = round(inner / BLOCK) * BLOCK
     if kind == "medusa":
         whole = 2 * size**2 + layers * size * (2 * each * (heads + groups) + 3 * inner) + factors
         inner = max(1, whole // (2 * size * states))

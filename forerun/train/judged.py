@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from forerun.model import CausalLM
+from forerun.model import CausalLM, same_model
 from forerun.train.texts import Texts
 
 REMEMBERED = 5 * 2**30  # bytes of features, those of 4 million tokens of states of 640 numbers
@@ -47,7 +47,7 @@ def features_of(judge: CausalLM, tokens: Tensor, feature: str = "head") -> Known
 
 def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
     """What the target says about these texts. Each goes through it once, as far as REMEMBERED bytes hold what comes of
-    it, and not at all where its states were kept."""
+    it, and not at all where its states were kept while this target wrote it."""
     head = copy.deepcopy(judge.head).bfloat16()  # autocast would round it anew for each product
 
     @torch.no_grad()
@@ -59,6 +59,7 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
     # Some models cap or scale their head's logits.
     whole = first.logits(torch.arange(len(states), device=states.device))
     by_head = torch.allclose(judge.head(states.to(judge.dtype)).float(), whole, atol=1e-2, rtol=1e-2)
+    kept = feature == "head" and texts.target is not None and same_model(texts.target, judge.fingerprint)
     store: dict[int, Tensor] = {}  # [ends, d] by row
     left = REMEMBERED
 
@@ -67,7 +68,7 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
         if not by_head:
             return features_of(judge, texts.take(rows).tokens, feature)
         own = {row: store.get(row) for row in rows.tolist()}
-        if feature == "head":
+        if kept:
             own = {row: texts.states(row) if found is None else found for row, found in own.items()}
         new = [row for row, found in own.items() if found is None]
         if new:

@@ -75,16 +75,23 @@ def save_states(path: Path, states: Sequence[Tensor]) -> None:
 
 
 class StoredStates:
-    """The states of a folder of conversations, read from its files when they are asked for."""
+    """The states of a folder of conversations, read from its files when they are asked for.
+
+    Attributes:
+        target: fingerprint of the model that had them.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.target: dict[str, Any] = json.loads(read_text(folder / "config.json"))["target"]
         self._files: dict[Path, Any] = {}
         self._places: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
         for path in sorted(folder.glob("states-*.safetensors")):
+            answers = path.with_name(path.name.replace("states", "answers")).with_suffix(".jsonl")
+            if not answers.exists():  # it is written behind the states
+                continue
             with safe_open(path, "pt") as file:
                 lengths = file.get_tensor("lengths").tolist()
-            lines = read_text(path.with_name(path.name.replace("states", "answers")).with_suffix(".jsonl")).splitlines()
-            start = 0
+            lines, start = read_text(answers).splitlines(), 0
             for line, length in zip(lines, lengths, strict=True):
                 each = json.loads(line)
                 self._places[tuple(each["prompt"]), each["temperature"]] = path, start, length

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +26,15 @@ class Texts:
         tokens: [N, T] int64.
         begins, ends: [N] the target's distributions at positions `begins` to `ends - 1` are those that a draft meets.
             A position's distribution is that of the token behind it.
-        states: what the LM head was given [ends, d] over the text of an index, where it was kept.
+        states: what the LM head was given [ends, d] over the text of an index, where it was kept, in
+        target: the model of this fingerprint.
     """
 
     tokens: Tensor
     begins: Tensor
     ends: Tensor
     states: Callable[[int], Tensor | None] = lambda row: None
+    target: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -43,8 +47,16 @@ class Texts:
     def met(self, ahead: int = 0) -> Tensor:
         """[N, T - ahead] bool: at which positions a draft meets the distribution that is `ahead` positions further, if
         it has begun by then."""
-        at = torch.arange(self.tokens.shape[1] - ahead, device=self.tokens.device)
+        at = torch.arange(max(0, self.tokens.shape[1] - ahead), device=self.tokens.device)
         return (at >= self.begins[:, None]) & (at + ahead < self.ends[:, None])
+
+    @property
+    def digest(self) -> str:
+        """What tells these texts from others."""
+        found = hashlib.sha256()
+        for part in (self.tokens, self.begins, self.ends):
+            found.update(part.cpu().numpy().tobytes())
+        return found.hexdigest()
 
     def frequencies(self, vocabulary: int) -> Tensor:
         """[V] how often each token stands behind a position that counts."""
@@ -101,7 +113,8 @@ def of_chats(conversations: Sequence[Conversation], longest: int = 512, stored: 
         return None if found is None else found[: len(rows[row]) - 1]
 
     # What stands behind the last token is never asked for.
-    return Texts(tokens, torch.tensor(begins), torch.tensor([len(own) - 1 for own in rows]), states)
+    ends = torch.tensor([len(own) - 1 for own in rows])
+    return Texts(tokens, torch.tensor(begins), ends, states, None if stored is None else stored.target)
 
 
 def learnt_and_held(chats: Path, longest: int = 512) -> tuple[Texts, Texts]:
