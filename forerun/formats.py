@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
-MOST = 2**18  # characters of a schema, an expression or a grammar
+MOST = 2**16  # characters of a schema, an expression or a grammar
 
 
 def form_of(response_format: Any) -> tuple[str, str] | None:

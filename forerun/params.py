@@ -50,11 +50,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     stop: str | tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
     seed: int | None = None
-    response_format: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, Integral, lambda n: n >= 1, "at least 1")
@@ -78,7 +78,10 @@ class SamplingParams:
             _check("seed", self.seed, Integral, lambda n: 0 <= n < 2**62, "0 or more and below 2**62")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-        if form_of(self.response_format) is not None and self.ignore_eos:
+        form = form_of(self.response_format)
+        if isinstance(self.response_format, Mapping):
+            object.__setattr__(self, "response_format", dict(self.response_format))
+        if form is not None and self.ignore_eos:
             raise ValueError("ignore_eos cannot be given beside response_format, which says where the output ends")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from forerun.draft import Draft
+from forerun.penalties import LogitBias
 
 
 class QuickTopP(logits_process.TopPLogitsWarper):
@@ -53,6 +54,7 @@ _PREFIX_FREE = (
     logits_process.EtaLogitsWarper,
     logits_process.SuppressTokensLogitsProcessor,
     QuickTopP,
+    LogitBias,
 )
 
 

@@ -188,7 +188,7 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
         assert own["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
         assert own["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
         details = usage.completion_tokens_details
-        assert details is not None and details.accepted_prediction_tokens == accepted
+        assert details is not None and tokens - steps <= details.accepted_prediction_tokens <= min(accepted, tokens)
         assert details.rejected_prediction_tokens == drafted - accepted
         timings = extra["timings"]
         assert (timings["draft_n"], timings["draft_n_accepted"], timings["predicted_n"]) == (drafted, accepted, tokens)

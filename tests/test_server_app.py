@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import NAME, live, make_decoder
+from serving import NAME, live, make_decoder, post
 
 from forerun.server import answers, run
 from forerun.server.app import STATIC, Settings, create_app
@@ -140,3 +140,22 @@ def test_fields_that_ask_for_nothing_are_fine() -> None:
         with pytest.raises(ApiError) as caught:
             CompletionBody(prompt="a", **{name: value}).unknown()  # type: ignore[arg-type]
         assert caught.value.param == name
+
+
+class Broken(BaseException):
+    """What no handler of exceptions catches."""
+
+
+def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whoever waits is told so."""
+    failed = threading.Event()
+    with live() as server:
+        server.worker.on_failure = failed.set
+
+        def broken() -> list[Any]:
+            raise Broken
+
+        monkeypatch.setattr(server.worker.engine, "step", broken)
+        answer = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4})
+        assert answer.status_code == 500 and "Broken" in answer.json()["error"]["message"]
+        assert failed.wait(30) and isinstance(server.worker.failed, Broken)

@@ -136,3 +136,10 @@ def test_log_probabilities_are_the_models_own(name: str) -> None:
 def test_none_are_made_where_nobody_asks() -> None:
     (steps,) = run(made(), [made().request(PROMPT, max_new_tokens=5)])
     assert all(step.logprobs == () and step.prompt_logprobs is None and step.waited >= 0 for step in steps)
+
+
+def test_parameters_can_be_keys() -> None:
+    form = {"type": "regex", "regex": "a"}
+    one, other = (SamplingParams(logit_bias={1: 2.0}, response_format=form) for _ in range(2))
+    form["regex"] = "b"
+    assert hash(one) == hash(other) and one == other and one.response_format == {"type": "regex", "regex": "a"}

@@ -55,10 +55,6 @@ class Answer:
         self._usage_at_end = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
 
-    @property
-    def finish_reasons(self) -> list[str]:
-        return [choice.finish_reason or "error" for choice in self.choices]
-
     async def whole(self, until: float) -> dict[str, Any]:
         """All of it. Raises ApiError where decoding ends with one, or `until` (perf_counter) has come."""
         async for found in _steps(self.job, until):

@@ -184,7 +184,7 @@ async def _unless_gone(request: Request, whole: Any) -> Response:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return Response(as_json(tasks[0].result()), media_type="application/json")
-        return Response(status_code=400)  # nobody reads it
+        return Response(status_code=499)  # nobody reads it
     finally:
         for task in tasks:
             task.cancel()

@@ -193,7 +193,9 @@ def _asked(
         each = requests([row for row in rows for _ in range(copies)], params, decoder.target, decoder.tokenizer)
     except ValueError as error:  # their first word is the field, but for what a grammar's compiler says
         named = re.match(r"\w+", str(error))
-        param = named[0] if named and named[0] in Sampling.model_fields else "response_format"
+        param = named[0] if named and named[0] in Sampling.model_fields else None
+        if param is None and body.response_format is not None:
+            param = "response_format"
         raise ApiError(400, str(error), param) from None
     plain = body.forerun_method == "ar"
     found = [replace(one, eos=one.eos | ends, plain=plain, logprobs=logprobs) for one in each]

@@ -18,6 +18,7 @@ class Tally:
 
     Attributes:
         begun: when it was asked for.
+        kept: accepted tokens that stand in the answer: behind an end they are cut.
         histogram: index j has how many steps accepted exactly j tokens.
         first, decoding, last: when the first tokens were there, when their step began, when the last were there.
         waited: seconds in the queue, of the choice that waited longest.
@@ -31,6 +32,7 @@ class Tally:
     drafted: int = 0
     tested: int = 0
     accepted: int = 0
+    kept: int = 0
     widest: int = 0
     waited: float = 0.0
     first: float | None = None
@@ -54,6 +56,7 @@ class Tally:
         self.drafted += step.drafted
         self.tested += step.tested
         self.accepted += step.accepted
+        self.kept += min(step.accepted, len(step.tokens))
         self.widest = max(self.widest, step.drafted)
         self.histogram[step.accepted] += 1
 
@@ -81,7 +84,7 @@ class Tally:
             "completion_tokens": self.tokens,
             "total_tokens": self.prompt_tokens + self.tokens,
             "completion_tokens_details": {
-                "accepted_prediction_tokens": self.accepted,
+                "accepted_prediction_tokens": self.kept,
                 "rejected_prediction_tokens": self.drafted - self.accepted,
             },
         }

@@ -19,6 +19,7 @@ from forerun.server.errors import ApiError
 _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")
 
+MOST_ASKS = 256  # bodies that are read or wait for it
 TRIES = 3  # steps that may fail one after the other before those that run are given up
 
 
@@ -68,6 +69,7 @@ class Worker:
         self._engine: Engine | None = None
         self._jobs: dict[int, Job] = {}
         self._wake, self._stopping = Event(), False
+        self._asks = 0  # that wait for the thread for them, or are in it
         self._asking = ThreadPoolExecutor(1, "forerun-asking")
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
@@ -91,11 +93,23 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        return not self._thread.is_alive()
+        """Whether neither of its threads does anything."""
+        return not self._thread.is_alive() and not self._asks
 
     async def ask(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls what takes long or touches the tokenizer, in the thread for that."""
-        return await self._loop.run_in_executor(self._asking, function, *args)
+        """Calls what takes long or touches the tokenizer, in the thread for that. Raises ApiError where too many wait
+        for it."""
+        if self._asks >= MOST_ASKS:
+            raise ApiError(503, "too many requests are being read; try again later", code="queue_full")
+        self._asks += 1
+        asked = self._loop.run_in_executor(self._asking, function, *args)
+        asked.add_done_callback(self._answered)
+        return await asyncio.shield(asked)  # who lets go of it does not end it
+
+    def _answered(self, asked: asyncio.Future[Any]) -> None:
+        self._asks -= 1
+        if not asked.cancelled():
+            asked.exception()  # it may be that nobody waits for it any more
 
     def submit(self, requests: Sequence[Request]) -> Job:
         """Queues all requests, or none. Raises ApiError where the queue is full or never could hold them."""
@@ -162,14 +176,22 @@ class Worker:
             self._call(self.on_failure)
             return
         self._call(self.ready.set)
+        try:
+            self._decode(self._engine)
+        except BaseException as error:  # without its thread the server could only keep its clients waiting
+            self.failed = error
+            self._call(self.give_up, ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding"))
+            self._call(self.on_failure)
+
+    def _decode(self, engine: Engine) -> None:
         failures = 0
         while not self._stopping:
-            if not self._engine.busy:
+            if not engine.busy:
                 self._wake.wait()
                 self._wake.clear()
                 continue
             try:
-                steps = self._engine.step()
+                steps = engine.step()
                 failures = 0
             except Exception as error:  # the engine has undone it: sequences wait to run again
                 failures += 1
