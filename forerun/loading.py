@@ -229,10 +229,8 @@ def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | 
     if not same_model(head.config.target, target.fingerprint):
         trained = head.config.recipe.get("target")
         raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
-    if head.config.vocab_size != target.vocab_size:
-        raise ValueError(f"{name} has a vocabulary of {head.config.vocab_size}, its target of {target.vocab_size}")
-    hot = head.hot.tolist()
-    if len(set(hot)) < len(hot) or not all(0 <= token < target.vocab_size for token in hot):
+    hot, known = head.hot.tolist(), min(head.config.vocab_size, target.vocab_size)
+    if len(set(hot)) < len(hot) or not all(0 <= token < known for token in hot):
         raise ValueError(f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}")
     return nn.Module.to(head, target.device).eval()
 

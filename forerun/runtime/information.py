@@ -39,6 +39,8 @@ class NativeInformation:
         logits, threads = logits.contiguous(), torch.get_num_threads()
         steps, count, out = logits.shape
         assert logits.dtype == torch.float32 and out == self.answer.out == len(hot)
+        if max(roots) >= len(self.states):  # C would read on
+            raise IndexError(f"token {max(roots)} is outside the head's vocabulary of {len(self.states)}")
         tokens = torch.tensor(roots)
         found, own = room(count, steps, dtype=torch.long), room(count, out, dtype=torch.bfloat16)
         space = Room(count, self.answer.inputs)
