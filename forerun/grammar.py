@@ -32,7 +32,7 @@ KEPT = 64  # texts of a request whose tokens are remembered: more than the nodes
 _INSTALL = "response_format needs the package llguidance: pip install 'forerun[grammar]'"
 
 _Stop = Callable[[Sequence[int]], bool]
-_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer]] = WeakKeyDictionary()
+_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]] = WeakKeyDictionary()
 _lock = Lock()
 
 
@@ -59,7 +59,7 @@ def compiled(
         raise ValueError("response_format needs an end token; neither the model nor its tokenizer names one")
     kind, text = form
     try:
-        vocabulary = _vocabulary(tokenizer, min(ends))
+        vocabulary, marked = _vocabulary(tokenizer, min(ends))
     except Exception as error:  # what tokenizers of other kinds bring about
         raise ValueError(f"llguidance cannot read the tokenizer: {_line(error)}") from None
     try:
@@ -69,10 +69,9 @@ def compiled(
         raise ValueError(f"cannot use response_format.{kind}: {_line(error)}") from None
     if matcher.is_error():
         raise ValueError(f"cannot use response_format.{kind}: {_line(matcher.get_error())}")
-    special = {vocabulary.eos_token, *tokenizer.all_special_ids}
     size = vocabulary.vocab_size
-    special = {token for token in range(size) if token in special or vocabulary.is_special_token(token)}
-    tokens = _Tokens(size, vocabulary.eos_token, ends, frozenset(special))
+    special = marked.union(token for token in (vocabulary.eos_token, *tokenizer.all_special_ids) if token < size)
+    tokens = _Tokens(size, vocabulary.eos_token, ends, special)
     wrong = Grammar(matcher, tokens, 0).wrong([])
     if wrong is not None:
         raise ValueError(f"cannot use response_format.{kind}: it allows no text: {wrong}")
@@ -85,17 +84,19 @@ def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     return frozenset([end] if isinstance(end, int) else [])
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> LLTokenizer:
-    """llguidance's form of a tokenizer, which takes a second to make and is kept as long as the tokenizer is."""
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokenizer, frozenset[int]]:
+    """llguidance's form of a tokenizer, and the tokens that are special to it. They take a second to make and are kept
+    as long as the tokenizer is."""
     import llguidance.hf
 
     with _lock:
-        size, made = _tokenizers.get(tokenizer, (-1, None))
+        size, made, marked = _tokenizers.get(tokenizer, (-1, None, frozenset()))
         if made is None or size != len(tokenizer):
             # Which tokens are the end is a request's matter, so any of them does here.
             made = llguidance.hf.from_tokenizer(tokenizer, eos_token=min(end_of(tokenizer), default=end))  # type: ignore[arg-type]
-            _tokenizers[tokenizer] = len(tokenizer), made
-        return made
+            marked = frozenset(token for token in range(made.vocab_size) if made.is_special_token(token))
+            _tokenizers[tokenizer] = len(tokenizer), made, marked
+        return made, marked
 
 
 @dataclass(frozen=True)
