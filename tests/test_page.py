@@ -58,6 +58,26 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+class Stream(StreamingResponse):
+    """Says when a client went away in mid-stream; the generator itself may rest at a `yield` then and hear nothing."""
+
+    def __init__(self, left: threading.Event, events: AsyncIterator[str]) -> None:
+        super().__init__(self.to_the_end(events), media_type="text/event-stream")
+        self.left, self.ended = left, False
+
+    async def to_the_end(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        async for event in events:
+            yield event
+        self.ended = True
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if not self.ended:
+                self.left.set()
+
+
 class Stub:
     """A server of the page with scripted answers: what the last message says is the name of the script."""
 
@@ -97,9 +117,7 @@ class Stub:
             return JSONResponse({"error": {"message": "top_p is <b>bad</b>", "param": "top_p"}}, 400)
         if script == "full":
             return JSONResponse({"error": {"message": "the queue is full"}}, 503, {"Retry-After": "7"})
-        return StreamingResponse(
-            self.stream(script, body.get("forerun_method") == "ar"), media_type="text/event-stream"
-        )
+        return Stream(self.left, self.stream(script, body.get("forerun_method") == "ar"))
 
     async def stream(self, script: str, plain: bool) -> AsyncIterator[str]:
         import anyio
@@ -112,12 +130,9 @@ class Stub:
 
         yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) + ": keep-alive\n\n"
         if script in ("slow", "broken", "cut"):
-            try:
-                for number in range(10_000 if script == "slow" else 1):
-                    yield chunk(f"{number} ", step([(f"{number} ", "bonus")], []))
-                    await anyio.sleep(0.02)
-            finally:
-                self.left.set()
+            for number in range(10_000 if script == "slow" else 1):
+                yield chunk(f"{number} ", step([(f"{number} ", "bonus")], []))
+                await anyio.sleep(0.02)
             if script == "broken":
                 yield event({"error": {"message": "a processor raised"}}) + "data: [DONE]\n\n"
             return
