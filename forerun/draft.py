@@ -20,12 +20,14 @@ class Draft:
         q: [S, V] the distributions that nodes 1..S were sampled from (given that their earlier siblings were
             rejected). The nodes behind them are point masses. None: all are.
         origins: [N] where each token came from, for statistics and display.
+        block: whether a chain of sampled tokens is verified as a whole (see `forerun.sampling.accept`).
     """
 
     tokens: list[int]
     parents: list[int]
     q: Tensor | None = None
     origins: list[str] = field(default_factory=list)
+    block: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1 and self.parents[0] == -1
@@ -41,9 +43,11 @@ class Draft:
         return cls([token], [-1])
 
     @classmethod
-    def chain(cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft") -> Draft:
+    def chain(
+        cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft", block: bool = False
+    ) -> Draft:
         """One branch without siblings, sampled from the distributions `q` [len(tokens), V]; point masses without."""
-        return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1))
+        return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1), block)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,6 +65,13 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def is_block(self) -> bool:
+        """Whether its sampled tokens are to be verified as a whole, and are a chain without siblings. Fewer than two
+        gain nothing by it."""
+        chain = all(self.children[node] == [node + 1] for node in range(self.sampled))
+        return self.block and self.sampled > 1 and chain
 
     @cached_property
     def children(self) -> list[list[int]]:
@@ -114,7 +125,7 @@ class Tree:
 
     def __init__(self, draft: Draft) -> None:
         self.tokens, self.parents, self.origins = list(draft.tokens), list(draft.parents), list(draft.origins)
-        self.q = draft.q
+        self.q, self.block = draft.q, draft.block
         self._place: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
             self._place.setdefault(key, node)  # of siblings sampled twice only the first can be accepted
@@ -142,4 +153,4 @@ class Tree:
 
     def draft(self) -> Draft:
         """The tree as it is."""
-        return Draft(list(self.tokens), list(self.parents), self.q, list(self.origins))
+        return Draft(list(self.tokens), list(self.parents), self.q, list(self.origins), self.block)

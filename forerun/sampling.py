@@ -1,7 +1,8 @@
 """Distributions of the next token, and the acceptance rule that keeps the output's distribution the target's own.
 
 The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). For trees it is
-applied child by child to what is left of the target's distribution (recursive rejection sampling).
+applied child by child to what is left of the target's distribution (recursive rejection sampling). A chain of sampled
+tokens may be verified as a whole instead: block verification (Sun et al., arXiv 2403.10444), which accepts no fewer.
 """
 
 from __future__ import annotations
@@ -227,6 +228,9 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
     Greedy compares with the argmax itself, not with ratios of probabilities. Sampling: at a node, `r` is the target's
     distribution. A child x with distribution q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
     r = norm(max(r - q, 0)) for the next child. With no child left, the next token is sampled from r.
+
+    A draft with `block` that begins with a chain of sampled tokens is verified by blocks. Whether it went on behind a
+    token may depend on the tokens up to there, as with any rule for lengths.
     """
     if greedy:
         return accept_greedy(draft, scores.argmax(-1).tolist())
@@ -260,6 +264,11 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
     u, q, p_at, best = numbers.tolist()
     argmax = [int(token) for token in best]
     path = [0]
+    if draft.is_block:
+        count, left = _accept_block(draft, p, u, [a / b for a, b in zip(p_at, q, strict=True)])
+        path = list(range(count + 1))
+        if left is not None:
+            return Verdict(path, sample(left, generator), count + 1, True, argmax)
     while True:
         node, accepted = path[-1], None
         rejected: list[int] = []
@@ -278,6 +287,29 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
             token = sample(_residual(draft, p[node], rejected), generator)
             return Verdict(path, token, len(path) - 1 + bool(rejected), bool(rejected), argmax)
         path.append(accepted)
+
+
+def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) -> tuple[int, Tensor | None]:
+    """How many tokens of the sampled chain are accepted, and what the next one is to be sampled from, not normalised;
+    None where all are (arXiv 2403.10444, Algorithm 2).
+
+    `ratios` are p / q of each node's token. The target's hold on the first i tokens is h_i = min(h_{i-1} p / q, 1). The
+    last one is accepted with the probability h_i, any other one with that of S / (S + 1 - h_i), where S is the mass of
+    max(h_i p - q, 0) behind it. The longest prefix counts whose last token is accepted.
+    """
+    hold = [1.0]
+    for ratio in ratios[1 : draft.sampled + 1]:
+        hold.append(min(hold[-1] * ratio, 1.0))
+    last = draft.sampled
+    if u[last] < hold[last]:
+        return last, None
+    assert draft.q is not None
+    rest = (torch.tensor(hold[:last], device=p.device, dtype=p.dtype)[:, None] * p[:last] - draft.q).clamp_(min=0.0)
+    mass = rest.sum(-1).tolist()
+    kept = (i for i in reversed(range(1, last)) if u[i] * (mass[i] + 1.0 - hold[i]) < mass[i])
+    accepted = next(kept, 0)
+    # Equal distributions leave nothing but rounding, and a rejection there has no probability.
+    return accepted, rest[accepted] if mass[accepted] > 0.0 else p[accepted]
 
 
 def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:

@@ -57,6 +57,7 @@ PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # with a few n-grams to look up
 METHODS: dict[str, Method] = {
     "ar": AR(),
     "sd": SD(3),
+    "sd by tokens": SD(3, verification="token"),
     "lookup": Lookup(3, 2),
     "heuristic": Heuristic(2),
     "confidence": Confidence(0.4, 4),
@@ -120,6 +121,17 @@ def fit(drafter: Drafter, processors: LogitsProcessorList | None = None, table: 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sampling_follows_the_targets_distribution(drafter: str, processors: str) -> None:
     assert fit(DRAFTERS[drafter](TableLM(DRAFT)), PROCESSORS[processors]) > FITS
+
+
+def test_verification_of_a_block_accepts_more() -> None:
+    target = random_table(8, 5)
+    tau = {}
+    for how in ("block", "token"):
+        generator = torch.Generator().manual_seed(0)
+        asked = [Request(PROMPT, 60, Sampler(False), generator=generator)] * 40
+        drafter = SD(4, verification=how).build(Parts(TableLM(target), TableLM(target + random_table(8, 6))))
+        tau[how] = summarise([step for row in decode(TableLM(target), drafter, asked) for step in row], 1.0).tau
+    assert tau["block"] > 1.03 * tau["token"]
 
 
 def test_another_distribution_is_seen() -> None:

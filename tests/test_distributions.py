@@ -18,6 +18,7 @@ VOCAB, ROWS, JOINT = 6, 700, 3
 PROMPT = [1, 2, 3, 2, 1, 2]
 FITS = 1e-4
 METHOD_SETTINGS = {
+    "sd": {"gamma": 3},
     "pacer": {"most": 3},
     "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "most": 3},
     "specdec++": {"most": 3},

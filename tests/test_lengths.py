@@ -556,6 +556,7 @@ def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
         ("svip", {"scale": -1.0}, "scale must be a number from 0 to 100, not -1.0"),
         ("adaedl", {"goal": 2}, "goal must be a number from 0 to 1, not 2"),
         ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
+        ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
         ("oracle", {"gamma": 3}, "method 'oracle' has no setting 'gamma'; it has none"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -82,6 +83,18 @@ def chain(rng: np.random.Generator, tell: str = "truth") -> Draft:
     return grown.draft()
 
 
+def block(rng: np.random.Generator, depth: int = 3, behind: bool = False) -> Draft:
+    """A chain that is verified as a whole. Whether it goes on behind its first token depends on that token."""
+    grown = Grown()
+    for node in range(depth):
+        grown.sample_children(rng, node, 1)
+        if node == 0 and grown.tokens[-1] == 2:
+            break
+    for token in (1, 3) if behind else ():
+        grown.add(len(grown.q), token, None)
+    return replace(grown.draft(), block=True)
+
+
 def tree(rng: np.random.Generator, tell: str = "truth") -> Draft:
     grown = Grown()
     for child in grown.sample_children(rng, 0, 3, tell):
@@ -102,6 +115,9 @@ DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
     "sampled tree": tree,
     "point tree": partial(tree, tell="nothing"),
     "mixed tree": mixed,
+    "block": block,
+    "block and points": partial(block, depth=2, behind=True),
+    "block among siblings": lambda rng: replace(mixed(rng), block=True),
 }
 
 
@@ -157,6 +173,12 @@ MUTATIONS = {
     "points never leave": ("_residual", "rest[draft.tokens[child]] = 0.0", "pass", "point tree"),
     "points keep their mass": ("_accept_sampled", "mass -= p_at[child]", "pass", "point tree"),
     "points too welcome": ("_accept_sampled", "torch.ones(len(draft)", "0.5 * torch.ones(len(draft)", "point chain"),
+    "a hold above 1": ("_accept_block", "min(hold[-1] * ratio, 1.0)", "hold[-1] * ratio", "block"),
+    "a hold of one token": ("_accept_block", "hold[-1] * ratio", "ratio", "block"),
+    "all as the last": ("_accept_block", "u[i] * (mass[i] + 1.0 - hold[i]) < mass[i]", "u[i] < hold[i]", "block"),
+    "a residual without the hold": ("_accept_block", "[:, None] * p[:last]", "[:, None] ** 0 * p[:last]", "block"),
+    "a block's correction from p": ("_accept_block", "rest[accepted] if", "p[accepted] if", "block"),
+    "a block's q of another node": ("_accept_block", "- draft.q)", "- draft.q.roll(1, 0))", "block"),
     "sampled as points": ("_residual", "child <= draft.sampled", "child <= 0", "sampled tree"),
 }
 
@@ -170,6 +192,42 @@ def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_draft_that_lies_about_its_distributions_is_seen() -> None:
     assert fit(partial(tree, tell="first"), trials=3 * TRIALS) < BROKEN
+
+
+def test_a_block_accepts_more() -> None:
+    """The example of the paper (arXiv 2403.10444, section 2): of two tokens 11 / 9 are accepted, not 10 / 9."""
+    p, q = np.array([1.0, 2.0]) / 3, np.array([2.0, 1.0]) / 3
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    scores, laws = torch.tensor(np.log(np.array([p] * 3))), torch.tensor(np.array([q] * 2))
+    accepted = {True: 0, False: 0}
+    for _ in range(4000):
+        chain = Draft.chain(0, [pick(rng, q), pick(rng, q)], laws)
+        for whole in accepted:
+            verdict = accept(replace(chain, block=whole), scores, False, generator)
+            accepted[whole] += verdict.accepted
+            assert verdict.rejected == (verdict.accepted < 2) and verdict.tested == verdict.accepted + verdict.rejected
+    assert accepted[False] / 4000 == pytest.approx(10 / 9, abs=0.04)
+    assert accepted[True] / 4000 == pytest.approx(11 / 9, abs=0.04)
+
+
+def test_the_longest_prefix_of_a_block_counts() -> None:
+    """To take a shorter one breaks the law by too little for a chi-square test."""
+    p, q = torch.tensor([[0.3, 0.6, 0.05, 0.05]] * 4), torch.tensor([[0.4, 0.2, 0.2, 0.2]] * 3)
+    chain = Draft.chain(0, [0, 0, 0], q)
+    for lucky in ([], [1], [2], [1, 2], [1, 2, 3]):
+        u = [0.0 if node in lucky else 0.999 for node in range(4)]
+        accepted, left = sampling._accept_block(chain, p, u, [1.0, *[0.3 / 0.4] * 3])
+        assert accepted == max(lucky, default=0) and (left is None) == (accepted == 3)
+
+
+def test_a_block_of_the_targets_own_distributions_is_accepted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(50):
+        scores = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed)) * 3
+        laws = scores.softmax(-1)[:3]
+        tokens = [sample(law, generator) for law in laws]
+        verdict = accept(Draft.chain(0, tokens, laws, block=True), scores, False, generator)
+        assert (verdict.accepted, verdict.rejected) == (3, False)
 
 
 def test_counts_of_a_verdict() -> None:

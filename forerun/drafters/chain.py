@@ -20,12 +20,14 @@ from forerun.sampling import RowError, Verdict, next_tokens
 
 @dataclass
 class Chain:
-    """A draft in the making: at most `depth` tokens, and the distributions `q` that they were sampled from."""
+    """A draft in the making: at most `depth` tokens, and the distributions `q` that they were sampled from. `block`:
+    that of Draft."""
 
     seq: Generation
     depth: int
     tokens: list[int] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
+    block: bool = False
 
     def pending(self, length: int) -> list[int]:
         """What a model has not run that has run `length` tokens."""
@@ -41,7 +43,8 @@ class Chain:
         self.tokens, self.q = [], []
 
     def draft(self) -> Draft:
-        return Draft.chain(self.seq.tokens[-1], self.tokens, torch.stack(self.q) if self.q else None)
+        q = torch.stack(self.q) if self.q else None
+        return Draft.chain(self.seq.tokens[-1], self.tokens, q, block=self.block)
 
 
 class ChainDrafter:
@@ -54,8 +57,11 @@ class ChainDrafter:
     lacks are never sampled from its logits. After such a token of the target nothing more is drafted.
     """
 
-    def __init__(self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None) -> None:
-        self.model, self.policy = model, policy
+    def __init__(
+        self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None, block: bool = True
+    ) -> None:
+        """`block`: whether sampled drafts are verified as a whole."""
+        self.model, self.policy, self.block = model, policy, block
         self.wants_hidden = policy.wants_target
         model.keeps_hidden = policy.wants_draft
         self.vocab_size = vocab_size or model.vocab_size
@@ -94,7 +100,7 @@ class ChainDrafter:
         return min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room)
 
     def propose(self, seqs: list[Generation]) -> Proposal:
-        chains = [Chain(seq, self._depth(seq)) for seq in seqs]
+        chains = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs]
         return self._grow(chains, len(seqs))
 
     def _grow(self, chains: list[Chain], rows: int) -> Proposal:

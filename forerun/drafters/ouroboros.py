@@ -66,6 +66,7 @@ class OuroborosDrafter(ChainDrafter):
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int | None = None,
+        block: bool = True,
         *,
         width: int,
         guesses: int,
@@ -77,7 +78,7 @@ class OuroborosDrafter(ChainDrafter):
     ) -> None:
         """`width` of the window, 0 for none; `guesses`: phrases that a forward checks at most; `shape`: the length of
         phrases, and how many a token has at most."""
-        super().__init__(model, policy, vocab_size)
+        super().__init__(model, policy, vocab_size, block)
         self.width, self.guesses, self.shape = width, guesses, shape
         self.suffixes, self.sources, self.pool, self.most_greedy = suffixes, sources, pool, most_greedy
         self.slack, self.spread = (width + guesses) * shape[0], suffixes * shape[0]
@@ -99,8 +100,8 @@ class OuroborosDrafter(ChainDrafter):
         wide = self.most_greedy is not None and greedy > self.most_greedy
         for seq in seqs:
             self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
-        plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
-        phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
+        plain = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs if wide and seq.greedy]
+        phrased = [_Phrased(seq, self._depth(seq), block=self.block) for seq in seqs if not (wide and seq.greedy)]
         proposals = [self._grow(plain, greedy)] if plain else []
         if phrased:
             proposals.append(self._grow_by_phrases(phrased))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.methods.settings import Drafting, Parts, Settings, at_least, between
+from forerun.methods.settings import Drafting, Parts, Sampling, Settings, at_least, between
 
 if TYPE_CHECKING:
     from forerun.costs import Costs
@@ -28,13 +28,14 @@ class AR(Settings):
 
 
 @dataclass(frozen=True)
-class SD(Drafting):
+class SD(Sampling):
     """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
 
     gamma: int = 5
     name: ClassVar[str] = "sd"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("gamma", self.gamma, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
@@ -62,7 +63,7 @@ class Lookup(Settings):
 
 
 @dataclass(frozen=True)
-class Pacer(Drafting):
+class Pacer(Sampling):
     """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
 
     A block of None ("auto") is the best size by the table of costs; 4 where a threshold is given.
@@ -80,6 +81,7 @@ class Pacer(Drafting):
     kind: ClassVar[str | None] = "survival"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.block is not None:
             at_least("block", self.block, 1)
         if self.threshold is not None:
@@ -112,7 +114,7 @@ class Pacer(Drafting):
 
 
 @dataclass(frozen=True)
-class SpecDec(Drafting):
+class SpecDec(Sampling):
     """SpecDec++: stops where a trained head finds a rejected token in the draft more probable than `threshold`."""
 
     threshold: float = 0.3
@@ -122,6 +124,7 @@ class SpecDec(Drafting):
     kind: ClassVar[str | None] = "acceptance"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         between("threshold", self.threshold, 0, 1)
         at_least("most", self.most, 1)
 
@@ -138,13 +141,14 @@ _MOST = 32
 
 
 @dataclass(frozen=True)
-class Heuristic(Drafting):
+class Heuristic(Sampling):
     """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
 
     gamma: int = 5
     name: ClassVar[str] = "heuristic"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("gamma", self.gamma, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
@@ -154,7 +158,7 @@ class Heuristic(Drafting):
 
 
 @dataclass(frozen=True)
-class Confidence(Drafting):
+class Confidence(Sampling):
     """Drafts until a token's own probability falls below `threshold`."""
 
     threshold: float = 0.4
@@ -162,6 +166,7 @@ class Confidence(Drafting):
     name: ClassVar[str] = "confidence"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         between("threshold", self.threshold, 0, 1)
         at_least("most", self.most, 1)
 
@@ -172,7 +177,7 @@ class Confidence(Drafting):
 
 
 @dataclass(frozen=True)
-class Cumulative(Drafting):
+class Cumulative(Sampling):
     """Drafts until the product of the tokens' own probabilities falls below `threshold`."""
 
     threshold: float = 0.3
@@ -180,6 +185,7 @@ class Cumulative(Drafting):
     name: ClassVar[str] = "cumulative"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         between("threshold", self.threshold, 0, 1)
         at_least("most", self.most, 1)
 
@@ -190,7 +196,7 @@ class Cumulative(Drafting):
 
 
 @dataclass(frozen=True)
-class SVIP(Drafting):
+class SVIP(Sampling):
     """Drafts until `1 - sqrt(scale * entropy)` falls below `threshold`; both as in the authors' code."""
 
     threshold: float = 0.7
@@ -199,6 +205,7 @@ class SVIP(Drafting):
     name: ClassVar[str] = "svip"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         between("threshold", self.threshold, 0, 1)
         between("scale", self.scale, 0, 100)
         at_least("most", self.most, 1)
@@ -210,7 +217,7 @@ class SVIP(Drafting):
 
 
 @dataclass(frozen=True)
-class AdaEDL(Drafting):
+class AdaEDL(Sampling):
     """As SVIP, with a threshold that moves by about a tenth of `step` a draft to hold the acceptance rate at `goal`.
 
     All but `threshold`, the first one, and `most` are the paper's values.
@@ -224,6 +231,7 @@ class AdaEDL(Drafting):
     name: ClassVar[str] = "adaedl"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("threshold", "goal", "step"):
             between(name, getattr(self, name), 0, 1)
         between("scale", self.scale, 0, 100)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.methods.chains import Pacer
-from forerun.methods.settings import Drafting, Parts, Settings, at_least, between
+from forerun.methods.settings import Parts, Sampling, Settings, at_least, between
 
 if TYPE_CHECKING:
     from forerun.costs import Costs
@@ -18,7 +18,7 @@ SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the
 
 
 @dataclass(frozen=True)
-class _Phrases(Drafting):
+class _Phrases(Sampling):
     """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
     tokens in a draft's forward, and up to `suffixes` of them behind the draft. `sources` are those of phrases, with +
     between them. `warm`: phrases of greedy output outlive it."""
@@ -31,6 +31,7 @@ class _Phrases(Drafting):
     warm: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("window", self.window, 0)
         at_least("guesses", self.guesses, 0)
         at_least("ngram", self.ngram, 2)
@@ -55,6 +56,7 @@ class _Phrases(Drafting):
             parts.draft,
             self.policy(parts),
             parts.target.vocab_size,
+            self.block_verified,
             width=self.window,
             guesses=self.guesses,
             shape=self.phrases,
@@ -102,8 +104,7 @@ class PacerOuroboros(_Phrases, Pacer):
     name: ClassVar[str] = "pacer-ouroboros"
 
     def __post_init__(self) -> None:
-        _Phrases.__post_init__(self)
-        Pacer.__post_init__(self)
+        super().__post_init__()
         between("share", self.share, 0, 1)
         at_least("rows", self.rows, 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -93,7 +93,28 @@ class Drafting(Settings):
         from forerun.drafters.chain import ChainDrafter
 
         assert parts.draft is not None
-        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size)
+        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, self.block_verified)
+
+    @property
+    def block_verified(self) -> bool:
+        """Whether drafts that were sampled are verified as a whole."""
+        return True
+
+
+@dataclass(frozen=True)
+class Sampling(Drafting):
+    """Methods whose drafts may be sampled. Their `verification` is then that of the whole "block" of tokens
+    (arXiv 2403.10444), or of one "token" after the other (arXiv 2211.17192)."""
+
+    verification: str = field(default="block", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.verification not in ("block", "token"):
+            raise ValueError(f"verification must be block or token, not {self.verification!r}")
+
+    @property
+    def block_verified(self) -> bool:
+        return self.verification == "block"
 
 
 def at_least(name: str, value: int, least: int) -> None:
