@@ -44,8 +44,8 @@ class QuickTopP(logits_process.TopPLogitsWarper):
         return scores.masked_fill(probabilities < torch.tensor(np.array(least))[:, None], self.filter_value)
 
 
-# These read the scores alone, so every node of a draft can go through them at once.
-_PREFIX_FREE = (
+# These know no tokens, only scores.
+_INDEX_FREE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
     logits_process.TopPLogitsWarper,
@@ -53,10 +53,10 @@ _PREFIX_FREE = (
     logits_process.TypicalLogitsWarper,
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
-    logits_process.SuppressTokensLogitsProcessor,
     QuickTopP,
-    LogitBias,
 )
+# These read the scores alone, so every node of a draft can go through them at once.
+_PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, LogitBias)
 
 
 class Constraint(LogitsProcessor):
@@ -127,6 +127,12 @@ class Sampler:
     def prefix_free(self) -> bool:
         """Whether its processors look at the scores alone."""
         return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
+
+    @property
+    def index_free(self) -> bool:
+        """Whether they look at the scores alone and not at which tokens these belong to, so that they can be given the
+        scores of a part of the vocabulary."""
+        return all(type(processor) in _INDEX_FREE for processor in self.processors or ())
 
 
 class RowError(Exception):

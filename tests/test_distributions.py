@@ -27,6 +27,11 @@ METHOD_SETTINGS = {
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-eagle": {"depth": 3, "nodes": 4},
     "medusa": {"depth": 3, "width": 2, "nodes": 5},
+    "sampled lyanna": {"depth": 3, "sampled": True},
+    "sampled lyanna beside branches": {"depth": 3, "sampled": True, "reuse": "both"},
+    "sampled lyanna from old states": {"depth": 3, "sampled": True, "reuse": "free", "least": 1},
+    "sampled eagle": {"depth": 3, "sampled": True},
+    "sampled medusa": {"depth": 3, "sampled": True, "verification": "token"},
 }
 CONFIGS = {
     "top-p": {"temperature": 1.3, "top_p": 0.85},
@@ -62,11 +67,13 @@ def joint(config: str) -> Tensor:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", METHOD_SETTINGS)
 def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) -> None:
+    settings = METHOD_SETTINGS[name]
+    name = name.removeprefix("sampled ").partition(" ")[0]
     model, draft = target(), noisy_copy(target(), 0.05)
     layer = random_layer(model, draft, **LAYERS[name]) if name in LAYERS else None
     kind = METHODS[name].head
     head = random_head(CausalLM(model), hot=5, kind=kind) if kind else None
-    chosen = method(name, **METHOD_SETTINGS[name])
+    chosen = method(name, **settings)
     decoder = Decoder(model, None, draft, chosen, False, pre_verifier=layer, head=head, max_rows=250)
     decoder.costs = COSTS
     rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, seed=5, ignore_eos=True, **CONFIGS[config])

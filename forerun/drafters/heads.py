@@ -3,7 +3,7 @@ compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from forerun.costs import Costs
 from forerun.draft import Draft
-from forerun.drafters.beams import grow
-from forerun.drafters.budget import Budgets
+from forerun.drafters.beams import Logits, grow
+from forerun.drafters.budget import Budget, Budgets
+from forerun.drafters.sampled import sample_chains
 from forerun.engine import Proposal
 from forerun.generation import Generation, Mode
 from forerun.runtime.heads import HiddenLM
@@ -20,7 +21,8 @@ from forerun.sampling import Verdict
 
 
 class HeadDrafter:
-    """Drafts at most `depth` places ahead with `width` beams, at most `nodes` tokens, all point masses.
+    """Drafts at most `depth` places ahead with `width` beams, at most `nodes` tokens. These are point masses. With a
+    `drawing`, "block" or "token", chains of sampled sequences are sampled, and verified in that way.
 
     Attributes:
         features: of each sequence, by id, [n, d]: the target's features that the head has not run yet. The last one is
@@ -31,8 +33,9 @@ class HeadDrafter:
 
     wants_hidden = True
 
-    def __init__(self, head: HiddenLM, depth: int, width: int, nodes: int) -> None:
-        self.head, self.depth, self.width, self.nodes = head, depth, width, nodes
+    def __init__(self, head: HiddenLM, depth: int, width: int, nodes: int, drawing: str | None = None) -> None:
+        assert drawing is None or width == 1
+        self.head, self.depth, self.width, self.nodes, self.drawing = head, depth, width, nodes, drawing
         self.spread, self.feature = nodes if width > 1 else 0, head.feature
         self.features: dict[int, Tensor] = {}
         self.seconds, self.forwards = 0.0, 0
@@ -73,6 +76,23 @@ class HeadDrafter:
         """A draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
         raise NotImplementedError
 
+    def grow(
+        self,
+        seqs: Sequence[Generation],
+        logits: Logits,
+        limits: Sequence[int],
+        budget: Budget | None = None,
+        origins: Sequence[str] = (),
+        quick: Callable[[Sequence[int], int], Tensor] | None = None,
+    ) -> list[Draft]:
+        """`beams.grow` with this drafter's settings, or chains that are sampled."""
+        origins = origins or ["draft"] * len(seqs)
+        if self.drawing is not None and not all(seq.greedy for seq in seqs):
+            depths, block = [min(limit, self.nodes) for limit in limits], self.drawing == "block"
+            return sample_chains(seqs, logits, self.head.hot, self.head.vocab_size, depths, origins, block)
+        roots = [seq.tokens[-1] for seq in seqs]
+        return grow(roots, logits, self.head.hot, limits, self.width, self.nodes, budget, origins, quick)
+
     def observe(
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
@@ -98,8 +118,9 @@ class EagleDrafter(HeadDrafter):
         nodes: int,
         costs_for: Callable[[Mode], Costs] | None = None,
         block: int = 1,
+        drawing: str | None = None,
     ) -> None:
-        super().__init__(head, depth, width, nodes)
+        super().__init__(head, depth, width, nodes, drawing)
         self.budgets = Budgets(head, costs_for, block, nodes, width) if costs_for is not None else None
 
     def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
@@ -132,8 +153,7 @@ class EagleDrafter(HeadDrafter):
         limits, budget = [limits[row] for row in live], None
         if self.budgets is not None:
             budget = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
-        roots = [seq.tokens[-1] for seq in own]
-        found = grow(roots, logits, head.hot, limits, self.width, self.nodes, budget)
+        found = self.grow(own, logits, limits, budget)
         head.crop(ids, lengths)
         drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
         for row, draft in zip(live, found, strict=True):
@@ -155,13 +175,10 @@ class MedusaDrafter(HeadDrafter):
         last = torch.cat([own if len(own) else nothing for own in features])
         found = head.logits(head.ahead(last, deep).flatten(0, 1)).view(len(seqs), deep, -1)
         self.seconds, self.forwards = perf_counter() - begun, 1
-        return grow(
-            [seq.tokens[-1] for seq in seqs],
+        return self.grow(
+            seqs,
             lambda k, tokens, at: found[:, k, None].expand(-1, tokens.shape[1], -1),
-            head.hot,
             [min(limit, deep) for limit in limits],
-            self.width,
-            self.nodes,
         )
 
     def observe(

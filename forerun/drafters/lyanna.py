@@ -69,8 +69,9 @@ class LyannaDrafter(HeadDrafter):
         least: int = 2,
         costs_for: Callable[[Mode], Costs] | None = None,
         block: int = 1,
+        drawing: str | None = None,
     ) -> None:
-        super().__init__(head, depth, width, nodes)
+        super().__init__(head, depth, width, nodes, drawing)
         self.reuse, self.weight, self.least = reuse, weight, least
         self.budgets = Budgets(head, costs_for, block, nodes) if costs_for is not None else None
         self.old: dict[int, OldLogits] = {}  # by sequence
@@ -82,7 +83,7 @@ class LyannaDrafter(HeadDrafter):
         self.old.pop(seq.id, None)
 
     def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
-        roots, old = [seq.tokens[-1] for seq in seqs], [self.old.get(seq.id) for seq in seqs]
+        old = [self.old.get(seq.id) for seq in seqs]
         left = [len(each.places) if each is not None else 0 for each in old]
         free = self._free(seqs, limits, left)
         fresh = [row for row, limit in enumerate(limits) if limit > 0 and not free[row]]
@@ -92,7 +93,7 @@ class LyannaDrafter(HeadDrafter):
         logits = StepLogits(self, seqs, fresh, deep, old, budget)
         origins = ["reused" if is_free else "draft" for is_free in free]
         quick = logits.chains if self.head.chains is not None else None
-        drafts = grow(roots, logits, self.head.hot, deep, self.width, self.nodes, budget, origins, quick)
+        drafts = self.grow(seqs, logits, deep, budget, origins, quick)
         logits.close()
         for row in fresh:
             if self.reuse == "add":
@@ -103,6 +104,7 @@ class LyannaDrafter(HeadDrafter):
         if self.reuse == "both" and any(left):
             again = [min(pair) for pair in zip(limits, left, strict=True)]
             branches = StepLogits(self, seqs, [], again, old)
+            roots = [seq.tokens[-1] for seq in seqs]
             more = grow(roots, branches, self.head.hot, again, self.width, self.nodes, origins=["reused"] * len(seqs))
             drafts = [draft.merge(own) for draft, own in zip(drafts, more, strict=True)]
         return drafts

@@ -26,6 +26,7 @@ from forerun.methods.chains import (
 from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerEagle, PacerLyanna
 from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
 from forerun.methods.settings import Parts, Settings
+from forerun.methods.suffix import Hybrid, Suffix
 
 __all__ = ["Parts", "Settings"]
 
@@ -35,6 +36,8 @@ Method = (
     | Pacer
     | SpecDec
     | Lookup
+    | Suffix
+    | Hybrid
     | Ouroboros
     | PacerOuroboros
     | Lookahead

@@ -28,7 +28,7 @@ class AR(Settings):
 
 
 @dataclass(frozen=True)
-class SD(Sampling):
+class SD(Sampling, Drafting):
     """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
 
     gamma: int = 5
@@ -63,7 +63,7 @@ class Lookup(Settings):
 
 
 @dataclass(frozen=True)
-class Pacer(Sampling):
+class Pacer(Sampling, Drafting):
     """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
 
     A block of None ("auto") is the best size by the table of costs; 4 where a threshold is given.
@@ -114,7 +114,7 @@ class Pacer(Sampling):
 
 
 @dataclass(frozen=True)
-class SpecDec(Sampling):
+class SpecDec(Sampling, Drafting):
     """SpecDec++: stops where a trained head finds a rejected token in the draft more probable than `threshold`."""
 
     threshold: float = 0.3
@@ -141,7 +141,7 @@ _MOST = 32
 
 
 @dataclass(frozen=True)
-class Heuristic(Sampling):
+class Heuristic(Sampling, Drafting):
     """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
 
     gamma: int = 5
@@ -158,7 +158,7 @@ class Heuristic(Sampling):
 
 
 @dataclass(frozen=True)
-class Confidence(Sampling):
+class Confidence(Sampling, Drafting):
     """Drafts until a token's own probability falls below `threshold`."""
 
     threshold: float = 0.4
@@ -177,7 +177,7 @@ class Confidence(Sampling):
 
 
 @dataclass(frozen=True)
-class Cumulative(Sampling):
+class Cumulative(Sampling, Drafting):
     """Drafts until the product of the tokens' own probabilities falls below `threshold`."""
 
     threshold: float = 0.3
@@ -196,7 +196,7 @@ class Cumulative(Sampling):
 
 
 @dataclass(frozen=True)
-class SVIP(Sampling):
+class SVIP(Sampling, Drafting):
     """Drafts until `1 - sqrt(scale * entropy)` falls below `threshold`; both as in the authors' code."""
 
     threshold: float = 0.7
@@ -217,7 +217,7 @@ class SVIP(Sampling):
 
 
 @dataclass(frozen=True)
-class AdaEDL(Sampling):
+class AdaEDL(Sampling, Drafting):
     """As SVIP, with a threshold that moves by about a tenth of `step` a draft to hold the acceptance rate at `goal`.
 
     All but `threshold`, the first one, and `most` are the paper's values.

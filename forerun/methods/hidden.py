@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.costs import Costs
-from forerun.methods.settings import Parts, Settings, at_least, between
+from forerun.methods.settings import Parts, Sampling, at_least, between
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,17 +20,35 @@ REUSE = ("off", "add", "both", "free")
 
 
 @dataclass(frozen=True)
-class Heads(Settings):
+class Heads(Sampling):
     """What methods with a head have in common: up to `depth` places ahead, `width` beams, the best `nodes` tokens of
-    what they find; for a `width` of 1 a chain."""
+    what they find; for a `width` of 1 a chain.
+
+    With `sampled`, the tokens of chains of sampled sequences are drawn as the target's are. Otherwise they are the most
+    probable ones.
+    """
 
     depth: int = 8
     width: int = 1
     nodes: int = 12
+    sampled: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.sampled, bool):
+            raise ValueError(f"sampled must be true or false, not {self.sampled!r}")
         for name in ("depth", "width", "nodes"):
             at_least(name, getattr(self, name), 1)
+        if self.sampled and self.width > 1:
+            raise ValueError(f"sampled is for chains: width must be 1, not {self.width}")
+        if self.sampled and isinstance(self, Paced):
+            # A token that was drawn and looked at must be sent.
+            raise ValueError("this method takes drafted tokens back where they do not pay, so sampled must be false")
+
+    @property
+    def drawing(self) -> str | None:
+        """How chains that were sampled are verified, None where all tokens are the most probable ones."""
+        return self.verification if self.sampled else None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -97,7 +115,14 @@ class Lyanna(Heads):
 
         assert parts.head is not None
         return LyannaDrafter(
-            parts.head.fresh(), *self.shape, self.reuse, self.weight, self.least, self.costs_for(parts), self.steps
+            parts.head.fresh(),
+            *self.shape,
+            self.reuse,
+            self.weight,
+            self.least,
+            self.costs_for(parts),
+            self.steps,
+            self.drawing,
         )
 
 
@@ -131,7 +156,7 @@ class Eagle(Heads):
         from forerun.drafters.heads import EagleDrafter
 
         assert parts.head is not None
-        return EagleDrafter(parts.head.fresh(), *self.shape, self.costs_for(parts), self.steps)
+        return EagleDrafter(parts.head.fresh(), *self.shape, self.costs_for(parts), self.steps, self.drawing)
 
 
 @dataclass(frozen=True)
@@ -161,4 +186,4 @@ class Medusa(Heads):
         from forerun.drafters.heads import MedusaDrafter
 
         assert parts.head is not None
-        return MedusaDrafter(parts.head.fresh(), *self.shape)
+        return MedusaDrafter(parts.head.fresh(), *self.shape, self.drawing)

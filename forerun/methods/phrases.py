@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.methods.chains import Pacer
-from forerun.methods.settings import Parts, Sampling, Settings, at_least, between
+from forerun.methods.settings import Drafting, Parts, Sampling, Settings, at_least, between
 
 if TYPE_CHECKING:
     from forerun.costs import Costs
@@ -18,7 +18,7 @@ SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the
 
 
 @dataclass(frozen=True)
-class _Phrases(Sampling):
+class _Phrases(Sampling, Drafting):
     """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
     tokens in a draft's forward, and up to `suffixes` of them behind the draft. `sources` are those of phrases, with +
     between them. `warm`: phrases of greedy output outlive it."""
@@ -56,7 +56,7 @@ class _Phrases(Sampling):
             parts.draft,
             self.policy(parts),
             parts.target.vocab_size,
-            self.block_verified,
+            self.verification == "block",
             width=self.window,
             guesses=self.guesses,
             shape=self.phrases,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from forerun.costs import Costs
+    from forerun.drafters.memory import SuffixMemory
     from forerun.drafters.phrases import PhrasePool
     from forerun.engine import Drafter
     from forerun.generation import Mode
@@ -26,9 +29,11 @@ class Parts:
         pre_verifier: the trained layer of methods that need one.
         costs: what forwards cost on this machine, for methods that ask.
         truth: what oracles know already; they add what they find out.
-        pools: phrases that outlive a sequence, by their length and their number a token.
+        pools: what outlives a sequence: phrases, by their length and their number a token, and outputs, by 0 and their
+            number of tokens.
         head: what drafts from hidden states, of methods that need one.
         clocked: whether the costs were measured in this process, so that another process has others.
+        guarded: puts a guard of its own around a part of a drafter; None where there are to be none.
     """
 
     target: CausalLM
@@ -36,9 +41,10 @@ class Parts:
     pre_verifier: PreVerifier | None = None
     costs: Costs | None = None
     truth: Truth | None = None
-    pools: dict[tuple[int, int], PhrasePool] | None = None
+    pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = None
     head: HiddenLM | None = None
     clocked: bool = False
+    guarded: Callable[[Drafter], Drafter] | None = None
 
     def costs_for(self, mode: Mode) -> Costs | None:
         """The costs that drafts of sequences of this mode may depend on."""
@@ -50,7 +56,19 @@ class Parts:
             return None
         from forerun.drafters.phrases import PhrasePool
 
-        return self.pools.setdefault(shape, PhrasePool(*shape))
+        pool = self.pools.setdefault(shape, PhrasePool(*shape))
+        assert isinstance(pool, PhrasePool)
+        return pool
+
+    def memory(self, most: int) -> SuffixMemory | None:
+        """The earlier outputs, so many tokens at most, None where they are not to be kept."""
+        if self.pools is None:
+            return None
+        from forerun.drafters.memory import SuffixMemory
+
+        memory = self.pools.setdefault((0, most), SuffixMemory(most))
+        assert isinstance(memory, SuffixMemory)
+        return memory
 
 
 class Settings:
@@ -62,11 +80,14 @@ class Settings:
         layer, kind: the trained layer it needs, by the name of the embedded pair's, and the kind of its output (see
             PreVerifierConfig).
         head: the kind of head over hidden states that it needs (`forerun.nn.heads.KINDS`).
+        verification: of chains that were sampled, "block" or "token".
         needs_costs: whether it uses a table of costs.
-        phrases: tokens of a phrase and how many phrases a token has at most, where it drafts by such.
+        phrases: tokens of a phrase and how many phrases a token has at most, where it drafts by such; 0 and a number of
+            tokens, where it drafts from so much of earlier outputs.
     """
 
     needs_draft: ClassVar[bool] = False
+    verification: str = "token"
     greedy_only: ClassVar[bool] = False
     layer: ClassVar[str | None] = None
     kind: ClassVar[str | None] = None
@@ -79,6 +100,10 @@ class Settings:
     @property
     def phrases(self) -> tuple[int, int] | None:
         return None
+
+    def given(self, draft: bool, layer: bool, head: str | None) -> Self:
+        """The method for who has a draft model, its pre-verifier, or a head of that kind."""
+        return self
 
 
 class Drafting(Settings):
@@ -93,16 +118,11 @@ class Drafting(Settings):
         from forerun.drafters.chain import ChainDrafter
 
         assert parts.draft is not None
-        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, self.block_verified)
-
-    @property
-    def block_verified(self) -> bool:
-        """Whether drafts that were sampled are verified as a whole."""
-        return True
+        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block")
 
 
 @dataclass(frozen=True)
-class Sampling(Drafting):
+class Sampling(Settings):
     """Methods whose drafts may be sampled. Their `verification` is then that of the whole "block" of tokens
     (arXiv 2403.10444), or of one "token" after the other (arXiv 2211.17192)."""
 
@@ -111,10 +131,6 @@ class Sampling(Drafting):
     def __post_init__(self) -> None:
         if self.verification not in ("block", "token"):
             raise ValueError(f"verification must be block or token, not {self.verification!r}")
-
-    @property
-    def block_verified(self) -> bool:
-        return self.verification == "block"
 
 
 def at_least(name: str, value: int, least: int) -> None:

@@ -59,7 +59,7 @@ class HiddenLM(Rows):
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
         multiply = functools.partial(product, one_row=True, few=few)
-        self.hot = head.hot.to(self.device)
+        self.hot, self.vocab_size = head.hot.to(self.device), target.vocab_size
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
         ours = few and has_tiles() and self.width % BLOCK == 0 and not bias.any()
