@@ -9,13 +9,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import methods, profiles
-from forerun.decoder import NO_DRAFT, Chunk, Completion, Decoder
+from forerun.decoder import NO_DRAFT, Chunk, Completion, Decoder, kind_of
 from forerun.loading import DeviceMap, check_draft_tokenizer, load_model, load_tokenizer
 from forerun.methods import Method, Pacer
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
+from forerun.runtime.hot import prepare_draft
 from forerun.zoo import EMBEDDED, companion, own_draft
 
 __all__ = ["Chunk", "Completion", "Decoder", "load"]
@@ -37,6 +38,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
     draft_weights: str | None = "auto",
+    draft_vocabulary: int | None = None,
     device: str | None = None,
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
@@ -68,6 +70,10 @@ def load(
             scale and a least value). The model in few bits is the target then, and what is decoded is its output.
             Default, "auto": as a GGUF file has them, else by `dtype`.
         draft_weights: likewise of the draft, where any bits are lossless. Default: 8 bits on a CPU.
+        draft_vocabulary: the draft gives logits to so many tokens only, the most frequent ones, and to those that stand
+            in the text: faster, and as lossless. By the draft's own list of frequent tokens (`forerun train draft
+            --hot`), else by their ids, in which BPE has the frequent ones first. Default: all of that list where there
+            is one. 0: all tokens.
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
@@ -95,12 +101,17 @@ def load(
     is_own = isinstance(draft, str) and draft == own_draft(target)
     layered = pre_verifier is not None or (is_own and bundled_layer(target, Pacer()) is not None)
     chosen = methods.method(method or methods.default_method(draft is not None, layered, options), **options)
+    comes = "lyanna" if draft is None and companion(target, "lyanna") is not None else None
+    chosen = chosen.given(draft is not None, layered, kind_of(head) or comes)
     if chosen.needs_draft and draft is None:
         raise ValueError(NO_DRAFT.format(chosen.name))
     unnamed = method is None and not options
     costs, drawing = None, None
     named = [isinstance(source, str | Path) for source in (target, draft) if source is not None]
-    if all(named) and fast and device_map is None and (unnamed or chosen.needs_costs):
+    if draft_vocabulary is not None and draft_vocabulary < 0:
+        raise ValueError(f"draft_vocabulary must be at least 0, not {draft_vocabulary}")
+    usual = fast and device_map is None and draft_vocabulary is None
+    if all(named) and usual and (unnamed or chosen.needs_costs):
         profile = profiles.find(target, draft, device, dtype, weights, draft_weights)  # type: ignore[arg-type]
         costs = profile.costs if profile is not None else None
         if profile is not None and unnamed:
@@ -131,7 +142,10 @@ def load(
     def ready(source: str | Path | PreTrainedModel, part: str) -> CausalLM:
         model = load_model(source, part, weights=weights if part == "target" else draft_weights, **how)
         # A model that nobody else holds need not survive the packing of its weights.
-        return prepare(model, fast, isinstance(source, str | Path), graphs)
+        with_options: dict[str, bool] = {"fast": fast, "in_place": isinstance(source, str | Path), "graphs": graphs}
+        if part == "draft":
+            return prepare_draft(model, source, draft_vocabulary, **with_options)
+        return prepare(model, **with_options)
 
     decoder = Decoder(
         ready(target, "target"),

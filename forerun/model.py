@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ class CausalLM(Rows):
         feature: "below" has both keep the states below the last decoder layer instead. Set it before any prompt is run.
         hidden: [N_r, d] of each sequence of the last such forward.
         recorded: runs forwards of a few tokens instead (`forerun.runtime.recorded`), if anything does.
+        hot: takes the LM head's place and leaves rare tokens out (`forerun.runtime.hot`), if anything does.
         prefixes: KV of prompts and of finished sequences, None to keep none.
         prefilled: tokens of prompts that were run so far.
     """
@@ -49,6 +50,7 @@ class CausalLM(Rows):
     feature = "head"
     hidden: list[Tensor] | None = None
     recorded: Any = None
+    hot: Any = None
     _prompt_tokens: list[int]  # what the prompt cache holds, and of it
     _prompt_hidden: list[Tensor]  # [n, d] in parts
 
@@ -86,6 +88,8 @@ class CausalLM(Rows):
         other._empty(prefix_bytes)
         if self.recorded is not None:
             other.recorded = self.recorded.fresh()
+        if self.hot is not None:
+            other.hot = self.hot.fresh()
         return other
 
     @property
@@ -147,15 +151,17 @@ class CausalLM(Rows):
     # Prompts.
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[int]:
+    def prefill(self, tokens: Sequence[int], chunk: int, hear: Callable[[Tensor], None] | None = None) -> Iterator[int]:
         """Runs a prompt, which may be empty, in a cache of its own. After each chunk of at most `chunk` tokens yields
         how many that were. `join` then copies it to rows. What the last prompt or the prefix store holds of it is not
-        run again."""
+        run again, unless `hear` is to have the logits [n, V] of each chunk."""
         tokens, cache = list(tokens), self._prompt
         if _PROMPT not in cache:
             cache.add(_PROMPT, len(tokens))
-        held = common(self._prompt_tokens, tokens)
-        stored = self.prefixes.find(tokens, held, self.keeps_prompt) if self.prefixes is not None else None
+        held = common(self._prompt_tokens, tokens) if hear is None else 0
+        stored = None
+        if self.prefixes is not None and hear is None:
+            stored = self.prefixes.find(tokens, held, self.keeps_prompt)
         if stored is not None:
             entry, held = stored
             cache.copy_in(_PROMPT, entry.stored, held)
@@ -168,7 +174,10 @@ class CausalLM(Rows):
         while held < len(tokens):
             part = tokens[held : held + chunk]
             inputs = Inputs([0], [range(len(part))], tokens=[part])
-            _, hidden = self._run(inputs, cache, logits=False)
+            logits, hidden = self._run(inputs, cache, logits=hear is not None)
+            if hear is not None:
+                assert logits is not None
+                hear(logits[0])
             cache.commit([_PROMPT], [range(len(part))])
             self._prompt_tokens += part
             if hidden is not None:
@@ -205,6 +214,8 @@ class CausalLM(Rows):
         self.cache.add(id, max(reserve, length))
         if length:
             self.cache.copy_in(id, self._prompt.view(_PROMPT, length), length)
+        if self.hot is not None:
+            self.hot.meet(id, self._prompt_tokens)
 
     @torch.inference_mode()
     def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None) -> None:
@@ -223,6 +234,13 @@ class CausalLM(Rows):
     def reset(self) -> None:
         self.cache.reset()
         self.forget_prompt()
+        if self.hot is not None:
+            self.hot.reset()
+
+    def drop(self, id: int) -> None:
+        super().drop(id)
+        if self.hot is not None:
+            self.hot.drop(id)
 
     # Forwards.
 
@@ -285,12 +303,23 @@ class CausalLM(Rows):
     def _run(self, inputs: Inputs, cache: KVCache, logits: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """Logits [B, N, V] of padded rows where they are wanted (else they may be of any positions), and the LM head's
         inputs [B, N, d], or what `feature` says, where these are kept."""
-        keeps = self.keeps_hidden if logits else self.keeps_prompt
+        if self.hot is not None and logits and cache is self.cache:
+            for row, own in zip(inputs.rows, inputs.tokens or [[]] * len(inputs.rows), strict=True):
+                self.hot.meet(cache.ids[row], own)
+            _, states = self._states(inputs, cache, False, "head")
+            return self.hot(states, cache.ids[: inputs.size]), states if self.keeps_hidden else None
+        keeps = self.keeps_hidden if cache is self.cache else self.keeps_prompt
         wanted = self.feature if keeps else ""
-        if self.recorded is not None and logits:
+        if self.recorded is not None and cache is self.cache:  # shapes are of one cache
             found = self.recorded(inputs, cache, wanted)
             if found is not None:
                 return found
+        return self._states(inputs, cache, logits, wanted)
+
+    def _states(
+        self, inputs: Inputs, cache: KVCache, logits: bool, wanted: str
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`_run` with the model's own head, and whatever states are wanted."""
         forward = self._forward
         if forward is not None:
             own = getattr(forward, "lay_out", None)

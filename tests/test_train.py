@@ -252,9 +252,12 @@ def test_train_draft_for_any_target(tmp_path: Path) -> None:
     command = [*COMMAND, "train", "draft", "--target", str(tmp_path / "target"), "--data", str(tree)]
     command += ["--out", str(tmp_path / "draft"), "--layers", "1", "--width", "64", "--steps", "5", "--batch", "4"]
     command += ["--length", "32", "--sequences", "16", "--no-compile", "--threads", "1"]
+    command += ["--hot", "0.5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+    assert "its 150 tokens are" in done.stdout
     decoder = forerun.load(tmp_path / "target", draft=tmp_path / "draft")
+    assert decoder.draft is not None and len(decoder.draft.hot.tokens) == 150
     result = decoder.generate("def alpha", max_new_tokens=30)
     assert result.stats.drafted > 0
     assert (

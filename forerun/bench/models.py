@@ -27,6 +27,7 @@ from forerun.methods import Pacer, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
+from forerun.runtime.hot import prepare_draft
 from forerun.runtime.heads import HiddenLM
 from forerun.zoo import companion
 
@@ -107,6 +108,9 @@ def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
 def _ready(plan: Plan, part: str) -> CausalLM:
     """The plan's target or draft, in the shape that it asks for. Raises ValueError where that changes its logits."""
     model, shape = load_model(getattr(plan, part), part, **_how(plan, part)), getattr(plan, f"{part}_shape")
+    if shape is None and part == "draft":
+        assert plan.draft is not None
+        return prepare_draft(model, plan.draft, plan.draft_vocabulary, in_place=True, graphs=plan.graphs)
     if shape is None:
         return prepare(model, in_place=True, graphs=plan.graphs)
     big = expand(model, SHAPES[shape])

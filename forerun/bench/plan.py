@@ -53,6 +53,7 @@ class Plan:
     dtype: str | None = None
     weights: str | None = None
     draft_weights: str | None = None
+    draft_vocabulary: int | None = None
     device: str | None = None
     threads: int | None = None
     trust_remote_code: bool = False
@@ -86,6 +87,8 @@ class Plan:
         self.params()
         check_kind(self.weights)
         check_kind(self.draft_weights)
+        if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
+            raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
         if self.top_p < 1 and not self.temperature:
             raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
         self._check_load()

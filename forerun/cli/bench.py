@@ -16,6 +16,7 @@ from forerun.bench.plan import Plan, check_folder
 from forerun.bench.sizes import SHAPES
 from forerun.cli.common import (
     DeviceOption,
+    DraftVocabularyOption,
     DraftWeightsOption,
     DtypeOption,
     MaxNewTokensOption,
@@ -63,6 +64,7 @@ def bench(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     draft_weights: DraftWeightsOption = None,
+    draft_vocabulary: DraftVocabularyOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     target_shape: Annotated[
@@ -104,6 +106,7 @@ def bench(
         dtype=dtype,
         weights=weights,
         draft_weights=draft_weights,
+        draft_vocabulary=draft_vocabulary,
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,

@@ -27,6 +27,11 @@ METHOD_HELP = (
     f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer-ouroboros, sd without a pre-verifier, or "
     "lookup without a draft."
 )
+TargetOption = Annotated[
+    str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")]
+SystemOption = Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")]
 MethodOption = Annotated[str | None, typer.Option(help=METHOD_HELP)]
 GammaOption = Annotated[int | None, typer.Option(help="Draft length of the method; short for --method-arg gamma=N.")]
 MethodArgOption = Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")]
@@ -43,6 +48,11 @@ SeedOption = Annotated[
         help="Makes sampling repeatable: the same seed, prompt and settings give the same text. Nothing to greedy "
         "decoding. With it drafts are not left out while they do not pay (--guard)."
     ),
+]
+JsonSchemaOption = Annotated[str | None, typer.Option(metavar="FILE|JSON", help="The output follows this JSON schema.")]
+RegexOption = Annotated[str | None, typer.Option(help="The whole output matches this regular expression.")]
+GrammarOption = Annotated[
+    Path | None, typer.Option(help="The output follows the grammar of this file: Lark as llguidance has it, or GBNF.")
 ]
 DraftOption = Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")]
 PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
@@ -69,6 +79,13 @@ WeightsOption = Annotated[
 DraftWeightsOption = Annotated[
     str | None,
     typer.Option(callback=_kind, help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."),
+]
+DraftVocabularyOption = Annotated[
+    int | None,
+    typer.Option(
+        help="The draft proposes so many tokens only, the most frequent ones, and those of the text: faster, and as "
+        "lossless. Default: as the draft's folder says. 0: all tokens."
+    ),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")]
@@ -98,6 +115,29 @@ def parse_method(name: str, gamma: int | None = None, settings: list[str] | None
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """Of a command's options, its `locals()`, those that SamplingParams has. Raises ValueError for bad values."""
     return SamplingParams(**{name: options[name] for name in SamplingParams.__dataclass_fields__ if name in options})
+
+
+# What the commands' options and `load` call by the same names.
+_LOADING = (
+    "draft",
+    "dtype",
+    "weights",
+    "draft_weights",
+    "device",
+    "device_map",
+    "trust_remote_code",
+    "guard",
+    "pre_verifier",
+    "head",
+    "max_rows",
+    "max_queue",
+    "kv_memory",
+)
+
+
+def load_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Of a command's options, its `locals()`, those that `load` takes as they are."""
+    return {name: options[name] for name in _LOADING if name in options}
 
 
 def quiet(threads: int | None = None) -> None:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.loading import load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
+from forerun.nn.heads import hot_set
+from forerun.runtime.hot import save_hot
 from forerun.train.data import read_texts, tokenize
 from forerun.train.distill import distill, distill_chats
 from forerun.train.lm import new_llama
@@ -44,6 +46,7 @@ def train_draft(
     layers: int = 2,
     width: int = 192,
     sequences: int = 3072,
+    hot: float = 1.0,
     device: str | None = None,
     trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
@@ -51,10 +54,15 @@ def train_draft(
     """Makes the target's own output from prompts in `data`, distils a draft on it, and saves it in `out`. `chats`, a
     folder of conversations (`forerun.train.chat_data`), take the place of both.
 
+    With `hot` below 1 the draft is told to propose that share of the vocabulary only, the tokens that are most frequent
+    in the target's output, and those of a text (`forerun.runtime.hot`).
+
     `out` then loads as a draft; its folder `work` holds what a stopped run needs to go on. Raises ValueError for
     data that is missing or too little, an `init` with another vocabulary, windows longer than the target's context,
     and an `out` that holds another run.
     """
+    if not 0 < hot <= 1:
+        raise ValueError(f"hot must be above 0 and at most 1, not {hot}")
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
     check_sources(data, chats)
     made = None if chats is None else learnt_and_held(chats, config.length)
@@ -96,6 +104,7 @@ def train_draft(
     draft.to(big.device)  # type: ignore[arg-type]
     if made is not None:
         learnt, held = made
+        counts = learnt.frequencies(draft.config.vocab_size)
         distill_chats(CausalLM(big.requires_grad_(False)), draft, learnt, held, config, out / "work" / "draft", say=say)
     else:
         own = own_output(
@@ -107,7 +116,12 @@ def train_draft(
             seed=config.seed,
             say=say,
         )
+        counts = torch.from_numpy(np.bincount(own.flatten(), minlength=draft.config.vocab_size))
         distill(big, draft, own, stream, config, out / "work" / "draft", say=say)
     draft.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    if hot < 1:
+        tokens, share = hot_set(counts, max(1, round(hot * len(counts))))
+        save_hot(out, tokens)
+        say(f"its {len(tokens)} tokens are {share:.2%} of the output that it learnt from")
     say(f"the draft is in {out}: forerun generate --target {target} --draft {out}")

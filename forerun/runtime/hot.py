@@ -1,0 +1,136 @@
+"""A draft's LM head at a part of its vocabulary: the hot tokens, and those that stand in a sequence's own text.
+
+A small draft spends most of its time on logits of tokens that hardly ever come. To leave them out is lossless: the
+draft gives them no probability, and the acceptance rule is told so. FR-Spec (arXiv 2502.14856) keeps the most frequent
+tokens; to add those of the text is ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forerun.model import CausalLM
+from forerun.runtime import prepare
+from forerun.runtime.bits import BLOCK
+from forerun.runtime.heads import head_rows
+from forerun.runtime.packed import product
+from forerun.runtime.scores import scores
+from forerun.runtime.tiles import has_tiles
+from forerun.zoo import resolve
+
+HOT_FILE = "hot.safetensors"  # in a draft's folder
+
+
+class HotHead:
+    """Logits from hidden states, -inf for tokens that are neither hot nor in the sequence's text. A model's own cap on
+    its logits is left out.
+
+    Attributes:
+        tokens: [S] the hot ones.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, tokens: Tensor) -> None:
+        """`weight` [V, d] and `bias` [V] are the whole head's."""
+        self.tokens, self.vocab_size = tokens, len(weight)
+        self._is_hot = torch.zeros(len(weight), dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
+        hot, biased = weight[tokens], bool(bias.any())
+        self._bias = bias[tokens] if biased else None
+        on_cpu = weight.device.type == "cpu"
+        ours = on_cpu and has_tiles() and weight.shape[1] % BLOCK == 0
+        self._product = scores(hot.bfloat16()) if ours else product(hot, few=on_cpu)
+        self._weight, self._whole_bias = weight.bfloat16() if on_cpu else weight, bias
+        self._met: dict[int, dict[int, None]] = {}  # by sequence, the tokens of its text that are not hot
+
+    def fresh(self) -> HotHead:
+        """The same head, which knows no text."""
+        other = copy.copy(self)
+        other._met = {}
+        return other
+
+    def meet(self, id: int, tokens: Iterable[int]) -> None:
+        """Tokens of a sequence's text."""
+        own = self._met.setdefault(id, {})
+        for token in tokens:
+            if not self._is_hot[token]:
+                own[token] = None
+
+    def drop(self, id: int) -> None:
+        """Forgets a sequence's text."""
+        self._met.pop(id, None)
+
+    def reset(self) -> None:
+        self._met.clear()
+
+    def __call__(self, states: Tensor, ids: Sequence[int]) -> Tensor:
+        """[B, N, V] float32 from states [B, N, d], the first rows of which are those of `ids`."""
+        flat = states.reshape(-1, states.shape[-1])
+        logits = torch.full((len(flat), self.vocab_size), -torch.inf, device=states.device)
+        found = self._product(flat).float()
+        logits.index_copy_(1, self.tokens, found if self._bias is None else found + self._bias)
+        logits = logits.view(*states.shape[:-1], -1)
+        for row, id in enumerate(ids):
+            if own := self._met.get(id):
+                met = torch.tensor(list(own), device=states.device)
+                # A row's own product, so that its bits do not depend on its neighbours.
+                more = states[row].float() @ self._weight[met].float().T + self._whole_bias[met]
+                logits[row].index_copy_(1, met, more)
+        return logits
+
+
+def prepare_draft(
+    model: PreTrainedModel, source: str | Path | PreTrainedModel, count: int | None, **how: bool
+) -> CausalLM:
+    """`prepare(model, **how)`, with a hot head where the draft's folder or `count` asks for it (`hot_tokens`). Recorded
+    forwards have the whole head."""
+    folder = resolve(source, "draft") if isinstance(source, str | Path) else None
+    plain = CausalLM(model)
+    tokens = hot_tokens(folder if isinstance(folder, Path) else None, count, plain.vocab_size)
+    hot = None
+    if tokens is not None and not how.get("graphs"):
+        size = model.config.get_text_config(decoder=True).hidden_size
+        weight, bias = head_rows(plain, torch.arange(plain.vocab_size, device=plain.device), size)
+        hot = HotHead(weight, bias, tokens.to(plain.device))
+    ready = prepare(model, **how)
+    ready.hot = hot
+    return ready
+
+
+def save_hot(folder: Path, tokens: Tensor) -> None:
+    """Writes the hot tokens [S] of a draft, most frequent first, into its folder."""
+    save_file({"tokens": tokens.to(torch.int32)}, folder / HOT_FILE)
+
+
+def hot_tokens(folder: Path | None, count: int | None, vocab_size: int) -> Tensor | None:
+    """The `count` most frequent tokens of a draft, by what its folder says, else those with the lowest ids, which a BPE
+    tokenizer learnt first. A count of None is as many as the folder names, and None where it names none; 0 is None.
+
+    Raises ValueError for a count above `vocab_size` and a damaged file.
+    """
+    path = None if folder is None else folder / HOT_FILE
+    known = None
+    if path is not None and path.is_file():
+        try:
+            known = load_file(path)["tokens"].long()
+        except (SafetensorError, KeyError, OSError) as error:
+            raise ValueError(f"{path} holds no hot tokens: {error}") from None
+        if known.ndim != 1 or not len(known) or known.min() < 0 or known.max() >= vocab_size:
+            raise ValueError(f"{path} holds other tokens than those of a vocabulary of {vocab_size}")
+    if count is None:
+        return known
+    if not 0 <= count <= vocab_size:
+        raise ValueError(f"draft_vocabulary must be 0 to {vocab_size}, not {count}")
+    if not count:
+        return None
+    order = torch.arange(vocab_size)
+    if known is not None:  # the file's first, then the others
+        rest = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, known, False)
+        order = torch.cat([known, order[rest]])
+    return order[:count]

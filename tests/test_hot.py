@@ -1,0 +1,157 @@
+"""Drafts that give logits to a part of the vocabulary only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from toys import COSTS, noisy_copy, p_value, random_layer, tiny, tiny_tokenizer
+
+import forerun
+from forerun import Decoder
+from forerun.methods import method
+from forerun.model import CausalLM
+from forerun.runtime.hot import HOT_FILE, HotHead, hot_tokens, prepare_draft, save_hot
+from forerun.runtime.stored import store
+
+PROMPTS = [[1, 2, 3, 9, 2], [30, 31, 4], [7]]
+
+
+def hot(model: CausalLM, tokens: list[int]) -> CausalLM:
+    head = model.head.get_parameter("weight").detach().clone()
+    found = model.fresh()
+    found.hot = HotHead(head, torch.zeros(len(head)), torch.tensor(tokens))
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_logits_are_those_of_the_hot_tokens_and_of_the_text(architecture: str) -> None:
+    whole = CausalLM(tiny(architecture))
+    part = hot(whole, [5, 1, 3])
+    for model in (whole, part):
+        list(model.prefill([1, 9], 8))
+        model.join(0)
+        model.add(1)
+    wanted = whole.extend([1, 0], [[4, 5], [7]])
+    found = part.extend([1, 0], [[4, 5], [7]])
+    kept = [{5, 1, 3, 4}, {5, 1, 3, 9, 7}]
+    caps = architecture == "gemma2"  # its logits are capped, a hot head's are not
+    for row, own in enumerate(kept):
+        there = torch.zeros(whole.vocab_size, dtype=torch.bool).index_fill_(0, torch.tensor(sorted(own)), True)
+        assert torch.isinf(found[row][:, ~there]).all()
+        if not caps:
+            assert torch.allclose(found[row][:, there], wanted[row][:, there], atol=2e-2)
+        assert found[row].argmax(-1).tolist() == wanted[row].masked_fill(~there, -torch.inf).argmax(-1).tolist()
+    part.drop(0)
+    part.add(0)
+    assert torch.isinf(part.extend([0], [[2]])[0][:, [9, 7]]).all()  # another text
+    assert part.hidden is None
+
+
+def test_a_row_has_the_same_bits_beside_others() -> None:
+    model = hot(CausalLM(tiny("llama")), [5, 1, 3])
+    model.add(0)
+    (alone,) = model.extend([0], [[4, 8]])
+    beside = model.fresh()
+    beside.add(0)
+    beside.add(1)
+    assert torch.allclose(beside.extend([0, 1], [[4, 8], [11, 12]])[0], alone, atol=1e-6)
+    assert torch.isinf(beside.extend([0], [[5]])[0][:, [11, 12]]).all()
+
+
+@pytest.mark.parametrize("name", ["sd", "pacer", "ouroboros", "cumulative"])
+def test_greedy_output_is_the_targets(name: str) -> None:
+    target = tiny("llama")
+    wanted = Decoder(target, None, None, method("ar"), False).generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
+    draft = hot(CausalLM(noisy_copy(target, 0.01)), list(range(0, 60, 2)))
+    if name == "pacer":
+        layer = random_layer(target, noisy_copy(target, 0.01), inputs=("confidence",))
+        decoder = Decoder(target, None, draft, method(name, threshold=0.2), False, pre_verifier=layer)
+    else:
+        decoder = Decoder(target, None, draft, method(name), False)
+    rows = decoder.generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
+    assert [row.tokens for row in rows] == [row.tokens for row in wanted]
+    assert sum(row.stats.accepted for row in rows) > 0  # the draft was of use
+
+
+def test_tokens_of_the_text_are_drafted() -> None:
+    """Without them a draft whose hot tokens never come would be of no use."""
+    target = tiny("llama")
+    plain = Decoder(target, None, None, method("ar"), False)
+    (row,) = plain.generate([PROMPTS[0]], max_new_tokens=60, ignore_eos=True)
+    text = [*PROMPTS[0], *row.tokens]
+    never = [token for token in range(plain.target.vocab_size) if token not in text][:4]
+    taus = []
+    for meets in (True, False):
+        draft = hot(CausalLM(target), never)
+        if not meets:
+            draft.hot.meet = lambda id, tokens: None
+        found = Decoder(target, None, draft, method("sd", gamma=3), False)
+        found.draft.fresh = lambda *_, draft=draft: draft  # type: ignore[union-attr]
+        (again,) = found.generate([text], max_new_tokens=40, ignore_eos=True)
+        taus.append(again.stats.tau)
+    assert taus[0] > taus[1] == 1.0
+
+
+def test_sampled_output_follows_the_targets_distribution() -> None:
+    vocab, joint = 6, 2
+    target = tiny("llama", vocab=vocab)
+    draft = hot(CausalLM(noisy_copy(target, 0.05)), [0, 4])
+    decoder = Decoder(target, None, draft, method("sd", gamma=2), False, max_rows=250)
+    decoder.costs = COSTS
+    rows = decoder.generate([[1, 2, 3]] * 900, max_new_tokens=3, seed=3, temperature=1.3, ignore_eos=True)
+    found = torch.ones(vocab, vocab)
+    for first in range(vocab):
+        with torch.no_grad():
+            logits = target(torch.tensor([[1, 2, 3, first]])).logits[0] / 1.3
+        found[first] = logits[-2].softmax(-1)[first] * logits[-1].softmax(-1)
+    assert p_value([row.tokens[:joint] for row in rows], found) > 1e-4
+
+
+def test_which_tokens_are_hot(tmp_path: Path) -> None:
+    assert hot_tokens(None, None, 10) is None and hot_tokens(tmp_path, 0, 10) is None
+    assert hot_tokens(tmp_path, 3, 10).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+    save_hot(tmp_path, torch.tensor([7, 2, 5]))
+    for count, wanted in ((None, [7, 2, 5]), (2, [7, 2]), (5, [7, 2, 5, 0, 1]), (10, [7, 2, 5, 0, 1, 3, 4, 6, 8, 9])):
+        assert hot_tokens(tmp_path, count, 10).tolist() == wanted  # type: ignore[union-attr]
+    assert hot_tokens(tmp_path, 0, 10) is None
+    with pytest.raises(ValueError, match="draft_vocabulary must be 0 to 10, not 11"):
+        hot_tokens(tmp_path, 11, 10)
+    with pytest.raises(ValueError, match="other tokens than those of a vocabulary of 7"):
+        hot_tokens(tmp_path, None, 7)
+    (tmp_path / HOT_FILE).write_bytes(b"what is this")
+    with pytest.raises(ValueError, match="holds no hot tokens"):
+        hot_tokens(tmp_path, None, 10)
+
+
+def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
+    for part in ("target", "draft"):
+        tiny("llama", vocab=300).save_pretrained(tmp_path / part)
+        tiny_tokenizer().save_pretrained(tmp_path / part)
+    save_hot(tmp_path / "draft", torch.arange(20))
+    folders = {"target": tmp_path / "target", "draft": tmp_path / "draft"}
+    for options, hot_count in (({}, 20), ({"draft_vocabulary": 9}, 9), ({"draft_vocabulary": 0}, None)):
+        decoder = forerun.load(**folders, method="sd", guard=False, **options)  # type: ignore[arg-type]
+        assert decoder.draft is not None
+        assert (decoder.draft.hot is None) == (hot_count is None)
+        assert hot_count is None or len(decoder.draft.hot.tokens) == hot_count
+        plain = forerun.load(tmp_path / "target", method="ar")
+        (row,), (wanted,) = (
+            each.generate([PROMPTS[0]], max_new_tokens=20, ignore_eos=True) for each in (decoder, plain)
+        )
+        assert row.tokens == wanted.tokens
+    with pytest.raises(ValueError, match="draft_vocabulary must be at least 0, not -1"):
+        forerun.load(**folders, draft_vocabulary=-1)  # type: ignore[arg-type]
+
+
+def test_int8_drafts_have_a_hot_head_too() -> None:
+    whole = CausalLM(tiny("llama"))
+    wanted = whole.fresh()
+    part = prepare_draft(store(tiny("llama"), "int8"), "somewhere", 12)
+    for model in (wanted, part):
+        model.add(0)
+    (full,), (found,) = (model.extend([0], [[3, 20]]) for model in (wanted, part))
+    kept = [*range(12), 20]
+    assert torch.allclose(found[:, kept], full[:, kept], atol=0.1 * float(full.abs().max()))
+    assert int(torch.isfinite(found).sum()) == 2 * len(kept)
