@@ -279,33 +279,26 @@ class Engine:
         return not self.running or self._fits(self.waiting[0], len(self.running))
 
     def _prefill(self, seq: Generation, chunk: int) -> Iterator[int]:
+        prefill, scored = partial(self.target.prefill, seq.tokens[:-1]), list[Logprob]()
+        is_scored = seq.request.prompt_logprobs and not seq.output
+        if is_scored:
+            prefill = partial(prefill, hear=partial(_score, seq, scored))
         begun = perf_counter()
-        for done in self.target.prefill(seq.tokens[:-1], chunk):
+        for done in prefill(chunk=min(chunk, SCORED) if is_scored else chunk):
             if done >= CHUNKS[0]:
                 self._rate = done / max(perf_counter() - begun, 1e-9)
             if seq.request.progress is not None:
                 seq.request.progress(self.target.prompt_read, len(seq.tokens))
             yield done
             begun = perf_counter()
-        if seq.request.prompt_logprobs and not seq.output:
-            yield from self._score_prompt(seq, min(chunk, SCORED))
+        if is_scored:
+            seq.prompt_logprobs = tuple(scored)
         self.target.join(seq.id, self._reserve(seq))
         hidden = self.target.prompt_hidden
         if hidden is not None and self.target.prefixes is not None:
             self._features[seq.id] = [hidden]
         if not seq.request.plain:
             yield from self.drafter.admit(seq, hidden, chunk)
-
-    def _score_prompt(self, seq: Generation, chunk: int) -> Iterator[int]:
-        """The prompt's log probabilities, in a cache of its own: prefill makes no logits, and skips what is known."""
-        own, found, tokens = self.target.fresh(), list[Logprob](), seq.tokens
-        own.add(0, len(tokens))
-        for start in range(0, len(tokens) - 1, chunk):
-            part = tokens[start : min(start + chunk, len(tokens) - 1)]
-            (logits,) = own.extend([0], [part])
-            found += logprobs_of(logits, tokens[start + 1 : start + 1 + len(part)], seq.request.logprobs or 0)
-            yield len(part)
-        seq.prompt_logprobs = tuple(found)
 
     def _chunk(self) -> int:
         """Tokens of prefill between two steps: a power of two, so that few sizes are in use."""
@@ -356,3 +349,9 @@ class Engine:
             self._begun.pop(seq.id, None)
         while self._aborted and self._aborted[0] in gone:
             self._aborted.popleft()
+
+
+def _score(seq: Generation, scored: list[Logprob], logits: Tensor) -> None:
+    """Adds the log probabilities of the next tokens of a prompt; logits [n, V] behind those before them."""
+    at = 1 + len(scored)
+    scored += logprobs_of(logits, seq.tokens[at : at + len(logits)], seq.request.logprobs or 0)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CONTEXT = 4  # prompt tokens to decode along, so that a first word keeps its space
+LATE = 16  # tokens without new text, behind which no more are gathered: all of them are decoded with each one
 HALF = "\ufffd"  # what part of a character is decoded to
 _BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # byte-level vocabularies spell bytes like this
 
@@ -75,11 +76,16 @@ class TextStream:
             self._ids, self._known = [], ""
         self._read = len(self._ids)
         self.stopped = False
-        self.text = ""  # all that was given out
+        self._given: list[str] = []
         reach = max((len(text.encode()) for text in stop), default=0)
         behind = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
         self._prompt = len(behind)  # characters of the prompt that are held
         self._held: list[tuple[str, str | None]] = [(behind, None)]  # without an origin: not to be given out
+
+    @property
+    def text(self) -> str:
+        """All that was given out."""
+        return "".join(self._given)
 
     def _decode(self, ids: Sequence[int], special: bool = False) -> str:
         text = self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -87,21 +93,31 @@ class TextStream:
 
     def _overlap(self, text: str) -> str:
         """The longest end of `text` that is a proper beginning of a stop string."""
-        ends = (text[-n:] for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        ends = (
+            stop[:n] for stop in self.stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])
+        )
         return max(ends, key=len, default="")
 
     def push(self, tokens: Sequence[int], origins: Sequence[str], finished: bool) -> list[tuple[str, str]]:
         """Pieces (text, origin) that are certain now; with `finished`, all that is left."""
         for left, (token, origin) in enumerate(zip(tokens, origins, strict=True), 1 - len(tokens)):
             self._ids.append(token)
-            whole = self._decode(self._ids)
+            whole, late = self._decode(self._ids), len(self._ids) - self._read >= LATE
+            certain = whole
             if whole.endswith(HALF) and (left or not finished):
-                continue
-            if len(whole) > len(self._known):
-                self._held.append((whole[len(self._known) :], origin))
+                if not late:
+                    continue
+                certain = whole[:-1] if len(whole) > len(self._known) + 1 else whole
+            if len(certain) > len(self._known):
+                self._held.append((certain[len(self._known) :], origin))
                 self._ids = self._ids[self._read :]
                 self._read, self._known = len(self._ids), self._decode(self._ids)
-            elif self.stop:
+                if certain is not whole:  # what the last of many halves is part of may yet become a character
+                    self._known = self._known[:-1]
+                continue
+            if late:  # special tokens and the like, which add nothing to what comes either
+                del self._ids[self._read :]
+            if self.stop:
                 self._held.append((self._decode([token], special=True), None))
         return self._release(finished)
 
@@ -122,5 +138,5 @@ class TextStream:
                 rest.append((text[certain:], origin))
             certain = max(0, certain - len(text))
         self._held = rest
-        self.text += "".join(text for text, _ in pieces)
+        self._given += [text for text, _ in pieces]
         return pieces

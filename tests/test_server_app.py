@@ -13,10 +13,11 @@ import pytest
 from serving import NAME, live, make_decoder, post
 
 from forerun.server import answers, run
-from forerun.server.app import STATIC, Settings, create_app
+from forerun.server.app import STATIC, create_app
 from forerun.server.errors import ApiError
 from forerun.server.protocol import CompletionBody
 from forerun.server.run import _Protocol
+from forerun.server.service import Settings
 from forerun.server.worker import Worker
 
 

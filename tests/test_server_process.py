@@ -39,9 +39,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    port = free_port()
-    process = subprocess.Popen([*COMMAND, "--port", str(port), *options], stderr=subprocess.PIPE, text=True)
+def started(
+    *options: str, port: int | None = None, folder: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, and its address. `folder`: where it works and puts what is temporary."""
+    port, env = port or free_port(), os.environ | ({} if folder is None else {"TMPDIR": str(folder)})
+    process = subprocess.Popen(
+        [*COMMAND, "--port", str(port), *options], stderr=subprocess.PIPE, text=True, cwd=folder, env=env
+    )
     try:
         yield process, f"http://127.0.0.1:{port}"
     finally:
@@ -117,6 +122,33 @@ def test_a_drain_that_takes_too_long_ends_what_runs(folder: Path) -> None:
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
         assert process.wait(100) == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its reader sees that the stream broke off, and the next server has the same port at once."""
+    body = {"prompt": "the cat", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 128}
+    options, lines = ("--target", "embedded", "--max-rows", "1"), list[str]()
+    with started(*options, folder=tmp_path) as (process, url):
+        until(lambda: health(url) == 200)
+        there = sorted(tmp_path.iterdir())
+        with (
+            httpx.stream("POST", url + "/v1/completions", json=body, timeout=100, trust_env=False) as response,
+            pytest.raises(httpx.RemoteProtocolError),  # no chunk of length 0, which would be an end
+        ):
+            for line in response.iter_lines():
+                lines.append(line)
+                if len(lines) == 1:
+                    os.kill(process.pid, signal.SIGKILL)
+        assert lines[0].startswith("data: {") and "data: [DONE]" not in lines
+        assert process.wait(60) == -signal.SIGKILL
+        with started(*options, port=int(url.rpartition(":")[2]), folder=tmp_path) as (other, again):
+            assert again == url
+            until(lambda: other.poll() is not None or health(url) == 200)
+            asked = body | {"stream": False, "n": 1, "max_tokens": 5}
+            found = httpx.post(url + "/v1/completions", json=asked, timeout=100, trust_env=False)
+            assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 5
+            assert sorted(tmp_path.iterdir()) == there == []
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from toys import tiny_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopStringCriteria
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from forerun.loading import load_tokenizer
 from forerun.text import StopStrings, TextStream
@@ -300,3 +301,21 @@ def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:
     assert push(stream, b + a, False) == "b" and push(stream, end, False) == "" and push(stream, b, True) == ""
     other = TextStream(tokenizer, b, stop)
     assert push(other, a + end, False) == "" and push(other, a, True) == "aa"
+
+
+@pytest.mark.parametrize("stop", [[], ["<|end|>!"]])
+@pytest.mark.parametrize("kind", ["special", "halves", "a half behind which nothing comes"])
+def test_tokens_without_text_cost_no_more_and_more(kind: str, stop: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, runs = tiny_tokenizer(), 400
+    special, half = tokenizer.all_special_ids[0], tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0x80])
+    lead, *rest = tokenizer.encode("\U0001f600")
+    endless = {"special": [special] * runs, "halves": [half] * runs}.get(kind, [lead, *[special] * runs])
+    stream, read = TextStream(tokenizer, tokenizer.encode("ab"), stop), list[int]()
+    decode = stream._decode
+    monkeypatch.setattr(
+        stream, "_decode", lambda ids, *args, **more: read.append(len(ids)) or decode(ids, *args, **more)
+    )
+    ids = [*tokenizer.encode("a"), *endless, *tokenizer.encode("b\u00e9"), lead, *rest]
+    text = "".join(push(stream, [token], finished=at == len(ids) - 1) for at, token in enumerate(ids))
+    assert text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert max(read) < 50

@@ -10,23 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli import common
 from forerun.cli.chosen import chosen_method
-from forerun.cli.common import (
-    DeviceOption,
-    DraftOption,
-    DraftWeightsOption,
-    DtypeOption,
-    GammaOption,
-    GuardOption,
-    HeadOption,
-    MethodArgOption,
-    MethodOption,
-    PreVerifierOption,
-    ThreadsOption,
-    TrustOption,
-    WeightsOption,
-    quiet,
-)
+from forerun.cli.common import load_options, quiet
 from forerun.files import read_text
 from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
 
@@ -61,12 +47,12 @@ def serve(
         str | None,
         typer.Option(help="Hub id, folder or GGUF file; smollm2 where it is there, else the embedded one by default."),
     ] = None,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    gamma: GammaOption = None,
-    method_arg: MethodArgOption = None,
-    pre_verifier: PreVerifierOption = None,
-    head: HeadOption = None,
+    draft: common.DraftOption = None,
+    method: common.MethodOption = None,
+    gamma: common.GammaOption = None,
+    method_arg: common.MethodArgOption = None,
+    pre_verifier: common.PreVerifierOption = None,
+    head: common.HeadOption = None,
     model_name: Annotated[str | None, typer.Option(help="Its name for clients; the target's by default.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
@@ -82,13 +68,13 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 * 2**20,
     max_seconds: Annotated[float, typer.Option(help="Seconds of a request, those in the queue included.")] = 600,
     drain: Annotated[float, typer.Option(help="Seconds for what runs when the server is to end.")] = 30,
-    guard: GuardOption = None,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    draft_weights: DraftWeightsOption = None,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
+    guard: common.GuardOption = None,
+    dtype: common.DtypeOption = None,
+    weights: common.WeightsOption = None,
+    draft_weights: common.DraftWeightsOption = None,
+    device: common.DeviceOption = None,
+    threads: common.ThreadsOption = None,
+    trust_remote_code: common.TrustOption = False,
     log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Lines of the log are JSON.")] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="The log has prompts too.")] = False,
@@ -110,33 +96,19 @@ def serve(
         raise ValueError("--api-key must be printable ASCII without spaces around it")
     name = target or (SMOLLM2 if find_smollm2() is not None else EMBEDDED)
     settings, is_named = chosen_method(name, draft, method, gamma, method_arg, pre_verifier, head)
+    options = load_options(locals())
     from forerun.server.listening import listen
 
     found = listen(host, port)
     quiet(threads)
-    from forerun.server.app import Settings
     from forerun.server.run import serve
+    from forerun.server.service import Settings
 
     def make() -> Any:
         quiet(threads)  # torch's threads are set in the thread that computes
         from forerun.api import load
 
-        return load(
-            name,
-            draft=draft,
-            method=settings if is_named else None,
-            dtype=dtype,
-            weights=weights,
-            draft_weights=draft_weights,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            guard=guard,
-            pre_verifier=pre_verifier,
-            head=head,
-            max_rows=max_rows,
-            max_queue=max_queue,
-            kv_memory=kv_memory,
-        )
+        return load(name, method=settings if is_named else None, **options)
 
     shown = model_name or (Path(name).name if Path(name).exists() else name)
     serve(

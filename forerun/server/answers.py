@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from time import perf_counter, time
 from typing import Any
 from uuid import uuid4
 
-from forerun.decoder import Decoder
 from forerun.engine import Step
-from forerun.logprobs import Logprob
 from forerun.server.asking import Asked
-from forerun.server.errors import ApiError
-from forerun.server.logprobs import Spelling
+from forerun.server.errors import ApiError, too_late
+from forerun.server.logprobs import Spelled, Spelling, as_json
 from forerun.server.protocol import ChatBody
 from forerun.server.statistics import Tally
 from forerun.server.worker import Job
@@ -24,44 +21,62 @@ KEEP_ALIVE = 15.0  # seconds without a chunk
 
 
 class Choice:
-    """One of an answer's texts."""
+    """One of an answer's texts, with its log probabilities where they are wanted."""
 
-    def __init__(self, text: TextStream) -> None:
-        self.stream = text
+    def __init__(self, text: TextStream, spelled: Spelled | None) -> None:
+        self.stream, self.spelled = text, spelled
         self.parts: list[str] = []
-        self.logprobs: list[Logprob | int] = []
-        self.offset = 0  # characters of the text's tokens whose log probabilities were given out
         self.begun = False
         self.finish_reason: str | None = None
 
 
 class Answer:
-    """What becomes of a body: takes its job's steps, gives dictionaries for JSON.
+    """What becomes of a body: takes its job's steps, gives JSON.
 
     Attributes:
         tally: statistics of all choices.
+        broken_by: why choices ended that have no reason of their own: "abort" where its reader has gone.
     """
 
-    def __init__(self, asked: Asked, job: Job, decoder: Decoder, model: str) -> None:
-        assert decoder.tokenizer is not None
-        self.asked, self.job, self.tokenizer = asked, job, decoder.tokenizer
+    def __init__(self, asked: Asked, job: Job, spelling: Spelling, model: str) -> None:
+        self.asked, self.job, self._spelling = asked, job, spelling
         self.is_chat = isinstance(asked.body, ChatBody)
-        self.tally = Tally(job.begun, sum(map(len, asked.prompts)))
-        self.choices = [Choice(TextStream(self.tokenizer, each.tokens, asked.stop)) for each in asked.requests]
+        self.tally = Tally(job.begun, job.queued, sum(map(len, asked.prompts)))
+        self.broken_by = "abort"
+        self.choices = [
+            Choice(
+                TextStream(spelling.tokenizer, each.tokens, asked.stop),
+                None if each.logprobs is None else Spelled(spelling, self.is_chat),
+            )
+            for each in asked.requests
+        ]
+        self._scored: dict[int, Spelled] = {}  # what its first choice has of a prompt, for the other ones
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
-        self._head = {"id": self.id, "created": int(time()), "model": model}
-        self._spelling = Spelling(self.tokenizer)
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if asked.body.stream else "chat.completion"
+        self._head = as_json({"object": kind, "id": self.id, "created": int(time()), "model": model})[:-1]
         options = asked.body.stream_options
         self._usage_at_end = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
 
-    async def whole(self, until: float) -> dict[str, Any]:
+    async def whole(self, until: float) -> bytes:
         """All of it. Raises ApiError where decoding ends with one, or `until` (perf_counter) has come."""
-        async for found in _steps(self.job, until):
-            for index, step, at in found:
-                self._take(index, step, at)
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return {"object": kind, **self._head, "choices": self._whole_choices(), **self._statistics()}
+        try:
+            async for found in _steps(self.job, until):
+                for index, step, at in found:
+                    await self._take(index, step, at)
+        except Exception as error:
+            self._broken(error)
+            raise
+        choices = []
+        for index, choice in enumerate(self.choices):
+            text = "".join(choice.parts)
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choices.append(
+                self._choice(index, {"message": message} if self.is_chat else {"text": text}, choice.spelled)
+            )
+        return self._json(choices, self._statistics())
 
     async def chunks(self, until: float) -> AsyncIterator[bytes]:
         """Server-sent events; an error is one of them. The last one is [DONE]."""
@@ -70,15 +85,21 @@ class Answer:
                 if not found:
                     yield b": keep-alive\n\n"
                 for index, step, at in found:
-                    for chunk in self._chunks(index, step, at):
+                    for chunk in await self._chunks(index, step, at):
                         yield _event(chunk)
             if self._usage_at_end:
-                yield _event(self._chunk([]) | self._statistics())
-        except ApiError as error:
-            yield _event(error.body())
+                yield _event(self._json([], self._statistics()))
+        except Exception as error:
+            self._broken(error)
+            if not isinstance(error, ApiError):
+                raise
+            yield _event(as_json(error.body()))
         yield b"data: [DONE]\n\n"
 
-    def _take(self, index: int, step: Step, at: float) -> list[tuple[str, str]]:
+    def _broken(self, error: Exception) -> None:
+        self.broken_by = "timeout" if isinstance(error, ApiError) and error.status == 504 else "error"
+
+    async def _take(self, index: int, step: Step, at: float) -> list[tuple[str, str]]:
         """Adds a step to its choice; the new pieces of text."""
         choice = self.choices[index]
         self.tally.add(step, at)
@@ -86,39 +107,43 @@ class Answer:
         if not choice.begun:
             choice.begun = True
             if self.asked.echo is not None:
-                choice.parts.append(self.asked.echo[index // (self.asked.body.n or 1)])
-        if step.prompt_logprobs is not None:
-            choice.logprobs += [self.asked.requests[index].tokens[0], *step.prompt_logprobs]
-        choice.logprobs += step.logprobs
+                await self._echo(index, step)
+        if choice.spelled is not None:
+            await choice.spelled.add(step.logprobs)
         pieces = choice.stream.push(step.tokens, step.origins, step.finish_reason is not None)
         choice.parts += [text for text, _ in pieces]
         return pieces
 
-    def _whole_choices(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for index, choice in enumerate(self.choices):
-            text, logprobs = "".join(choice.parts), self._logprobs(index)
-            content = (
-                {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
-            )
-            found.append({"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason})
-        return found
+    async def _echo(self, index: int, step: Step) -> None:
+        """Has a choice begin with its prompt. Of choices with one prompt only the first one's step has its log
+        probabilities, and comes first, as the engine takes requests in their order."""
+        assert self.asked.echo is not None
+        choice, prompt = self.choices[index], index // (self.asked.body.n or 1)
+        choice.parts.append(self.asked.echo[prompt])
+        if choice.spelled is None:
+            return
+        if step.prompt_logprobs is not None:
+            await choice.spelled.add([self.asked.requests[index].tokens[0], *step.prompt_logprobs])
+            self._scored[prompt] = choice.spelled.copy()
+        else:
+            choice.spelled = self._scored[prompt].copy()
 
-    def _chunks(self, index: int, step: Step, at: float) -> list[dict[str, Any]]:
+    async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
         """What a step brings: nothing where its text is held back, and nobody wants to hear of the step itself."""
         choice, found = self.choices[index], []
         if self.is_chat and not choice.begun:
-            found.append(self._chunk([self._delta(index, {"role": "assistant", "content": ""})]))
-        pieces = self._take(index, step, at)
+            found.append(self._json([self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None)], {}))
+        pieces = await self._take(index, step, at)
         text, choice.parts = "".join(choice.parts), []
         told = bool(self.asked.body.forerun)
-        if not (text or told or choice.logprobs or choice.finish_reason):
+        if not (text or told or choice.spelled or choice.finish_reason):
             return found
-        delta = self._delta(index, {"content": text} if text or not choice.finish_reason else {}, text)
-        delta["logprobs"], delta["finish_reason"] = self._logprobs(index), choice.finish_reason
-        chunk = self._chunk([delta])
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            content = {"delta": {"content": text} if text or not choice.finish_reason else {}}
+        more: dict[str, Any] = {}
         if told:
-            chunk["forerun"] = {
+            more["forerun"] = {
                 "pieces": pieces,
                 "drafted": step.drafted,
                 "tested": step.tested,
@@ -126,33 +151,22 @@ class Answer:
                 "rejected": [self._spelling.text(token) for token in step.rejected],
             }
         if not self._usage_at_end and all(each.finish_reason for each in self.choices):
-            chunk |= {"metrics": self.tally.metrics(), "timings": self.tally.timings()}
-        return [*found, chunk]
+            more |= {"metrics": self.tally.metrics(), "timings": self.tally.timings()}
+        return [*found, self._json([self._choice(index, content, choice.spelled)], more)]
 
-    def _delta(self, index: int, delta: dict[str, Any], text: str = "") -> dict[str, Any]:
-        content: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": None}
+    def _choice(self, index: int, content: dict[str, Any], spelled: Spelled | None) -> bytes:
+        """A choice with the log probabilities that were not given out yet."""
+        found = {"index": index, **content, "finish_reason": self.choices[index].finish_reason}
+        return as_json(found)[:-1] + b',"logprobs":' + (b"null" if spelled is None else spelled.take()) + b"}"
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        chunk: dict[str, Any] = {"object": kind, **self._head, "choices": choices}
+    def _json(self, choices: list[bytes], more: dict[str, Any]) -> bytes:
+        """A whole answer or a chunk. Choices may be large, so they are put in as they are."""
         if self._usage_always:
-            chunk["usage"] = self.tally.usage()
+            more = {"usage": self.tally.usage()} | more
         elif self._usage_at_end:
-            chunk["usage"] = None
-        return chunk
-
-    def _logprobs(self, index: int) -> dict[str, Any] | None:
-        """Those of a choice that were not given out yet; None where none are wanted."""
-        choice = self.choices[index]
-        if self.asked.requests[index].logprobs is None:
-            return None
-        new, choice.logprobs = choice.logprobs, []
-        if self.is_chat:
-            return self._spelling.chat([each for each in new if isinstance(each, Logprob)])
-        found = self._spelling.completion(new, choice.offset)
-        choice.offset += sum(map(len, found["tokens"]))
-        return found
+            more = {"usage": None} | more
+        rest = b"," + as_json(more)[1:] if more else b"}"
+        return b"".join((self._head, b',"choices":[', b",".join(choices), b"]", rest))
 
     def _statistics(self) -> dict[str, Any]:
         return {"usage": self.tally.usage(), "metrics": self.tally.metrics(), "timings": self.tally.timings()}
@@ -165,7 +179,7 @@ async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, 
         if job.queue.empty():
             left = until - perf_counter()
             if left <= 0:
-                raise ApiError(504, "the answer took too long", code="timeout")
+                raise too_late()
             try:
                 found.append(await asyncio.wait_for(job.queue.get(), min(KEEP_ALIVE, left)))
             except TimeoutError:
@@ -179,9 +193,5 @@ async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, 
         yield [each for each in found if not isinstance(each, ApiError)]
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + as_json(content) + b"\n\n"
-
-
-def as_json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+def _event(content: bytes) -> bytes:
+    return b"data: " + content + b"\n\n"

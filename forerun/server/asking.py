@@ -1,11 +1,15 @@
-"""From bodies to requests of the engine. Runs in a thread of its own, as texts may be long."""
+"""From bodies to requests of the engine. Runs in threads for that, as texts may be long."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from forerun.chat import chat_prompt
 from forerun.decoder import Decoder
@@ -22,7 +26,9 @@ MOST_CHOICES = 256  # answers of one request
 
 CHARACTERS = 32  # of a text for each token of the context; to tokenize more than that would hold up other requests
 
-_TAKEN = {"messages", "system", "tokenizer"}  # names that a chat template cannot be given anew
+# Names that a chat template cannot be given anew: what is said elsewhere in a body or is ours to say, and tools.
+_TAKEN = {"messages", "system", "tokenizer", "template_args", "functions", "tool_choice"}
+_TAKEN |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 # Fields that SamplingParams have under the same names.
 _SAME = (
@@ -57,10 +63,12 @@ class Asked:
 
 def ask_chat(body: ChatBody, decoder: Decoder, ends: frozenset[int]) -> Asked:
     """`ends`: tokens that end a turn. Raises ApiError."""
+    given = body.chat_template_kwargs or {}
     with blamed("chat_template_kwargs"):
-        given = body.chat_template_kwargs or {}
-        if not all(name.isidentifier() for name in given) or not _TAKEN.isdisjoint(given):
-            raise ValueError(f"chat_template_kwargs must have names as keys, but for {', '.join(sorted(_TAKEN))}")
+        for name in given:
+            if not name.isidentifier() or name in _TAKEN:
+                raise ValueError(f"chat_template_kwargs cannot have the name {name[:40]!r}")
+        _check_length(len(json.dumps(given)) if given else 0, decoder)
     with blamed("messages"):
         _check_length(_length(body.messages), decoder)
         prompt = chat_prompt(decoder.tokenizer, _cleaned(body.messages), **given)
@@ -84,8 +92,10 @@ def ask_completion(body: CompletionBody, decoder: Decoder) -> Asked:
         each if isinstance(each, str) else text_of(decoder, row)
         for each, row in zip(given if len(given) == len(rows) else rows, rows, strict=True)
     ]
-    wanted = body.logprobs is not None
-    return replace(asked, echo=texts, requests=[replace(each, prompt_logprobs=wanted) for each in asked.requests])
+    found, copies = list(asked.requests), body.n or 1
+    if body.logprobs is not None:  # of each prompt once
+        found[::copies] = [replace(each, prompt_logprobs=True) for each in found[::copies]]
+    return replace(asked, echo=texts, requests=found)
 
 
 def encode_prompts(prompt: Any, decoder: Decoder) -> list[list[int]]:

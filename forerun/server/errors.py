@@ -39,6 +39,10 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
+def too_late() -> ApiError:
+    return ApiError(504, "the answer took too long", code="timeout")
+
+
 def bounded(text: str) -> str:
     """One line of at most `LONGEST` characters, which any encoding can hold."""
     line = " ".join(text[: 4 * LONGEST].split()).encode("utf-8", "replace").decode()

@@ -7,6 +7,7 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from hashlib import sha256
+from time import perf_counter
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +17,8 @@ from forerun.server.errors import ApiError
 
 
 class RequestIds:
-    """Gives x-request-id back, or makes one. `on_status` is told how each request was answered."""
+    """Gives x-request-id back, or makes one, and notes when the request came. `on_status` is told how it was
+    answered."""
 
     def __init__(self, app: ASGIApp, on_status: Callable[[int], None]) -> None:
         self.app, self.on_status = app, on_status
@@ -26,7 +28,7 @@ class RequestIds:
             return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else uuid4().hex
-        scope.setdefault("state", {})["request_id"] = name
+        scope.setdefault("state", {}).update(request_id=name, arrived=perf_counter())
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

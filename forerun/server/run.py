@@ -17,8 +17,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.decoder import Decoder
-from forerun.server.app import Service, Settings, create_app
+from forerun.server.app import create_app
 from forerun.server.errors import ApiError
+from forerun.server.service import Service, Settings
 from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")

@@ -17,7 +17,7 @@ class Tally:
     length is 1 + accepted / steps, the rate accepted / drafted. alpha is another figure: accepted / tested.
 
     Attributes:
-        begun: when it was asked for.
+        begun, queued: when it was asked for, and when its requests were put into the engine's queue.
         kept: accepted tokens that stand in the answer: behind an end they are cut.
         histogram: index j has how many steps accepted exactly j tokens.
         first, decoding, last: when the first tokens were there, when their step began, when the last were there.
@@ -26,6 +26,7 @@ class Tally:
     """
 
     begun: float
+    queued: float
     prompt_tokens: int = 0
     tokens: int = 0
     steps: int = 0
@@ -46,7 +47,7 @@ class Tally:
         if not step.rows:  # ended without a step
             return
         if self.first is None:
-            self.first, self.decoding = at, max(self.begun, at - step.seconds)
+            self.first, self.decoding = at, max(self.queued, at - step.seconds)
         if step.id in self._latest:
             self.gaps.append((at - self._latest[step.id]) / max(1, len(step.tokens)))
         self.last = self._latest[step.id] = at
@@ -113,7 +114,7 @@ class Tally:
 
     def timings(self) -> dict[str, Any]:
         """llama.cpp's."""
-        reading = 0.0 if self.decoding is None else max(0.0, self.decoding - self.begun - self.waited)
+        reading = 0.0 if self.decoding is None else max(0.0, self.decoding - self.queued - self.waited)
         return {
             "prompt_n": self.prompt_tokens,
             "prompt_ms": _ms(reading),

@@ -20,14 +20,19 @@ _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")
 
 MOST_ASKS = 256  # bodies that are read or wait for it
+READERS = 4  # threads that read them: a long text, or a schema that takes seconds, does not hold up the others
 TRIES = 3  # steps that may fail one after the other before those that run are given up
 
 
 class Job:
-    """The requests of one body, and what comes of them: (which, its step, when), or the error that ends them all."""
+    """The requests of one body, and what comes of them: (which, its step, when), or the error that ends them all.
 
-    def __init__(self) -> None:
-        self.begun = perf_counter()
+    Attributes:
+        begun, queued: when the body's request came, and when its requests were queued.
+    """
+
+    def __init__(self, begun: float) -> None:
+        self.begun, self.queued = begun, perf_counter()
         self.open: dict[int, int] = {}  # index of a choice by its id in the engine
         self.queue: asyncio.Queue[tuple[int, Step, float] | ApiError] = asyncio.Queue()
 
@@ -69,8 +74,8 @@ class Worker:
         self._engine: Engine | None = None
         self._jobs: dict[int, Job] = {}
         self._wake, self._stopping = Event(), False
-        self._asks = 0  # that wait for the thread for them, or are in it
-        self._asking = ThreadPoolExecutor(1, "forerun-asking")
+        self._asks = 0  # that wait for a thread for them, or are in one
+        self._asking = ThreadPoolExecutor(READERS, "forerun-asking")
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def start(self) -> None:
@@ -93,27 +98,26 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether neither of its threads does anything."""
+        """Whether none of its threads does anything."""
         return not self._thread.is_alive() and not self._asks
 
     async def ask(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls what takes long or touches the tokenizer, in the thread for that. Raises ApiError where too many wait
-        for it."""
+        """Calls what takes long, in a thread for that. Raises ApiError where too many wait for one. Where nobody waits
+        for it any more, it is not begun."""
         if self._asks >= MOST_ASKS:
             raise ApiError(503, "too many requests are being read; try again later", code="queue_full")
+        asked = self._asking.submit(function, *args)
         self._asks += 1
-        asked = self._loop.run_in_executor(self._asking, function, *args)
-        asked.add_done_callback(self._answered)
-        return await asyncio.shield(asked)  # who lets go of it does not end it
+        asked.add_done_callback(lambda _: self._call(self._answered))
+        return await asyncio.wrap_future(asked)
 
-    def _answered(self, asked: asyncio.Future[Any]) -> None:
+    def _answered(self) -> None:
         self._asks -= 1
-        if not asked.cancelled():
-            asked.exception()  # it may be that nobody waits for it any more
 
-    def submit(self, requests: Sequence[Request]) -> Job:
-        """Queues all requests, or none. Raises ApiError where the queue is full or never could hold them."""
-        job, engine = Job(), self.engine
+    def submit(self, requests: Sequence[Request], begun: float) -> Job:
+        """Queues all requests of a body that came at `begun`, or none. Raises ApiError where the queue is full or never
+        could hold them."""
+        job, engine = Job(begun), self.engine
         room = None if engine.max_queue is None else engine.max_rows + engine.max_queue
         if room is not None and len(requests) > room:
             raise ApiError(400, f"{len(requests)} answers at once; this server holds {room}", "n")

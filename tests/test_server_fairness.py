@@ -1,0 +1,239 @@
+"""One heavy request beside others: bodies that take long to read, answers with millions of numbers; how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from serving import Live, live, make_decoder, post
+from toys import tiny_tokenizer
+
+from forerun import engine
+from forerun.logprobs import Logprob
+from forerun.server import answers, asking, logprobs, schemas
+from forerun.server.logprobs import SLICE, Spelled, Spelling
+from forerun.server.worker import READERS
+
+PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
+HEAVY = {"prompt": "heavy", "max_tokens": 2}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live() as found:
+        yield found
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Reading:
+    """Holds up the reading of heavy prompts until it is let go; notes what is read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.go, self.read = threading.Event(), list[Any]()
+        self._ask = asking.ask_completion
+        patch.setattr(asking, "ask_completion", self)
+
+    def __call__(self, body: Any, decoder: Any) -> Any:
+        self.read.append(body.prompt)
+        if body.prompt == "heavy":
+            assert self.go.wait(120)
+        return self._ask(body, decoder)
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
+    found = Reading(monkeypatch)
+    yield found
+    found.go.set()
+
+
+def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading: Reading) -> None:
+    with ThreadPoolExecutor(READERS) as pool:
+        heavy = [pool.submit(post, server, PLAIN, HEAVY) for _ in range(READERS - 1)]
+        until(lambda: reading.read.count("heavy") == READERS - 1)
+        found = httpx.post(server.url + PLAIN, json={"prompt": "light", "max_tokens": 2}, timeout=60, trust_env=False)
+        assert found.status_code == 200 and not any(each.done() for each in heavy)
+        reading.go.set()
+        assert all(each.result().status_code == 200 for each in heavy)
+
+
+def test_what_nobody_waits_for_any_more_is_not_read(server: Live, reading: Reading) -> None:
+    worker = server.worker
+    with ThreadPoolExecutor(READERS) as pool:
+        heavy = [pool.submit(post, server, PLAIN, HEAVY) for _ in range(READERS)]
+        until(lambda: reading.read.count("heavy") == READERS)
+        for path in (PLAIN, "/tokenize"):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.url + path, json={"prompt": "gone"}, timeout=0.5, trust_env=False)
+            until(lambda: worker._asks == READERS)
+        reading.go.set()
+        assert all(each.result().status_code == 200 for each in heavy)
+    until(lambda: not worker._asks)
+    assert "gone" not in reading.read and not server.service.open
+
+
+def test_the_time_limit_counts_from_when_a_request_came(reading: Reading) -> None:
+    with live(max_seconds=0.3) as server:
+        for stream in (False, True):
+            found = post(server, PLAIN, HEAVY | {"stream": stream})
+            assert found.status_code == 504 and found.json()["error"]["code"] == "timeout"
+        reading.go.set()
+
+
+def test_times_count_from_when_a_request_came(server: Live, reading: Reading) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, server, PLAIN, HEAVY)
+        until(lambda: reading.read)
+        time.sleep(0.2)
+        reading.go.set()
+        found = asked.result().json()
+    assert found["metrics"]["time_to_first_token_ms"] > 200 > found["metrics"]["queue_time_ms"]
+
+
+MANY = [Logprob(5 + at % 3, -0.5, tuple((token, -1.0) for token in range(20))) for at in range(40 * SLICE)]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_many_log_probabilities_leave_others_their_turns(is_chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, decoded, sizes = tiny_tokenizer(), list[int](), list[int]()
+    decode, as_json = tokenizer.decode, logprobs.as_json
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: decoded.extend(ids) or decode(ids, **more))
+    monkeypatch.setattr(logprobs, "as_json", lambda content: sizes.append(len(content)) or as_json(content))
+
+    async def main() -> tuple[bytes, int]:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        spelled = Spelled(Spelling(tokenizer), is_chat)
+        await spelled.add(MANY)
+        task.cancel()
+        return spelled.take(), turns
+
+    found, turns = asyncio.run(main())
+    assert turns >= 39 and max(sizes) <= SLICE
+    assert sorted(decoded) == sorted(set(decoded))  # each token once
+    content = json.loads(found)
+    if is_chat:
+        schemas.ChatLogprobs.model_validate(content, strict=True)
+        assert [each["token"] for each in content["content"]] == [decode([each.token]) for each in MANY]
+    else:
+        schemas.TextLogprobs.model_validate(content, strict=True)
+        ends = [at + len(text) for at, text in zip(content["text_offset"], content["tokens"], strict=True)]
+        assert content["text_offset"] == [0, *ends[:-1]] and len(content["top_logprobs"]) == len(MANY)
+
+
+def test_no_large_answer_is_made_in_one_go(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    as_json = logprobs.as_json
+
+    def noted(content: Any) -> bytes:
+        found = as_json(content)
+        sizes.append(len(found))
+        return found
+
+    for module in (answers, logprobs):
+        monkeypatch.setattr(module, "as_json", noted)
+    body = {"messages": HELLO, "max_tokens": 200, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    found = post(server, CHAT, body)
+    assert len(found.json()["choices"][0]["logprobs"]["content"]) == 200
+    assert len(found.content) > 200_000 > 5 * max(sizes)
+
+
+def test_a_prompt_is_scored_once_for_all_its_choices(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    score = engine._score
+    monkeypatch.setattr(engine, "_score", lambda seq, *args: scored.append(seq.id) or score(seq, *args))
+    monkeypatch.setattr(server.worker.engine.target, "fresh", None)  # there is no second cache
+    body = {"prompt": ["the cat", "def add(a"], "n": 3, "max_tokens": 3, "logprobs": 2, "echo": True, "seed": 1}
+    whole = post(server, PLAIN, body).json()["choices"]
+    assert len(scored) == 2
+    tokenizer = make_decoder().tokenizer
+    for at, choice in enumerate(whole):
+        prompt = ("the cat", "def add(a")[at // 3]
+        size = len(tokenizer(prompt)["input_ids"])
+        found, first = choice["logprobs"], whole[at // 3 * 3]["logprobs"]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert found[name][:size] == first[name][:size] and len(found[name]) == size + 3
+        assert found["token_logprobs"][0] is None and found["text_offset"][size] == len(prompt)
+        assert "".join(found["tokens"][:size]) == prompt == choice["text"][: len(prompt)]
+    streamed: list[dict[str, list[Any]]] = [{} for _ in whole]
+    for line in post(server, PLAIN, body | {"stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            (choice,) = json.loads(line[6:])["choices"]
+            for name, values in choice["logprobs"].items():
+                streamed[choice["index"]].setdefault(name, []).extend(values)
+    assert [each["tokens"] for each in streamed] == [each["logprobs"]["tokens"] for each in whole]
+    assert [each["text_offset"] for each in streamed] == [each["logprobs"]["text_offset"] for each in whole]
+
+
+def ended(server: Live) -> dict[str, float]:
+    """How many answers have ended, by how."""
+    lines = httpx.get(server.url + "/metrics", trust_env=False).text.splitlines()
+    found = [line.rpartition(" ") for line in lines if line.startswith("forerun:request_success_total{")]
+    return {name.split('"')[1]: float(value) for name, _, value in found}
+
+
+def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "n": 2}
+    steps = answers._steps
+
+    async def slowly(job: Any, until: float) -> AsyncIterator[Any]:
+        """As a slow reader takes them: all has been decoded, and none of it was fetched."""
+        while job.open:
+            await asyncio.sleep(0.01)
+        while True:
+            yield []
+            await asyncio.sleep(0.01)
+
+    with live(max_seconds=60) as server:
+        assert post(server, PLAIN, body).status_code == 200
+        assert ended(server) == {"length": 2}
+        monkeypatch.setattr(answers, "_steps", slowly)
+        with httpx.stream("POST", server.url + PLAIN, json=body | {"stream": True}, trust_env=False) as response:
+            next(response.iter_lines())
+        until(lambda: not server.service.open)
+        assert ended(server) == {"length": 2, "abort": 2}
+        monkeypatch.setattr(answers, "_steps", steps)
+        monkeypatch.setattr(server.worker.engine, "step", lambda: time.sleep(0.01) or [])
+        object.__setattr__(server.service.settings, "max_seconds", 0.2)
+        for stream in (False, True):
+            assert "took too long" in post(server, PLAIN, body | {"stream": stream}).text
+        until(lambda: not server.service.open)
+        assert ended(server) == {"length": 2, "abort": 2, "timeout": 4}
+
+
+def test_answers_are_what_the_schema_says(server: Live) -> None:
+    more = {"max_tokens": 5, "n": 2}
+    chat = post(server, CHAT, more | {"messages": HELLO, "logprobs": True, "top_logprobs": 2}).json()
+    plain = post(server, PLAIN, more | {"prompt": "the cat", "logprobs": 2, "echo": True}).json()
+    assert schemas.ChatCompletion.model_validate(chat).model_dump() == chat  # nothing more, and nothing less
+    assert schemas.TextCompletion.model_validate(plain).model_dump() == plain
+    found = httpx.get(server.url + "/openapi.json", trust_env=False).json()
+    for path, name in ((CHAT, "ChatCompletion"), (PLAIN, "TextCompletion"), ("/tokenize", "Tokens")):
+        content = found["paths"][path]["post"]["responses"]["200"]["content"]
+        assert content["application/json"]["schema"]["$ref"].endswith("/" + name)
+        assert ("text/event-stream" in content) == path.startswith("/v1")
+    for path in ("/v1/models", "/v1/models/{name}", "/health", "/version"):
+        content = found["paths"][path]["get"]["responses"]["200"]["content"]
+        assert "$ref" in content["application/json"]["schema"]
+    assert {"Usage", "SpeculativeDecoding", "Timings"} <= set(found["components"]["schemas"])
