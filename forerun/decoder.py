@@ -22,6 +22,7 @@ from forerun import methods
 from forerun.chat import chat_prompt, turn_ends
 from forerun.costs import Costs
 from forerun.drafters.guard import Guarded, Pace
+from forerun.drafters.memory import SuffixMemory
 from forerun.drafters.phrases import PhrasePool
 from forerun.drafters.plain import PlainDrafter
 from forerun.drafters.split import Split
@@ -139,10 +140,11 @@ class Decoder:
         self.tokenizer, self.guard = tokenizer, guard
         self.max_rows, self.max_queue, self.kv_memory, self.prefix_bytes = max_rows, max_queue, kv_memory, prefix_bytes
         self._paces: dict[tuple[Method, bool], Pace] = {}  # sampling costs and accepts otherwise than greedy decoding
-        self.pools: dict[tuple[int, int], PhrasePool] = {}  # phrases that outlive a call
+        self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] = {}  # what outlives a call
         self.truth = Truth()  # stays empty unless the method is an oracle
-        self.method = method or methods.method(methods.default_method(draft is not None, pre_verifier is not None))
-        self.sampling_method = sampling_method
+        has = draft is not None, pre_verifier is not None
+        self.method = (method or methods.method(methods.default_method(*has))).given(*has, kind_of(head))
+        self.sampling_method = sampling_method.given(*has, kind_of(head)) if sampling_method is not None else None
         self.costs: Costs | None = None  # measured when a method first asks for them
         self.clocked = False  # whether they were, so that they are others in every process
         self._made: dict[Any, Driver] = {}  # the driver in use, by what it was made of
@@ -187,14 +189,21 @@ class Decoder:
         return HiddenLM(load_head(head, self.target, method.head), self.target)
 
     def read_phrases(self, path: str | Path) -> None:
-        """Begins with the phrases of a file that `save_phrases` wrote; they are for greedy decoding.
+        """Begins with the phrases of a file that `save_phrases` wrote, or the earlier outputs; they are for greedy
+        decoding, outputs for sampling without a seed as well.
 
         Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and where the method has
         no use for phrases of that form.
         """
-        pool = PhrasePool.load(path, self.target.vocab_size)
-        shape = pool.span, pool.most
-        if shape != self._phrases():
+        wanted = self._phrases()
+        pool = (PhrasePool if wanted[0] else SuffixMemory).load(path, self.target.vocab_size)
+        if isinstance(pool, SuffixMemory) and pool.shape != wanted:
+            raise ValueError(
+                f"the outputs in {path} have {pool.most} tokens at most; method {self.method.name!r} is set to "
+                f"{wanted[1]}: see memory"
+            )
+        shape = pool.shape
+        if shape != wanted:
             raise ValueError(
                 f"the phrases in {path} have {shape[0]} tokens, {shape[1]} for each token at most; method "
                 f"{self.method.name!r} is set to {self._phrases()}: see ngram and guesses"
@@ -204,7 +213,8 @@ class Decoder:
     def save_phrases(self, path: str | Path) -> None:
         """Writes what the method has gathered, for `read_phrases`: whole or not at all."""
         shape = self._phrases()
-        self.pools.get(shape, PhrasePool(*shape)).save(path, self.target.vocab_size)
+        empty = PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])
+        self.pools.get(shape, empty).save(path, self.target.vocab_size)
 
     def _phrases(self) -> tuple[int, int]:
         shape = self.method.phrases
@@ -464,20 +474,31 @@ class Decoder:
                 truth=self.truth,
                 pools=self.pools,
                 head=self.head,
+                guarded=None if self.guard is False else self._guarded,
             )
             drafters.append(method.build(parts))
         drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
         if self.guard is False or all(isinstance(method, AR) for method in tried):
             return drafter
-        always = bool(self.guard)
         paces = [self._paces.setdefault((self.method_for(greedy), greedy), Pace()) for greedy in (True, False)]
-        return Guarded(drafter, *paces, guards=lambda seq: always or seq.mode != "seeded")
+        return self._guarded(drafter, *paces)
+
+    def _guarded(self, drafter: Drafter, *paces: Pace) -> Guarded:
+        always = bool(self.guard)
+        return Guarded(drafter, *(paces or [Pace()]), guards=lambda seq: always or seq.mode != "seeded")
 
     def _plain(self, seq: Generation) -> list[int]:
         """The target's own greedy output for a sequence, whatever its criteria."""
         driver = Driver(Engine(self.target.fresh(), PlainDrafter()))
         (steps,) = driver.run([replace(seq.request, criteria=None, stop=None)]).collect()
         return [token for step in steps for token in step.tokens]
+
+
+def kind_of(head: str | Path | HiddenDrafter | HiddenLM | None) -> str | None:
+    """The kind of a head. One in a folder is taken for Lyanna's until it is loaded."""
+    if isinstance(head, HiddenDrafter):
+        return head.config.kind
+    return head.kind if isinstance(head, HiddenLM) else None if head is None else "lyanna"
 
 
 def _chunks(run: Run, texts: list[TextStream | None]) -> Iterator[Chunk]:

@@ -39,7 +39,7 @@ class Request:
         plain: decode without drafts, whatever the engine's method.
         logprobs: log probabilities of each token are wanted, with those of so many best ones in its place; None for
             none. They are of the target's own law, before processors and temperature.
-        prompt_logprobs: those of the prompt are wanted too. It is run once more for that.
+        prompt_logprobs: those of the prompt are wanted too. Then all of it is run, whatever is known of it already.
     """
 
     tokens: Sequence[int]

@@ -25,7 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import methods
-from forerun.decoder import Decoder
+from forerun.decoder import Decoder, kind_of
 from forerun.engine import Step
 from forerun.generation import Request
 from forerun.loading import encode
@@ -212,7 +212,8 @@ def _decoder(
     for part in (model, draft):
         if part is not None and part.training:
             raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
-    chosen = methods.method(method or methods.default_method(draft is not None, pre_verifier is not None))
+    has = draft is not None, pre_verifier is not None
+    chosen = methods.method(method or methods.default_method(*has)).given(*has, kind_of(head))
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):

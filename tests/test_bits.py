@@ -302,6 +302,8 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
         "ar",
         "sd",
         "lookup",
+        "suffix",
+        "hybrid",
         "ouroboros",
         "lookahead",
         "pacer",

@@ -40,11 +40,13 @@ from forerun.methods import (
     Confidence,
     Cumulative,
     Heuristic,
+    Hybrid,
     Lookahead,
     Lookup,
     Method,
     Ouroboros,
     Parts,
+    Suffix,
 )
 from forerun.metrics import summarise
 from forerun.sampling import Sampler, Verdict
@@ -59,6 +61,8 @@ METHODS: dict[str, Method] = {
     "sd": SD(3),
     "sd by tokens": SD(3, verification="token"),
     "lookup": Lookup(3, 2),
+    "suffix": Suffix(width=2, most=6),
+    "hybrid": Hybrid(width=2, most=6, threshold=1.5, other="sd"),
     "heuristic": Heuristic(2),
     "confidence": Confidence(0.4, 4),
     "cumulative": Cumulative(0.2, 4),

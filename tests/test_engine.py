@@ -28,6 +28,8 @@ GREEDY_ONLY = [name for name in METHODS if "oracle" in name]
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
     "lookup": {"gamma": 4, "ngram": 2},
+    "suffix": {"width": 2, "most": 6, "memory": 50},
+    "hybrid": {"threshold": 2.0, "memory": 50},
     "ouroboros": {"gamma": 4, "window": 2, "guesses": 2, "ngram": 3, "suffixes": 2},
     "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "rows": 2},
     "lookahead": {"window": 2, "guesses": 2, "ngram": 3},

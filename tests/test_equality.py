@@ -15,7 +15,7 @@ from forerun.draft import Draft
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Proposal
 from forerun.generation import Generation, Request
-from forerun.methods import AR, SD, Cumulative, Lookup, Method, Pacer
+from forerun.methods import AR, SD, Cumulative, Hybrid, Lookup, Method, Pacer, Suffix
 from forerun.model import CausalLM
 
 NEW = 28  # with the prompts: longer than the sliding window of the toys
@@ -55,6 +55,8 @@ METHODS: dict[str, tuple[Method, str]] = {
     "sd, a draft that agrees sometimes": (SD(4), "noisy"),
     "sd, a draft that never agrees": (SD(2), "random"),
     "lookup": (Lookup(6, 2), "none"),
+    "suffix": (Suffix(width=2), "none"),
+    "hybrid": (Hybrid(threshold=2.0), "noisy"),
     "pacer": (Pacer(), "noisy"),
     "cumulative": (Cumulative(0.2), "noisy"),
 }

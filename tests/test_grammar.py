@@ -37,7 +37,7 @@ from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Drafter, Proposal
 from forerun.generation import Generation, Request
 from forerun.lengths import FixedLength
-from forerun.methods import AR, SD, Lookahead, Lookup, Lyanna, Method, Ouroboros, Pacer, Parts
+from forerun.methods import AR, SD, Hybrid, Lookahead, Lookup, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
 from forerun.model import CausalLM
 from forerun.sampling import Sampler, next_tokens
 
@@ -146,6 +146,8 @@ DRAFTERS = {
     "ar": lambda: build(AR()),
     "sd": lambda: build(SD(3)),
     "lookup": lambda: build(Lookup(3, 2)),
+    "suffix": lambda: build(Suffix(width=2)),
+    "hybrid": lambda: build(Hybrid(width=2, threshold=2.0)),
     "lookahead": lambda: build(Lookahead(2, 2, 3)),
     "ouroboros": lambda: build(Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=4)),
     "random trees": RandomTrees,
@@ -227,6 +229,8 @@ METHODS: dict[str, Method] = {
     "sd": SD(4),
     "pacer": Pacer(),
     "lookup": Lookup(6, 2),
+    "suffix": Suffix(width=2),
+    "hybrid": Hybrid(threshold=2.0, other="sd"),
     "lookahead": Lookahead(3, 3, 3),
     "ouroboros": Ouroboros(window=2, guesses=2, ngram=3, suffixes=2, gamma=5),
     "lyanna": Lyanna(depth=4, width=2, nodes=7),

@@ -27,8 +27,8 @@ from forerun.methods import Pacer, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
-from forerun.runtime.hot import prepare_draft
 from forerun.runtime.heads import HiddenLM
+from forerun.runtime.hot import prepare_draft
 from forerun.zoo import companion
 
 

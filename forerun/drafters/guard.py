@@ -187,6 +187,10 @@ class Guarded:
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
         return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
 
+    def leave_unjudged(self) -> None:
+        """This step shows nothing: rows that somebody else drafts for take part in it."""
+        self._judge = None
+
     def observe(
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:

@@ -33,6 +33,11 @@ class PhrasePool:
         """The number of phrases."""
         return sum(map(len, self._phrases.values()))
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens of a phrase, and how many phrases a token has at most."""
+        return self.span, self.most
+
     def clear(self) -> None:
         """Forgets all phrases."""
         self._phrases.clear()

@@ -24,9 +24,9 @@ class Suffix(Settings):
     there where it is `warm`.
     """
 
-    factor: float = 4.0
-    offset: float = 0.0
-    most: int = 16
+    factor: float = 2.0
+    offset: float = 1.0
+    most: int = 24
     width: int = 1
     least: float = 0.1
     memory: int = 65536
@@ -67,7 +67,7 @@ class Hybrid(Suffix):
     Where nothing is there, suffixes draft alone.
     """
 
-    threshold: float = 4.0
+    threshold: float = 6.0
     other: str = "auto"
     name: ClassVar[str] = "hybrid"
 

@@ -1,0 +1,66 @@
+"""Suffix drafts where they are likely to be right, another method's elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from forerun.draft import Draft
+from forerun.drafters.guard import Guarded
+from forerun.drafters.suffix import SuffixDrafter
+from forerun.engine import Drafter, Proposal
+from forerun.generation import Generation
+from forerun.sampling import Verdict
+
+
+class HybridDrafter:
+    """Asks the suffixes first. The other drafter is asked for those sequences whose suffix draft scores below
+    `threshold`; to it, the others have simply grown.
+
+    The other one may have a guard of its own, which then judges it by those steps that it drafted for all rows of.
+    """
+
+    def __init__(self, suffixes: SuffixDrafter, other: Drafter, threshold: float) -> None:
+        self.suffixes, self.other, self.threshold = suffixes, other, threshold
+        self.wants_hidden, self.spread = other.wants_hidden, max(suffixes.spread, other.spread)
+        self.feature: str = getattr(other, "feature", "head")
+        self._asked: set[int] = set()  # the sequences that the other one drafted for in this step
+
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        yield from self.suffixes.admit(seq, hidden, chunk)
+        yield from self.other.admit(seq, hidden, chunk)
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        drafts: dict[int, Draft] = {}
+        rest = []
+        for seq in seqs:
+            draft, score = self.suffixes.find(seq)
+            if score >= self.threshold and draft.drafted:
+                drafts[seq.id] = draft
+            else:
+                rest.append(seq)
+        self._asked = {seq.id for seq in rest}
+        proposal = self.other.propose(rest) if rest else Proposal([])
+        if drafts and isinstance(self.other, Guarded):
+            self.other.leave_unjudged()
+        drafts |= zip([seq.id for seq in rest], proposal.drafts, strict=True)
+        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
+
+    def observe(
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        # Hidden states come only once, so who wants them sees every step.
+        rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
+        if rows:
+            self.other.observe(
+                [seqs[row] for row in rows],
+                [drafts[row] for row in rows],
+                [verdicts[row] for row in rows],
+                [hidden[row] for row in rows] if hidden is not None else None,
+            )
+        self._asked = set()
+
+    def drop(self, seq: Generation) -> None:
+        self.suffixes.drop(seq)
+        self.other.drop(seq)

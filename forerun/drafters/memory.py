@@ -1,0 +1,155 @@
+"""Outputs of earlier requests, to draft from: a bounded number of tokens, kept between runs in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from forerun.drafters.automaton import LINKS, Automaton
+
+_FORMAT = "forerun-suffixes-1"
+
+
+class SuffixMemory:
+    """The last texts that were put in or used, of `most` tokens together, and the automaton of their suffixes.
+
+    A text that is put in again is there once. Not safe to share between threads.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Raises ValueError for fewer tokens than 1."""
+        if most < 1:
+            raise ValueError(f"a memory of outputs needs at least 1 token, not {most}")
+        self.most = most
+        self.clear()
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self._size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """By what `Parts.pools` tells it from others: 0, as its texts have no fixed length, and its most tokens."""
+        return 0, self.most
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        """Least recently used first."""
+        return list(self._ends)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.automaton, self._size = Automaton(None), 0
+        self._ends: dict[tuple[int, ...], int] = {}  # of each text its last place in the automaton, in order of use
+        self._at: list[tuple[int, tuple[int, ...]]] = []  # the same in order of places
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Puts in a text, its last tokens where it is too long; forgets others until there is room.
+
+        Where a text goes round in circles, the rest of it is left out: each token would take longer than the last.
+        """
+        text = tuple(tokens[-self.most :])
+        if not text or text in self._ends:
+            self._renew(text)
+            return
+        while self._ends and self._size + len(text) > self.most:
+            self._forget(next(iter(self._ends)))
+        last = length = 0
+        for token in text:
+            last, length = self.automaton.extend(last, token), length + 1
+            if self.automaton.counted > LINKS:
+                break
+        text = text[:length]
+        if text in self._ends:
+            self.automaton.remove(text)
+            self._renew(text)
+            return
+        self._ends[text] = self.automaton.place
+        self._at.append((self.automaton.place, text))
+        self._size += length
+
+    def use(self, state: int) -> None:
+        """Renews the text in which a state occurred last, if it is still there."""
+        index = bisect_left(self._at, (self.automaton.newest[state],))
+        if index < len(self._at):
+            end, text = self._at[index]
+            if end - len(text) < self.automaton.newest[state]:
+                self._renew(text)
+
+    def _renew(self, text: tuple[int, ...]) -> None:
+        if text in self._ends:
+            self._ends[text] = self._ends.pop(text)
+
+    def _forget(self, text: tuple[int, ...]) -> None:
+        end = self._ends.pop(text)
+        del self._at[bisect_left(self._at, (end,))]
+        self.automaton.remove(text)
+        self._size -= len(text)
+
+    def save(self, path: str | Path, vocab_size: int) -> None:
+        """Writes a safetensors file, whole or not at all."""
+        path = Path(path).expanduser()
+        rank = {text: at for at, text in enumerate(self._ends)}
+        tensors = {
+            "tokens": torch.tensor([token for _, text in self._at for token in text], dtype=torch.int32),
+            "lengths": torch.tensor([len(text) for _, text in self._at], dtype=torch.int32),
+            "ranks": torch.tensor([rank[text] for _, text in self._at], dtype=torch.int32),
+        }
+        about = {"most": self.most, "vocab_size": vocab_size}
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, temporary, {"format": _FORMAT, "about": json.dumps(about)})
+            os.replace(temporary, path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot write the outputs to {path}: {error}") from None
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, vocab_size: int) -> SuffixMemory:
+        """Reads what `save` wrote. Raises ValueError for a file that is none, is damaged, or belongs to a vocabulary of
+        another size."""
+        path = Path(path).expanduser()
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise ValueError(f"cannot read the outputs in {path}: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no file of outputs, or a part of one: {error}") from None
+        if about.get("format") != _FORMAT:
+            raise ValueError(f"{path} is no file of outputs: its format is {about.get('format')!r}, not {_FORMAT!r}")
+        try:
+            settings = json.loads(about["about"])
+            size, memory = settings["vocab_size"], cls(settings["most"])
+            tables = [parts[name] for name in ("tokens", "lengths", "ranks")]
+            is_whole = all(table.dtype == torch.int32 and table.ndim == 1 for table in tables)
+            tokens, lengths, ranks = (table.flatten().tolist() for table in tables)
+            texts, at = [], 0
+            for length in lengths:
+                texts.append(tuple(tokens[at : at + length]))
+                at += length
+            is_whole = is_whole and at == len(tokens) <= memory.most and min(lengths, default=1) > 0
+            is_whole = is_whole and sorted(ranks) == list(range(len(set(texts)))) == list(range(len(texts)))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"the outputs in {path} are damaged: their tables cannot be read") from None
+        if size != vocab_size:
+            raise ValueError(f"the outputs in {path} are for {size} tokens, not {vocab_size}")
+        if not is_whole or min(tokens, default=0) < 0 or max(tokens, default=0) >= vocab_size:
+            raise ValueError(f"the outputs in {path} are damaged: not texts of tokens below {vocab_size}")
+        for text in texts:
+            memory.add(text)
+        for _, text in sorted(zip(ranks, texts, strict=True)):
+            memory._renew(text)
+        return memory

@@ -1,0 +1,580 @@
+"""Suffix drafting: what is counted, what is drafted behind a match, and what outlives a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from toys import (
+    LAYERS,
+    VOCAB,
+    TableLM,
+    decode,
+    joint_distribution,
+    noisy_copy,
+    p_value,
+    random_head,
+    random_layer,
+    random_table,
+    tiny,
+    tokens_of,
+)
+
+from forerun import Decoder
+from forerun.drafters import memory as memories
+from forerun.drafters.automaton import Automaton
+from forerun.drafters.guard import Guarded, Pace
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.memory import SuffixMemory
+from forerun.drafters.phrases import PhrasePool
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.suffix import LEAD, SuffixDrafter
+from forerun.engine import Engine, Proposal
+from forerun.generation import Generation, Request
+from forerun.methods import AR, SD, Hybrid, Ouroboros, Parts, Suffix, method
+from forerun.model import CausalLM
+from forerun.sampling import Constraint, Sampler
+
+V = 4
+TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
+PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+
+
+class Brute:
+    """All stretches of some texts, counted one by one."""
+
+    def __init__(self, kept: Sequence[Sequence[int]]) -> None:
+        spans = [tuple(text[i:j]) for text in kept for i in range(len(text)) for j in range(i + 1, len(text) + 1)]
+        self.counts = Counter(spans)
+
+    def match(self, text: Sequence[int]) -> int:
+        """How long the longest suffix is that occurs."""
+        return next((n for n in range(len(text), 0, -1) if self.counts[tuple(text[-n:])]), 0)
+
+    def behind(self, stretch: tuple[int, ...], tokens: int = 3) -> dict[int, int]:
+        """How often each token follows the longest suffix of a stretch that any token follows."""
+        for start in range(len(stretch)):
+            found = {token: self.counts[*stretch[start:], token] for token in range(tokens)}
+            if any(found.values()):
+                return {token: count for token, count in found.items() if count}
+        return {}
+
+
+def grown(kept: Sequence[Sequence[int]]) -> Automaton:
+    automaton = Automaton(None)
+    for text in kept:
+        last = 0
+        for token in text:
+            last = automaton.extend(last, token)
+    return automaton
+
+
+def check(automaton: Automaton, kept: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
+    """Counts of all stretches of these texts, present or not, are those of a count one by one."""
+    brute = Brute(kept)
+    for stretch in Brute([*kept, *others]).counts:
+        state: int | None = 0
+        for token in stretch:
+            state = automaton.follows[state].get(token) if state is not None else None
+        assert (automaton.counts[state] if state is not None else 0) == brute.counts[stretch]
+
+
+@given(st.lists(texts, max_size=5))
+def test_every_stretch_is_counted(kept: list[list[int]]) -> None:
+    automaton = grown(kept)
+    check(automaton, kept, [])
+    assert len(automaton.links) <= 2 * sum(map(len, kept)) + 1
+
+
+@given(st.lists(texts, min_size=1, max_size=6), st.data())
+def test_texts_that_are_taken_out_leave_nothing_behind(kept: list[list[int]], data: st.DataObject) -> None:
+    """In any order, others being put in between."""
+    automaton, gone, left = grown(kept), [], list(kept)
+    for _ in range(data.draw(st.integers(1, 8))):
+        if left and data.draw(st.booleans()):
+            gone.append(left.pop(data.draw(st.integers(0, len(left) - 1))))
+            automaton.remove(gone[-1])
+        else:
+            left.append(data.draw(texts))
+            last = 0
+            for token in left[-1]:
+                last = automaton.extend(last, token)
+        check(automaton, left, gone)
+    for text in left:
+        automaton.remove(text)
+    assert automaton.follows[0] == {} and len(automaton._free) == len(automaton.links) - 1
+
+
+@given(st.lists(texts, max_size=5), texts)
+def test_the_longest_suffix_is_matched(kept: list[list[int]], text: list[int]) -> None:
+    state, length = grown(kept).match(text)
+    assert length == Brute(kept).match(text) and (state == 0) == (length == 0)
+
+
+@given(texts, st.integers(1, 30))
+def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int], begin: int) -> None:
+    automaton, last = Automaton(), 0
+    for token in text:
+        last = automaton.extend(last, token)
+    brute = Brute([text])
+    longest = next((n for n in range(len(text) - 1, 0, -1) if brute.counts[tuple(text[-n:])] > 1), 0)
+    assert automaton.longest[automaton.links[last]] == longest
+
+
+@given(
+    st.lists(texts, min_size=1, max_size=5),
+    texts,
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 0.1, 0.4]),
+    st.integers(1, 3),
+    st.sets(st.integers(0, 2), max_size=1),
+)
+def test_drafts_follow_the_counts(
+    kept: list[list[int]], text: list[int], nodes: int, depth: int, least: float, width: int, ends: set[int]
+) -> None:
+    automaton, brute = grown(kept), Brute(kept)
+    state, length = automaton.match(text)
+    tokens, parents, chances = automaton.grow(state, nodes, depth, least, width, ends)
+    assert len(tokens) == len(parents) == len(chances) <= nodes
+    paths: list[tuple[int, ...]] = [tuple(text[len(text) - length :])]
+    sure, deep, below = [1.0], [0], Counter[int]()
+    for token, parent, chance in zip(tokens, parents, chances, strict=True):
+        behind = brute.behind(paths[parent])
+        share = behind[token] / sum(behind.values())
+        assert chance == pytest.approx(sure[parent] * share) and chance >= least
+        assert not (parent and paths[parent][-1] in ends)
+        paths.append((*paths[parent], token))
+        sure.append(chance)
+        deep.append(deep[parent] + 1)
+        below[parent] += 1
+    assert max(deep) <= depth and max(below.values(), default=0) <= width
+    assert len(set(paths)) == len(paths) and chances == sorted(chances, reverse=True)
+    # Nothing better was left out: neither beside what is there nor, while there was room, anything at all.
+    for at, path in enumerate(paths):
+        behind = brute.behind(path) if length and deep[at] < depth and not (at and path[-1] in ends) else {}
+        taken = sorted((behind[token] for token, parent in zip(tokens, parents, strict=True) if parent == at))
+        best = sorted(behind.values())[-width:]
+        wanted = [count for count in best if sure[at] * count / sum(behind.values()) >= least]
+        assert taken == wanted[len(wanted) - len(taken) :] if taken else True
+        if len(taken) < len(wanted):
+            assert len(tokens) == nodes
+            missed = sure[at] * wanted[len(wanted) - len(taken) - 1] / sum(behind.values())
+            assert missed <= chances[-1] + 1e-9
+
+
+def test_of_tokens_that_came_as_often_the_newest_is_drafted() -> None:
+    automaton = grown([[7, 1], [7, 2], [7, 3]])
+    state, _ = automaton.match([7])
+    assert automaton.grow(state, 1, 1, 0.0)[0] == [3]
+    assert automaton.grow(state, 3, 1, 0.0, width=3)[0] == [3, 2, 1]
+
+
+def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
+    automaton, last = Automaton(), 0
+    for _ in range(2000):
+        last = automaton.extend(last, 7)
+    assert automaton.counted == 256
+    memory = SuffixMemory(5000)
+    memory.add([7] * 2000)
+    (text,) = memory.texts
+    assert 256 < len(text) < 300 and len(memory) == len(text)
+    memory.add([7] * 2000)
+    assert memory.texts == [text]
+    state, length = memory.automaton.match([7] * 20)
+    assert (memory.automaton.counts[state], length) == (len(text) - 19, 20)
+
+
+def proposed(tokens: list[int], room: int = 20, eos: Sequence[int] = (), **options) -> list[int]:
+    chosen = Suffix(**{"factor": 1.0, "offset": 3.0} | options)
+    seq = Generation(Request(tokens, room, eos=frozenset(eos)))
+    drafter = chosen.build(Parts(TableLM(TARGET)))
+    list(drafter.admit(seq, None, 8))
+    return drafter.propose([seq]).drafts[0].tokens[1:]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        ([1], []),
+        ([1, 2, 3], []),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [4, 5, 6, 7, 8, 9]),  # 3 tokens matched, and 3 more
+        ([1, 2, 9, 4, 2, 7, 1, 2], [9, 4, 2, 7, 1]),  # the longer match, though a shorter one is nearer
+        ([5, 1, 5, 2, 5, 1, 5], [2, 5, 1, 5, 2, 5]),  # the end of the text is a period
+        ([7, 7, 7], [7] * 5),
+        ([5, 1, 5, 1, 8, 5, 2, 9, 5], [1, 8, 5, 2]),  # what came most often, not what came last
+    ],
+)
+def test_lengths_follow_the_match(tokens: list[int], draft: list[int]) -> None:
+    assert proposed(tokens) == draft
+
+
+def test_what_limits_a_draft() -> None:
+    assert proposed([7, 7, 7], room=3) == [7, 7] and proposed([7, 7, 7], room=1) == []
+    assert proposed([7, 7, 7], most=2) == [7, 7] and proposed([7, 7, 7], factor=0.0, offset=0.5) == []
+    assert proposed([1, 2, 3, 9, 1], eos=[3]) == [2, 3]
+    # 5 is followed by 1, 2 and 3, then by anything: probabilities 1/3 and then 1.
+    text = [5, 1, 6, 5, 2, 7, 5, 3, 8, 5]
+    assert proposed(text, least=0.4) == [] and proposed(text, least=0.3) == [3, 8, 5]
+
+
+def test_a_tree_where_counts_split() -> None:
+    text = [5, 1, 6, 5, 2, 7, 5, 1, 8, 5]
+    seq = Generation(Request(text, 20))
+    drafter = SuffixDrafter(1.0, 4.0, 16, 2, 0.1)
+    list(drafter.admit(seq, None, 8))
+    (draft,), (alone,) = drafter.propose([seq]).drafts, SuffixDrafter(1.0, 4.0, 16, 1, 0.1).spread or [None]
+    spelt = {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))}
+    assert spelt == {(1,), (2,), (2, 7), (1, 8), (1, 6)} and drafter.spread == 16 and alone is None
+    assert set(draft.origins[1:]) == {"lookup"}
+
+
+class Only(Constraint):
+    """Allows tokens below 7."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
+        return next((at for at, token in enumerate(chain) if token > 6), len(chain))
+
+
+@pytest.mark.parametrize(("width", "drafted"), [(1, {(1,)}), (2, {(1,), (2,), (1, 6)})])
+def test_a_grammar_cuts_what_it_forbids(width: int, drafted: set[tuple[int, ...]]) -> None:
+    from transformers import LogitsProcessorList
+
+    seq = Generation(Request([5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, LogitsProcessorList([Only()]))))
+    drafter = SuffixDrafter(1.0, 4.0, 16, width, 0.1)
+    list(drafter.admit(seq, None, 8))
+    (draft,) = drafter.propose([seq]).drafts
+    assert {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))} == drafted
+
+
+@given(texts, st.integers(1, 20))
+def test_reading_token_by_token_equals_reading_at_once(tokens: list[int], begin: int) -> None:
+    """Beside another sequence, which comes and goes."""
+    seq, other = Generation(Request(tokens[:begin], 100), 0), Generation(Request([3, 2, 1, 0], 9), 1)
+    drafter = SuffixDrafter(1.0, 3.0, 16, 1, 0.1)
+    list(drafter.admit(seq, None, 8))
+    for count, token in enumerate(tokens[begin:]):
+        if count % 3 == 0:
+            list(drafter.admit(other, None, 8))
+        drafter.propose([[seq], [other, seq], [seq, other]][count % 3])
+        if count % 3 == 2:
+            drafter.drop(other)
+        seq.tokens.append(token)
+    assert drafter.propose([seq]).drafts[0].tokens[1:] == proposed(seq.tokens, room=100)
+    for each in (seq, other):
+        drafter.drop(each)
+    assert not drafter.rows
+
+
+def ended(tokens: list[int], prompt: int, reason: str | None = "stop") -> Generation:
+    seq = Generation(Request(tokens[:prompt], 100))
+    seq.tokens, seq.finish_reason = list(tokens), reason
+    return seq
+
+
+def test_outputs_are_drafted_from_later() -> None:
+    memory = SuffixMemory(100)
+    drafter = SuffixDrafter(1.0, 3.0, 16, 1, 0.1, memory)
+    for reason in (None, "error"):  # a step that was undone; a processor that raised
+        drafter.drop(ended([1, 2, 3, 4], 2, reason))
+    drafter.drop(ended([1, 2], 2))
+    assert not len(memory)
+    drafter.drop(ended([*range(20, 40), 1, 2, 3, 4, 5, 6], 22))
+    assert memory.texts == [(*range(22 + LEAD - 2, 40), 1, 2, 3, 4, 5, 6)[-LEAD - 4 :]]
+    for seed, draft in ((None, [4, 5, 6]), (3, [])):  # what is sampled with a seed must not depend on other requests
+        seq = Generation(Request([9, 8, 2, 3], 20, Sampler(False), seed=seed))
+        list(drafter.admit(seq, None, 8))
+        assert drafter.propose([seq]).drafts[0].tokens[1:] == draft
+
+
+def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
+    memory = SuffixMemory(100)
+    drafter = SuffixDrafter(1.0, 0.0, 16, 1, 0.1, memory)
+    memory.add([1, 2, 3, 4, 5])
+    memory.add([9, 9])
+    for text, draft, score in (
+        ([3, 7, 8, 0, 1, 2, 3], [4, 5], 2.0),  # three tokens match there, one here
+        ([1, 2, 3, 7, 8, 1, 2, 3], [7, 8, 1], 3.0),  # as many match, and more came behind them
+        ([3, 7, 8, 0, 3], [7], 1.0),  # the same score: this text's
+    ):
+        seq = Generation(Request(text, 20))
+        list(drafter.admit(seq, None, 8))
+        found, known = drafter.find(seq)
+        assert (found.tokens[1:], known) == (draft, pytest.approx(score))
+    assert memory.texts == [(9, 9), (1, 2, 3, 4, 5)]  # the one that was used is renewed
+
+
+@given(st.lists(st.tuples(texts, st.booleans()), max_size=12), st.integers(1, 60))
+def test_the_least_recently_used_texts_are_forgotten(puts: list[tuple[list[int], bool]], most: int) -> None:
+    memory, kept = SuffixMemory(most), list[tuple[int, ...]]()
+    for text, use in puts:
+        memory.add(text)
+        cut = tuple(text[-most:])
+        if cut in kept:
+            kept.remove(cut)
+        while kept and sum(map(len, kept)) + len(cut) > most:
+            kept.pop(0)
+        kept.append(cut)
+        if use:
+            state, length = memory.automaton.match(text[:2])
+            before = list(kept)
+            memory.use(state)
+            kept = memory.texts
+            assert sorted(kept) == sorted(before)
+            if kept != before:  # a text that has the stretch has moved to the end
+                stretch = tuple(text[:2])[-length:]
+                own = kept[-1]
+                assert before == kept or (before.remove(own), kept[:-1] == before)[1]
+                assert any(own[i : i + length] == stretch for i in range(len(own)))
+        assert memory.texts == kept and len(memory) == sum(map(len, kept)) <= most
+    check(memory.automaton, kept, [text for text, _ in puts])
+
+
+def filled(most: int = 200) -> SuffixMemory:
+    random, memory = Random(1), SuffixMemory(most)
+    for _ in range(30):
+        memory.add(random.choices(range(4), k=random.randint(1, 30)))
+        memory.use(memory.automaton.match(random.choices(range(4), k=3))[0])
+    return memory
+
+
+def test_a_memory_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, path = filled(), tmp_path / "deep" / "outputs"
+    memory.save(path, 9)
+    again = SuffixMemory.load(path, 9)
+    assert again.texts == memory.texts and again.most == memory.most and len(again) == len(memory) > 150
+    check(again.automaton, memory.texts, [])
+    # It goes on as it would have done.
+    for each in (memory, again):
+        each.add([3, 2, 1, 0] * 10)
+    assert again.texts == memory.texts
+    SuffixMemory(7).save(tmp_path / "empty", 9)
+    assert SuffixMemory.load(tmp_path / "empty", 9).texts == []
+    before = path.read_bytes()
+
+    def interrupted(tensors: dict, where: Path, about: dict) -> None:
+        Path(where).write_bytes(before[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memories, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memory.save(path, 9)
+    assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_files_that_are_no_memories(tmp_path: Path) -> None:
+    path, other = tmp_path / "outputs", tmp_path / "other"
+    filled().save(path, 9)
+    with pytest.raises(ValueError, match="for 9 tokens, not 10"):
+        SuffixMemory.load(path, 10)
+    with pytest.raises(ValueError, match="cannot read"):
+        SuffixMemory.load(tmp_path / "nothing", 9)
+    other.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="no file of outputs, or a part of one"):
+        SuffixMemory.load(other, 9)
+    PhrasePool(2, 3).save(other, 9)
+    with pytest.raises(ValueError, match="its format is 'forerun-phrases-1'"):
+        SuffixMemory.load(other, 9)
+    tensors, about = load_file(path), {"format": "forerun-suffixes-1", "about": '{"most": 200, "vocab_size": 9}'}
+    ok = dict(tensors)
+    for change in (
+        {"tokens": tensors["tokens"] + 9},
+        {"tokens": tensors["tokens"] - 9},
+        {"tokens": tensors["tokens"][:-1].clone()},
+        {"tokens": tensors["tokens"].float()},
+        {"tokens": tensors["tokens"][None]},
+        {"lengths": -tensors["lengths"]},
+        {"ranks": torch.zeros_like(tensors["ranks"])},
+    ):
+        save_file(ok | change, other, about)
+        with pytest.raises(ValueError, match=r"^the outputs in .* are damaged: [^\n]*$"):
+            SuffixMemory.load(other, 9)
+    for wrong in ("{", "[]", '{"most": 0, "vocab_size": 9}', '{"most": "x", "vocab_size": 9}', '{"vocab_size": 9}'):
+        save_file(ok, other, about | {"about": wrong})
+        with pytest.raises(ValueError, match="are damaged"):
+            SuffixMemory.load(other, 9)
+    save_file({"tokens": tensors["tokens"]}, other, about)
+    with pytest.raises(ValueError, match="are damaged"):
+        SuffixMemory.load(other, 9)
+
+
+# The methods.
+
+PROMPTS = [[5, 6, 7, 5, 6], [9], [11, 12, 11, 12, 11], list(range(2, 42))]
+
+
+def greedy(chosen, draft=None, **options) -> list[list[int]]:
+    made = Decoder(tiny("llama"), None, draft, chosen, False, **options)
+    rows = made.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    for prompt, row in zip(PROMPTS[1:3], rows[1:3], strict=True):  # alone, and the output in memory
+        assert made.generate(prompt, max_new_tokens=24, ignore_eos=True).tokens == row.tokens
+    return [row.tokens for row in rows]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_greedy_output_is_that_of_plain_decoding(width: int) -> None:
+    wanted = greedy(AR())
+    assert greedy(Suffix(width=width)) == wanted
+    small = noisy_copy(tiny("llama"), 0.03)
+    for other in ("auto", "sd", "cumulative", "ouroboros", "lookahead"):
+        assert greedy(Hybrid(width=width, threshold=2.0, other=other), small) == wanted
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+def test_greedy_output_with_a_head(kind: str) -> None:
+    head = random_head(CausalLM(tiny("llama")), kind=kind)
+    assert greedy(Hybrid(threshold=2.0, other=kind), head=head) == greedy(AR())
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_sampling_follows_the_targets_distribution(width: int) -> None:
+    """With a memory that grows from batch to batch."""
+    memory = SuffixMemory(500)
+    suffixes = SuffixDrafter(2.0, 1.0, 8, width, 0.1, memory)
+    made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0)
+    generator, outcomes, origins = torch.Generator().manual_seed(0), [], Counter[str]()
+    for _ in range(20):
+        rows = decode(TableLM(TARGET), made, [Request(PROMPT, 5, Sampler(False), generator=generator)] * 50)
+        origins.update(origin for steps in rows for step in steps for origin in step.origins)
+        outcomes += [tokens_of(steps)[:3] for steps in rows]
+    assert p_value(outcomes, joint_distribution(TARGET, PROMPT, 3, None)) > 1e-4
+    assert len(memory) > 400 and min(origins["lookup"], origins["draft"]) > 200
+
+
+def test_the_score_decides_who_drafts() -> None:
+    made = Hybrid(factor=1.0, offset=0.0, threshold=3.0, other="sd").build(Parts(TableLM(TARGET), TableLM(DRAFT)))
+    (steps,) = decode(TableLM(TARGET), made, [Request([0, 1, 2], 60)])
+    kinds = {frozenset(step.origins) - {"bonus", "correction"} for step in steps}
+    assert {frozenset({"lookup"}), frozenset({"draft"})} <= kinds
+    assert isinstance(made, HybridDrafter) and not made.suffixes.rows
+
+
+def forwards(decoder: Decoder, prompts=PROMPTS, **options) -> int:
+    rows = decoder.generate(prompts, max_new_tokens=40, ignore_eos=True, **options)
+    return sum(row.stats.target_forwards for row in rows)
+
+
+def test_the_text_and_the_memory_both_save_forwards() -> None:
+    target = tiny("llama")
+    plain, cold, warm = (Decoder(target, method=each, guard=False) for each in (AR(), Suffix(warm=False), Suffix()))
+    assert forwards(cold) == forwards(cold) < forwards(plain)
+    first, second = forwards(warm), forwards(warm)
+    assert first <= forwards(cold) and second < first / 2 and not cold.pools
+    # With a seed nothing of this is used, nor does it change what is sampled.
+    seeded = [warm.generate(PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=3).tokens for _ in range(2)]
+    assert seeded[0] == seeded[1] == cold.generate(PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=3).tokens
+
+
+def test_a_memory_goes_from_run_to_run(tmp_path: Path) -> None:
+    target, path = tiny("llama"), tmp_path / "outputs"
+    made, again = (Decoder(target, method=Suffix(), guard=False) for _ in range(2))
+    made.save_phrases(path)
+    first = forwards(made)
+    made.save_phrases(path)
+    again.read_phrases(path)
+    assert forwards(again) == forwards(made) < first
+    with pytest.raises(ValueError, match="have 65536 tokens at most; method 'hybrid' is set to 99: see memory"):
+        Decoder(target, method=Hybrid(memory=99)).read_phrases(path)
+    with pytest.raises(ValueError, match="is no file of phrases"):
+        Decoder(target, None, noisy_copy(target, 0.03), Ouroboros()).read_phrases(path)
+    with pytest.raises(ValueError, match="'suffix' does not keep phrases"):
+        Decoder(target, method=Suffix(warm=False)).save_phrases(path)
+
+
+def test_auto_is_what_the_decoder_has() -> None:
+    target = tiny("llama")
+    small = noisy_copy(target, 0.03)
+    layer = random_layer(target, small, **LAYERS["pacer"])
+    head = random_head(CausalLM(target), kind="eagle")
+    assert Decoder(target, method=Hybrid()).method == Hybrid()
+    assert isinstance(Decoder(target, method=Hybrid(), guard=False).engine.drafter, SuffixDrafter)
+    found = {
+        "sd": Decoder(target, None, small, Hybrid()),
+        "pacer-ouroboros": Decoder(target, None, small, Hybrid(), pre_verifier=layer),
+        "eagle": Decoder(target, None, small, Hybrid(), head=head),
+    }
+    for name, decoder in found.items():
+        assert decoder.method == Hybrid(other=name)
+    assert found["eagle"].head is not None and found["pacer-ouroboros"].pre_verifier is layer
+    # Set behind a decoder's back, it takes what is there.
+    late = Decoder(target, None, small, SD(), guard=False)
+    late.method = Hybrid()
+    assert isinstance(late.engine.drafter, HybridDrafter)
+    with pytest.raises(ValueError, match="method 'hybrid' needs a draft model"):
+        Decoder(target, method=Hybrid(other="sd"))
+    with pytest.raises(ValueError, match="needs a head"):
+        Decoder(target, method=Hybrid(other="lyanna"))
+
+
+class Fixed(PlainDrafter):
+    """A drafter that notes what it sees."""
+
+    def __init__(self, wants_hidden: bool = False) -> None:
+        self.wants_hidden = wants_hidden
+        self.asked: list[list[int]] = []
+        self.seen: list[list[int]] = []
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        self.asked.append([seq.id for seq in seqs])
+        return super().propose(seqs)
+
+    def observe(self, seqs, drafts, verdicts, hidden) -> None:
+        self.seen.append([seq.id for seq in seqs])
+        assert (hidden is not None) == self.wants_hidden
+
+
+@pytest.mark.parametrize("wants_hidden", [False, True])
+def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: bool) -> None:
+    other = Fixed(wants_hidden)
+    made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), other, 3.0)
+    engine = Engine(CausalLM(tiny("llama")), made)
+    repeats, fresh = [3, 4, 5, 6, 7, 3, 4, 5], [21]
+    ids = [engine.add(Request(prompt, 8)) for prompt in (repeats, fresh)]
+    engine.step()
+    assert other.asked[0] == ids[1:] and other.seen[0] == (ids if wants_hidden else ids[1:])
+
+
+def test_the_others_guard_judges_only_steps_of_its_own() -> None:
+    seen: list[int] = []
+    pace = Pace()
+    pace.saw = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
+    made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), Guarded(Fixed(), pace), 3.0)
+    engine = Engine(CausalLM(tiny("llama")), made)
+    first, _ = engine.add(Request([3, 4, 5, 6, 7, 3, 4, 5], 8)), engine.add(Request([21], 8))
+    engine.step()
+    assert not seen
+    engine.abort(first)
+    engine.step()
+    assert seen == [1]
+    # A decoder's guard is there for both, or not at all.
+    target = tiny("llama")
+    for guard, kind in ((None, Guarded), (False, HybridDrafter)):
+        drafter = Decoder(target, None, noisy_copy(target, 0.03), Hybrid(), guard).engine.drafter
+        assert type(drafter) is kind
+        inner = drafter.drafter if isinstance(drafter, Guarded) else drafter
+        assert isinstance(inner, HybridDrafter) and isinstance(inner.other, Guarded) == (guard is None)
+
+
+def test_settings_are_checked() -> None:
+    wrong = {"factor": -1, "offset": -1, "most": 0, "width": 0, "least": 2.0, "memory": 0, "warm": "x"}
+    for name, value in wrong.items():
+        for kind in ("suffix", "hybrid"):
+            with pytest.raises(ValueError, match=name):
+                method(kind, **{name: value})
+    for options in ({"threshold": -1.0}, {"other": "hybrid"}, {"other": "oracle"}, {"other": 3}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            method("hybrid", **options)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        SuffixMemory(0)
+    assert VOCAB > 42
