@@ -26,7 +26,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     [
         (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, specdec"),
         (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
-        (["generate", "x", "--phrases", "f"], "--phrases is for --method ouroboros, pacer-ouroboros and lookahead"),
+        (["generate", "x", "--phrases", "f"], "--phrases is for --method ouroboros, pacer-ouroboros, lookahead, "),
         (["generate", "x", "--method", "ouroboros", "--phrases", "no/f"], "a folder that exists, not 'no/f'"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
@@ -144,7 +144,7 @@ def test_info_and_version() -> None:
     facts = json.loads(run("info", "--json").stdout)
     assert set(facts["methods"]) == {
         *("ar", "sd", "pacer", "specdec++", "lookup", "heuristic", "confidence", "cumulative", "svip", "adaedl"),
-        *("oracle", "seeing-oracle", "ouroboros", "pacer-ouroboros", "lookahead"),
+        *("oracle", "seeing-oracle", "ouroboros", "pacer-ouroboros", "lookahead", "suffix", "hybrid"),
         *("lyanna", "pacer-lyanna", "eagle", "pacer-eagle", "medusa"),
     }
     assert facts["embedded"]["gate"]

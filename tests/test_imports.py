@@ -92,7 +92,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": API,
     "bench": TOP | {"train"},
     "server": TOP | {"grammar"},
-    "cli": TOP | {"train", "bench", "server"},
+    "cli": TOP | {"formats", "grammar", "train", "bench", "server"},
     "__init__": TOP,
     "__main__": {"cli"},
 }

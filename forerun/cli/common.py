@@ -123,6 +123,7 @@ _LOADING = (
     "dtype",
     "weights",
     "draft_weights",
+    "draft_vocabulary",
     "device",
     "device_map",
     "trust_remote_code",

@@ -9,34 +9,11 @@ from typing import Annotated
 
 import typer
 
+from forerun.cli import common
 from forerun.cli.chosen import as_message, check_chat, chosen_method, read_prompt
-from forerun.cli.common import (
-    DeviceOption,
-    DraftOption,
-    DraftWeightsOption,
-    DtypeOption,
-    GammaOption,
-    GuardOption,
-    HeadOption,
-    MaxNewTokensOption,
-    MethodArgOption,
-    MethodOption,
-    MinPOption,
-    PreVerifierOption,
-    RepetitionPenaltyOption,
-    SeedOption,
-    StopOption,
-    TemperatureOption,
-    ThreadsOption,
-    TopKOption,
-    TopPOption,
-    TrustOption,
-    WeightsOption,
-    hint,
-    quiet,
-    sampling_params,
-)
-from forerun.cli.writing import Answer, Reading, as_object
+from forerun.cli.common import hint, load_options, quiet, sampling_params
+from forerun.cli.form import asked_form, check_extra, check_form
+from forerun.cli.writing import Reading, as_object, show
 from forerun.zoo import EMBEDDED
 
 
@@ -46,58 +23,65 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message, rendered by the target's chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="The system prompt of --chat.")] = None,
-    target: Annotated[
-        str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
-    ] = EMBEDDED,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    gamma: GammaOption = None,
-    method_arg: MethodArgOption = None,
-    max_new_tokens: MaxNewTokensOption = 256,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: RepetitionPenaltyOption = 1.0,
-    stop: StopOption = None,
+    system: common.SystemOption = None,
+    target: common.TargetOption = EMBEDDED,
+    draft: common.DraftOption = None,
+    method: common.MethodOption = None,
+    gamma: common.GammaOption = None,
+    method_arg: common.MethodArgOption = None,
+    max_new_tokens: common.MaxNewTokensOption = 256,
+    temperature: common.TemperatureOption = 0.0,
+    top_k: common.TopKOption = 0,
+    top_p: common.TopPOption = 1.0,
+    min_p: common.MinPOption = 0.0,
+    repetition_penalty: common.RepetitionPenaltyOption = 1.0,
+    stop: common.StopOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
-    seed: SeedOption = None,
-    pre_verifier: PreVerifierOption = None,
-    head: HeadOption = None,
+    seed: common.SeedOption = None,
+    json_schema: common.JsonSchemaOption = None,
+    regex: common.RegexOption = None,
+    grammar: common.GrammarOption = None,
+    pre_verifier: common.PreVerifierOption = None,
+    head: common.HeadOption = None,
     phrases: Annotated[
         Path | None, typer.Option(help="Keep phrases here: read if the file is there, written at the end.")
     ] = None,
-    guard: GuardOption = None,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    draft_weights: DraftWeightsOption = None,
-    device: DeviceOption = None,
+    guard: common.GuardOption = None,
+    dtype: common.DtypeOption = None,
+    weights: common.WeightsOption = None,
+    draft_weights: common.DraftWeightsOption = None,
+    draft_vocabulary: common.DraftVocabularyOption = None,
+    device: common.DeviceOption = None,
     device_map: Annotated[
         str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
     ] = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+    threads: common.ThreadsOption = None,
+    trust_remote_code: common.TrustOption = False,
+    as_json: common.JsonOption = False,
     profile: Annotated[
         Path | None, typer.Option(help="Draw where the time of each step went, into this .png or .svg file.")
     ] = None,
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected."""
+    response_format = asked_form(json_schema, regex, grammar)
+    if response_format is not None and ignore_eos:
+        raise ValueError("--ignore-eos cannot stand beside a form of the output, which says where it ends")
     params = sampling_params(locals())
     settings, is_named = chosen_method(target, draft, method, gamma, method_arg, pre_verifier, head)
+    options = load_options(locals())
     if system is not None and not chat:
         raise ValueError("--system is for --chat")
     if phrases is not None:
         if settings.phrases is None or not is_named:
-            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros and lookahead")
+            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, lookahead, suffix and hybrid")
         if temperature:
             raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
         if not phrases.parent.is_dir():
             raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
         raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
+    check_extra(response_format)
     text = read_prompt(prompt, file)
     quiet(threads)
     from forerun.api import load
@@ -114,21 +98,13 @@ def generate(
         tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
         if sys.stderr.isatty() and has_template(tokenizer):
             print("forerun: this model has a chat template; --chat uses it", file=sys.stderr)
+    check_form(response_format, tokenizer)
     decoder = load(
         target,
-        draft=draft,
         method=settings if is_named else None,
         tokenizer=tokenizer,
-        dtype=dtype,
-        weights=weights,
-        draft_weights=draft_weights,
-        device=device,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        guard=guard,
-        pre_verifier=pre_verifier,
-        head=head,
         phrases=phrases if phrases is not None and phrases.exists() else None,
+        **options,
     )
     reading = decoder.progress = Reading()
     if as_json:
@@ -141,12 +117,8 @@ def generate(
         print(json.dumps(as_object(result, decoder.method_for(greedy=not temperature).name)))
         return
 
-    from rich.console import Console
-
-    answer = Answer()
     chunks = decoder.stream_chat(as_message(text), params, system=system) if chat else decoder.stream(text, params)
-    answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
-    print()
+    answer = show(chunks, reading)
     if phrases is not None:
         decoder.save_phrases(phrases)
     if profile is not None:

@@ -14,15 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli.common import (
-    DeviceOption,
-    DraftWeightsOption,
-    DtypeOption,
-    ThreadsOption,
-    TrustOption,
-    WeightsOption,
-    quiet,
-)
+from forerun.cli import common
+from forerun.cli.common import quiet
 from forerun.methods import METHODS
 from forerun.profiles import pair_of, stored
 from forerun.zoo import EMBEDDED, FOLDER, own_draft, resolve
@@ -101,21 +94,21 @@ def profile_facts(target: str, draft: str | None, load_options: dict[str, Any]) 
 
 
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: common.JsonOption = False,
     with_costs: Annotated[
         bool, typer.Option("--costs", help="Measure what forwards cost by tokens and rows, and the cost ratio c.")
     ] = False,
-    target: Annotated[str, typer.Option(help="For --costs and profile: hub id, folder or GGUF file.")] = EMBEDDED,
-    draft: Annotated[str | None, typer.Option(help="For --costs and profile: that of the draft.")] = None,
+    target: common.TargetOption = EMBEDDED,
+    draft: common.DraftOption = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="With --costs: tokens that stand before, 256 by default.")
     ] = None,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    draft_weights: DraftWeightsOption = None,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
+    dtype: common.DtypeOption = None,
+    weights: common.WeightsOption = None,
+    draft_weights: common.DraftWeightsOption = None,
+    device: common.DeviceOption = None,
+    threads: common.ThreadsOption = None,
+    trust_remote_code: common.TrustOption = False,
 ) -> None:
     """Show versions, methods with their default settings, the embedded pair and what was tuned; with --costs, with
     --weights and for a GGUF file, what the models run as and what forwards cost."""

@@ -72,6 +72,7 @@ def serve(
     dtype: common.DtypeOption = None,
     weights: common.WeightsOption = None,
     draft_weights: common.DraftWeightsOption = None,
+    draft_vocabulary: common.DraftVocabularyOption = None,
     device: common.DeviceOption = None,
     threads: common.ThreadsOption = None,
     trust_remote_code: common.TrustOption = False,

@@ -7,16 +7,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from forerun.chat import chat_prompt, checked, with_system
+from forerun.chat import checked, with_system
 from forerun.cli import is_interrupt
 from forerun.cli.asking import ask, history
-from forerun.cli.common import parse_method
-from forerun.cli.writing import Answer, Reading
+from forerun.cli.form import KINDS, form_of_kind
+from forerun.cli.wire import BrokenError
+from forerun.cli.writing import Answer, Figures, Reading, total
 from forerun.files import read_text, write_text
-from forerun.metrics import Stats, summarise, total
 from forerun.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.cli.local import Local
+    from forerun.cli.remote import Remote
 
 HELP = """\
 /help          this list
@@ -24,7 +28,8 @@ HELP = """\
 /clear         forget the conversation
 /undo          take back the last question and its answer
 /retry         ask the last question again
-/method NAME   decode by another method, with its default settings
+/method NAME   decode by another method, with its default settings; at a server "ar" or "server"
+/form KIND ... answers follow a form: json-schema FILE|JSON, regex R or grammar FILE; without KIND any
 /stats         what the answers so far add up to
 /save FILE     write the conversation as JSON
 /load FILE     go on with a conversation that was saved
@@ -34,14 +39,14 @@ Ctrl-C ends the answer that is being written."""
 
 
 class Talk:
-    """One conversation. `make` gives a decoder for a method that the one at hand cannot run."""
+    """One conversation, with a model here or at a server."""
 
-    def __init__(self, decoder: Any, params: SamplingParams, system: str | None, make: Callable[[Any], Any]) -> None:
+    def __init__(self, partner: Local | Remote, params: SamplingParams, system: str | None) -> None:
         from rich.console import Console
 
-        self.decoder, self.params, self.system, self.make = decoder, params, system, make
+        self.partner, self.params, self.system = partner, params, system
         self.messages: list[dict[str, str]] = []
-        self.stats: list[Stats] = []
+        self.figures: list[Figures] = []
         self.asked = 0  # answers asked for, so that each has a seed of its own
         self.console = Console(highlight=False, soft_wrap=True)
         self.aside = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -52,6 +57,7 @@ class Talk:
             "/undo": self._undo,
             "/retry": self._retry,
             "/method": self._method,
+            "/form": self._form,
             "/stats": self._stats,
             "/save": self._save,
             "/load": self._load,
@@ -59,7 +65,7 @@ class Talk:
 
     def run(self) -> None:
         """Until the user leaves. Errors of a turn are a line each."""
-        self.say(f"method {self.method}; /help lists commands, Ctrl-D leaves")
+        self.say(f"{self.partner.name(self.params)}; /help lists commands, Ctrl-D leaves")
         with history() as lines:
             while (text := ask(lines)) is not None:
                 if text.split()[:1] == ["/quit"] and text.startswith("/"):
@@ -87,22 +93,18 @@ class Talk:
 
     def answer(self, messages: list[dict[str, str]]) -> None:
         """Answers the last of these messages; the conversation is then these and the answer."""
-        used, context = len(chat_prompt(self.decoder.tokenizer, messages, self.system)), self.decoder.target.context
-        if context is not None and used >= context:
-            raise ValueError(
-                f"the conversation has {used} tokens and fills the context of {context}: /undo takes back a turn, "
-                "/clear all"
-            )
-        params = self.params
+        params, reading = self.params, Reading()
         if params.seed is not None:
             params = replace(params, seed=params.seed + self.asked)
+        chunks = self.partner.ask(messages, params, self.system, reading)
         self.asked += 1
-        reading = self.decoder.progress = Reading()
-        answer, cut = Answer(), False
+        answer, cut, trouble = Answer(), False, ""
         try:
-            answer.write(self.decoder.stream_chat(messages, params, system=self.system), self.console, reading)
+            answer.write(chunks, self.console, reading)
         except (Exception, KeyboardInterrupt) as error:
-            if not is_interrupt(error):
+            if isinstance(error, BrokenError) and answer.text:
+                trouble = str(error)
+            elif not is_interrupt(error):
                 raise
             cut = True
         finally:
@@ -112,30 +114,21 @@ class Talk:
             self.say("interrupted before the first word; the message is taken back")
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        stats = summarise(answer.steps, answer.seconds)
-        self.stats.append(stats)
-        self.say(self._line(stats, answer, cut, used))
+        figures = self.partner.figures(answer)
+        self.figures.append(figures)
+        self.say(self._line(figures, answer, "" if not cut else "broken off" if trouble else "cut by Ctrl-C"))
+        if trouble:
+            self.say(f"forerun: {trouble}; what came is kept, /retry asks again")
 
-    def _line(self, stats: Stats, answer: Answer, cut: bool, used: int) -> str:
-        context = self.decoder.target.context
-        used += stats.tokens
-        ends = ["cut by Ctrl-C"] if cut else []
+    def _line(self, figures: Figures, answer: Answer, end: str) -> str:
+        context = self.partner.context
+        parts = [*figures.parts(), f"first after {answer.first:.2f} s", self.partner.method(self.params)]
+        if figures.context is not None:
+            parts.append(f"context {figures.context}" + (f" of {context}" if context is not None else ""))
         if answer.finish_reason == "length":
-            full = context is not None and used >= context
-            ends = ["cut: the context is full" if full else f"cut at {self.params.max_new_tokens} tokens"]
-        parts = [
-            f"{stats.tokens} tokens",
-            f"tau {stats.tau:.2f}",
-            f"{stats.tokens_per_s:.1f} tokens/s",
-            f"first after {answer.first:.2f} s",
-            self.method,
-            f"context {used}" + (f" of {context}" if context is not None else ""),
-        ]
-        return ", ".join(parts + ends)
-
-    @property
-    def method(self) -> str:
-        return str(self.decoder.method_for(greedy=not self.params.temperature).name)
+            is_full = None not in (context, figures.context) and figures.context >= context  # type: ignore[operator]
+            end = "cut: the context is full" if is_full else f"cut at {self.params.max_new_tokens} tokens"
+        return ", ".join([*parts, end] if end else parts)
 
     def say(self, line: str) -> None:
         """Beside the conversation: on stderr."""
@@ -150,7 +143,7 @@ class Talk:
         self.say(HELP)
 
     def _system(self, text: str) -> None:
-        chat_prompt(self.decoder.tokenizer, [{"role": "user", "content": "Hello"}], text or None)
+        self.partner.check_system(text or None)
         self.system = text or None
         self.say("system prompt set" if text else "the system prompt is the chat template's own")
 
@@ -174,28 +167,20 @@ class Talk:
 
     def _method(self, name: str) -> None:
         if name:
-            self._switch(parse_method(name))
-        self.say(f"method {self.method}")
+            self.partner.switch(name)
+        self.say(self.partner.name(self.params))
 
-    def _switch(self, method: Any) -> None:
-        """Another method on the models at hand; where they lack something, they are loaded anew."""
-        decoder = self.decoder
-        try:
-            if method.needs_draft and decoder.draft is None:
-                raise ValueError("no draft")
-            layer = decoder.layer_for(method, decoder.pre_verifier)
-            head = decoder.head_for(method, decoder.head)
-        except ValueError:
-            self.decoder = self.make(method)  # or it says what is missing
-            return
-        decoder.method, decoder.sampling_method = method, None
-        decoder.pre_verifier, decoder.head = layer or decoder.pre_verifier, head or decoder.head
+    def _form(self, text: str) -> None:
+        kind, _, rest = text.partition(" ")
+        if kind and kind not in KINDS:
+            raise ValueError(f"/form takes one of {', '.join(KINDS)}, not {kind!r}")
+        form = form_of_kind(kind, rest.strip()) if kind else None
+        self.partner.check_form(form)
+        self.params = replace(self.params, response_format=form)
+        self.say("answers follow this form" if form is not None else "answers have any form")
 
     def _stats(self, _: str) -> None:
-        found = total(self.stats)
-        self.say(
-            f"{len(self.stats)} answers, {found.tokens} tokens, tau {found.tau:.2f}, {found.tokens_per_s:.1f} tokens/s"
-        )
+        self.say(", ".join([f"{len(self.figures)} answers", *total(self.figures).parts()]))
 
     def _save(self, name: str) -> None:
         path = _path(name)

@@ -11,17 +11,8 @@ import typer
 
 from forerun.bench.datasets import read_files
 from forerun.bench.plan import Plan
-from forerun.cli.common import (
-    DeviceOption,
-    DraftWeightsOption,
-    DtypeOption,
-    TemperatureOption,
-    ThreadsOption,
-    TopPOption,
-    TrustOption,
-    WeightsOption,
-    quiet,
-)
+from forerun.cli import common
+from forerun.cli.common import quiet
 from forerun.methods import default_method
 from forerun.methods import method as method_of
 from forerun.params import SamplingParams
@@ -31,28 +22,24 @@ PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded
 
 
 def tune(
-    target: Annotated[
-        str, typer.Option(help="Hub id or folder of the target; the embedded one by default.")
-    ] = EMBEDDED,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
+    target: common.TargetOption = EMBEDDED,
+    draft: common.DraftOption = None,
+    temperature: common.TemperatureOption = 0.0,
+    top_p: common.TopPOption = 1.0,
     data: Annotated[
         Path | None,
         typer.Option(help="Prompts of yours, a .jsonl file as for bench; held-out Python code by default."),
     ] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 150.0,
-    pre_verifier: Annotated[
-        Path | None, typer.Option(help="Folder of a pre-verifier that was trained for the pair.")
-    ] = None,
-    head: Annotated[Path | None, typer.Option(help="Folder of a head that was trained for the target.")] = None,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    draft_weights: DraftWeightsOption = None,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+    pre_verifier: common.PreVerifierOption = None,
+    head: common.HeadOption = None,
+    dtype: common.DtypeOption = None,
+    weights: common.WeightsOption = None,
+    draft_weights: common.DraftWeightsOption = None,
+    device: common.DeviceOption = None,
+    threads: common.ThreadsOption = None,
+    trust_remote_code: common.TrustOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Measure what forwards cost here, choose method and settings on validation prompts, and keep them in a profile.
 

@@ -1,0 +1,104 @@
+"""The form of the output: from options of the command line to `response_format`. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from forerun.files import read_text
+from forerun.params import SamplingParams
+
+KINDS = {"json-schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # names of options and of fields
+
+
+def asked_form(json_schema: str | None, regex: str | None, grammar: Path | None) -> dict[str, Any] | None:
+    """What these options ask for; None for any text.
+
+    Raises ValueError for more than one of them, a file that cannot be read, and a form that is none.
+    """
+    asked = {"json-schema": json_schema, "regex": regex, "grammar": None if grammar is None else str(grammar)}
+    given = {kind: text for kind, text in asked.items() if text is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(f'--{kind}' for kind in given)}: one form at a time")
+    return next((form_of_kind(kind, text) for kind, text in given.items()), None)
+
+
+def form_of_kind(kind: str, text: str) -> dict[str, Any]:
+    """One of `KINDS` with its text: a schema or a file that has it, an expression, a file with a grammar.
+
+    Raises ValueError as `asked_form` does.
+    """
+    field = KINDS[kind]
+    content: Any = text
+    if kind == "json-schema":
+        content = {"name": "answer", "schema": _schema(text)}
+    elif kind == "grammar":
+        content = read_text(_path(text))
+    form = {"type": field, field: content}
+    try:
+        SamplingParams(response_format=form)
+    except ValueError as error:
+        raise ValueError(_named(str(error))) from None
+    return form
+
+
+def check_extra(form: dict[str, Any] | None) -> None:
+    """Raises ValueError where the package that keeps output to a form is missing."""
+    if form is not None and find_spec("llguidance") is None:
+        raise ValueError(f"{_option(form)} needs the package llguidance: pip install 'forerun[grammar]'")
+
+
+def check_form(form: dict[str, Any] | None, tokenizer: Any) -> None:
+    """Raises ValueError for a form that llguidance cannot read, or that allows no text in the tokenizer's tokens.
+
+    No weights are needed for that. A tokenizer that names no end token is left to the decoder: the model may name one.
+    """
+    if form is None:
+        return
+    from forerun.chat import turn_ends
+    from forerun.formats import form_of
+    from forerun.grammar import compiled, end_of
+
+    ends, asked = turn_ends(tokenizer) | end_of(tokenizer), form_of(form)
+    if not ends or asked is None:
+        return
+    try:
+        compiled(asked, tokenizer, ends)
+    except ValueError as error:
+        raise ValueError(_named(str(error))) from None
+
+
+def _schema(text: str) -> Any:
+    """A schema that is given as such or in a file."""
+    is_file = not text.lstrip().startswith(("{", "[", '"')) and text.strip() not in ("true", "false")
+    source = f"'{text}'" if is_file else "what is given"
+    if not text.strip():
+        raise ValueError("--json-schema takes a file or a JSON schema, not nothing")
+    try:
+        found = json.loads(read_text(_path(text)) if is_file else text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--json-schema: {source} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"--json-schema: {source} is nested too deeply") from None
+    if not isinstance(found, dict | bool):
+        raise ValueError(f"--json-schema: {source} is no JSON schema, which is an object, true or false")
+    return found
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.expanduser(name))
+
+
+def _option(form: dict[str, Any]) -> str:
+    return "--" + form["type"].replace("_", "-")
+
+
+def _named(message: str) -> str:
+    """An error with the names of the options."""
+    for kind, field in KINDS.items():
+        message = message.replace(f"response_format.{field}.schema", f"the schema of --{kind}")
+        message = message.replace(f"response_format.{field}", f"--{kind}")
+    return message
