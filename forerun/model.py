@@ -316,9 +316,7 @@ class CausalLM(Rows):
                 return found
         return self._states(inputs, cache, logits, wanted)
 
-    def _states(
-        self, inputs: Inputs, cache: KVCache, logits: bool, wanted: str
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _states(self, inputs: Inputs, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
         """`_run` with the model's own head, and whatever states are wanted."""
         forward = self._forward
         if forward is not None:
