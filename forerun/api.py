@@ -17,7 +17,7 @@ from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
 from forerun.runtime.hot import prepare_draft
-from forerun.zoo import EMBEDDED, companion, own_draft
+from forerun.zoo import EMBEDDED, companion, own_draft, resolve
 
 __all__ = ["Chunk", "Completion", "Decoder", "load"]
 
@@ -85,9 +85,8 @@ def load(
         head: what "lyanna" and others like it draft with, a folder or the head; those that come with forerun are
             there. Raises ValueError where it belongs to another model.
         phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
-        guard: leave drafts out while they do not pay (see forerun/drafters/guard.py). Which steps those are depends on
-            the time they take, and with sampling so do the tokens. Default: for greedy decoding, and for sampling with
-            SamplingParams that have no seed. True: always; False: never.
+        guard: leave drafts out while they do not pay (see forerun/drafters/guard.py), unless it is False. Which steps
+            those are depends on the time they take; what is sampled without a seed then does so too.
         max_rows, max_queue, kv_memory, prefix_bytes: of the engine, see `Decoder`.
         **options: the method's settings, such as gamma=6.
 
@@ -144,7 +143,8 @@ def load(
         # A model that nobody else holds need not survive the packing of its weights.
         with_options: dict[str, bool] = {"fast": fast, "in_place": isinstance(source, str | Path), "graphs": graphs}
         if part == "draft":
-            return prepare_draft(model, source, draft_vocabulary, **with_options)
+            folder = resolve(source, part) if isinstance(source, str | Path) else None
+            return prepare_draft(model, folder, draft_vocabulary, **with_options)
         return prepare(model, **with_options)
 
     decoder = Decoder(

@@ -146,7 +146,6 @@ class Decoder:
         self.method = (method or methods.method(methods.default_method(*has))).given(*has, kind_of(head))
         self.sampling_method = sampling_method.given(*has, kind_of(head)) if sampling_method is not None else None
         self.costs: Costs | None = None  # measured when a method first asks for them
-        self.clocked = False  # whether they were, so that they are others in every process
         self._made: dict[Any, Driver] = {}  # the driver in use, by what it was made of
         self._making = Lock()
         for each in (self.method, sampling_method):
@@ -190,7 +189,7 @@ class Decoder:
 
     def read_phrases(self, path: str | Path) -> None:
         """Begins with the phrases of a file that `save_phrases` wrote, or the earlier outputs; they are for greedy
-        decoding, outputs for sampling without a seed as well.
+        decoding, outputs for sampling as well.
 
         Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and where the method has
         no use for phrases of that form.
@@ -413,9 +412,9 @@ class Decoder:
         if not method.needs_costs:
             return
         if self.costs is None:
-            self.costs, self.clocked = measure_costs(self.target, self.draft, layer=self.pre_verifier), True
+            self.costs = measure_costs(self.target, self.draft, layer=self.pre_verifier)
         if method.head is not None and self.head is not None and not self.costs.head:
-            self.costs, self.clocked = replace(self.costs, head=head_costs(self.head)), True
+            self.costs = replace(self.costs, head=head_costs(self.head))
 
     def info(self) -> dict[str, Any]:
         """The method with its settings, and of each model what its weights are stored as, with bytes, the kernel that
@@ -470,22 +469,17 @@ class Decoder:
                 draft=self.draft.fresh(self.prefix_bytes) if self.draft is not None else None,
                 pre_verifier=self.pre_verifier,
                 costs=self.costs,
-                clocked=self.clocked,
                 truth=self.truth,
                 pools=self.pools,
                 head=self.head,
-                guarded=None if self.guard is False else self._guarded,
+                guarded=None if self.guard is False else lambda drafter: Guarded(drafter, Pace()),
             )
             drafters.append(method.build(parts))
         drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
         if self.guard is False or all(isinstance(method, AR) for method in tried):
             return drafter
         paces = [self._paces.setdefault((self.method_for(greedy), greedy), Pace()) for greedy in (True, False)]
-        return self._guarded(drafter, *paces)
-
-    def _guarded(self, drafter: Drafter, *paces: Pace) -> Guarded:
-        always = bool(self.guard)
-        return Guarded(drafter, *(paces or [Pace()]), guards=lambda seq: always or seq.mode != "seeded")
+        return Guarded(drafter, *paces)
 
     def _plain(self, seq: Generation) -> list[int]:
         """The target's own greedy output for a sequence, whatever its criteria."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from forerun.logprobs import Logprob
+from forerun.races import Race, Races
 from forerun.sampling import Sampler
 
-Mode = Literal["greedy", "sampled", "seeded"]
+Mode = Literal["greedy", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Request:
         stop: asked after every token with all tokens so far; True ends the sequence (`forerun.text.StopStrings`).
         criteria: Hugging Face stopping criteria, asked after every token with ids [1, n] and the processed scores
             [1, V] that gave the token.
-        seed: what is sampled. None takes one from torch's own state; then the clock may change what is sampled, as it
-            may decide when drafts are used.
+        seed: what is sampled: the same tokens by every method, whatever is decoded beside it (`forerun.races`). None is
+            for the rule that accepts most; what is sampled then depends on the method, and on when it drafts.
         stream: which stream of random numbers of the seed, for rows that share a seed. Streams of neighbouring seeds
             do not overlap.
-        generator: source of random numbers, instead of one made from `seed` and `stream`.
+        generator: source of random numbers where there is no seed. Default: one that begins where torch's own is.
         progress: called while the target reads the prompt, with the tokens read and how many there are.
         plain: decode without drafts, whatever the engine's method.
         logprobs: log probabilities of each token are wanted, with those of so many best ones in its place; None for
@@ -71,7 +71,8 @@ class Generation:
         tokens: prompt and output so far; grows.
         prompt_length: how many of them are the prompt.
         limit: total length at which it ends.
-        generator: source of random numbers of this sequence alone, so that its neighbours do not matter.
+        races: what a sequence with a seed is sampled by, else None.
+        generator: source of random numbers of this sequence alone; None where it needs none.
         finish_reason: None while it runs, then "stop" (end token, stop string or criterion), "length", "abort" or
             "error".
         error: what a user's processor or criterion raised.
@@ -98,10 +99,10 @@ class Generation:
         self.waited: float | None = None
         self.prompt_logprobs: tuple[Logprob, ...] | None = None
         self._error: Exception | None = None
-        self.generator = request.generator
-        if self.generator is None and not self.sampler.greedy:
-            seed = request.seed if request.seed is not None else int(torch.randint(2**62, (1,)))
-            self.generator = torch.Generator(device).manual_seed(stream_seed(seed, request.stream))
+        self.races = None if self.greedy or request.seed is None else Races(request.seed, request.stream)
+        self.generator = None
+        if not self.greedy and self.races is None:
+            self.generator = request.generator or torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))
         self._ids: Tensor | None = None  # the tokens again, for criteria
 
     @property
@@ -118,10 +119,12 @@ class Generation:
 
     @property
     def mode(self) -> Mode:
-        """How it is decoded: "seeded" is sampled in a way that no clock and no neighbour may change."""
-        if self.greedy:
-            return "greedy"
-        return "sampled" if self.request.seed is None else "seeded"
+        """How it is decoded."""
+        return "greedy" if self.greedy else "sampled"
+
+    def source(self, ahead: int) -> Race | torch.Generator | None:
+        """What the token is sampled by that comes `ahead` tokens behind the last."""
+        return self.generator if self.races is None else self.races.at(len(self.tokens) + ahead)
 
     @property
     def room(self) -> int:
@@ -171,12 +174,3 @@ class Generation:
             self._ids[0, :count] = torch.tensor(self.tokens)
         self._ids[0, count - 1] = self.tokens[-1]
         return bool(self.request.criteria(self._ids[:, :count], found).any())  # type: ignore[arg-type]
-
-
-def stream_seed(seed: int, stream: int) -> int:
-    """The seed of one of many streams of random numbers, by NumPy's SeedSequence.
-
-    Neighbouring seeds and streams have nothing in common. torch's generator on a CPU knows 2**32 seeds, so of a million
-    streams some hundred pairs are the same.
-    """
-    return int(np.random.SeedSequence(seed, spawn_key=(stream,)).generate_state(1, np.uint64)[0] >> np.uint64(1))

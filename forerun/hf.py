@@ -69,7 +69,7 @@ def custom_generate(
             its pre-verifier, "sd" with a draft, else "lookup".
         token_streamer: is given the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
-        guard: as in `forerun.load`. Default: for greedy decoding, as torch's seed is to decide what is sampled.
+        guard: as in `forerun.load`.
         pre_verifier: the trained layer of "pacer" or "specdec++", a folder (read in every call) or the layer. Costs
             that a method asks for are measured in the first call, and kept as the models are.
         head: what "lyanna" and others like it draft with, a folder or the head; kept likewise.
@@ -232,7 +232,7 @@ def _decoder(
                 if decoder.costs is not None:
                     decoder.costs = replace(decoder.costs, head={})
     decoder.measure(chosen)
-    kept.decoder.costs, kept.decoder.clocked = decoder.costs, decoder.clocked
+    kept.decoder.costs = decoder.costs
     return decoder
 
 

@@ -30,9 +30,9 @@ class SamplingParams:
         logit_bias: what is added to the scores of some token ids, from -100 to 100.
         stop: strings that end the text; none of them appears in it.
         ignore_eos: go on behind the end token.
-        seed: makes sampling repeatable. Row i of a batch uses stream i of the seed, whatever its neighbours are.
-            Streams of neighbouring seeds do not overlap (`forerun.generation.stream_seed`). None takes a seed from
-            torch's own state.
+        seed: what is sampled then follows from it, the model and the prompt alone: the same tokens by every method, and
+            beside any neighbours (`forerun.races`). Row i of a batch uses stream i of the seed; streams of neighbouring
+            seeds have nothing in common. None: from torch's own state, by the rule that accepts most drafts.
 
         response_format: the form that the output is to have, as OpenAI has it: {"type": "json_object"}, {"type":
             "json_schema", "json_schema": {"schema": ...}}, {"type": "regex", "regex": ...} or {"type": "grammar",

@@ -3,6 +3,7 @@
 The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). For trees it is
 applied child by child to what is left of the target's distribution (recursive rejection sampling). A chain of sampled
 tokens may be verified as a whole instead: block verification (Sun et al., arXiv 2403.10444), which accepts no fewer.
+Sequences with a seed go by `forerun.races` instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from transformers.generation import logits_process
 
 from forerun.draft import Draft
 from forerun.penalties import LogitBias
+from forerun.races import Race
+
+# What a token is sampled by; a generator of None is torch's own.
+Source = Race | torch.Generator | None
 
 
 class QuickTopP(logits_process.TopPLogitsWarper):
@@ -147,13 +152,14 @@ def next_tokens(
     samplers: Sequence[Sampler],
     logits: Tensor,
     prefix: Callable[[int], list[int]],
-    generators: Sequence[torch.Generator | None],
+    sources: Sequence[Source],
 ) -> tuple[list[int], Tensor, Tensor | None]:
     """The next token of each row.
 
     Args:
         logits: [R, V].
         prefix: gives the tokens before row r's token.
+        sources: what each row's token is sampled by.
     Returns:
         The tokens [R], the processed scores [R, V], and the distributions [R, V] that tokens were sampled from, None
         where all rows are greedy.
@@ -177,23 +183,25 @@ def next_tokens(
     if all(sampler.greedy for sampler in samplers):
         return argmax, scores, None
     probabilities, tokens = scores.softmax(-1), []
-    for r, (sampler, generator) in enumerate(zip(samplers, generators, strict=True)):
+    for r, (sampler, source) in enumerate(zip(samplers, sources, strict=True)):
         try:
-            tokens.append(argmax[r] if sampler.greedy else sample(probabilities[r], generator))
+            tokens.append(argmax[r] if sampler.greedy else sample(probabilities[r], source))
         except ValueError as error:  # the processors left nothing to sample
             raise RowError(r) from error
     return tokens, scores, probabilities
 
 
-def sample(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    """One token from a distribution [V], which need not be normalised.
+def sample(probabilities: Tensor, source: Source) -> int:
+    """One token from a distribution [V]. It need not be normalised where it is sampled by a generator's numbers.
 
-    By the inverse of the distribution function: torch.multinomial needs a random number for every entry, which took
-    ten times as long. Raises ValueError for a distribution of NaN or of nothing.
+    That is by the inverse of the distribution function: torch.multinomial needs a random number for every entry, which
+    took ten times as long. Raises ValueError for a distribution of NaN or of nothing.
     """
+    if isinstance(source, Race):
+        return source.sample(probabilities)
     dtype = torch.float32 if probabilities.device.type == "mps" else torch.float64  # that has no float64
     below = probabilities.cumsum(-1, dtype=dtype)
-    at = torch.rand((), dtype=dtype, generator=generator, device=probabilities.device) * below[-1]
+    at = torch.rand((), dtype=dtype, generator=source, device=probabilities.device) * below[-1]
     index = int(torch.searchsorted(below, at, right=True))  # `right` passes over entries of probability 0
     if index < len(probabilities):
         return index
@@ -241,6 +249,20 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
     if greedy:
         return accept_greedy(draft, scores.argmax(-1).tolist())
     return _accept_sampled(draft, scores.softmax(-1), generator)
+
+
+def accept_raced(draft: Draft, scores: Tensor, source: Callable[[int], Source]) -> Verdict:
+    """Walks the draft along the tokens that the target samples, those behind depth d by `source(d)`; lossless, as what
+    is drafted has no part in it."""
+    argmax, path = scores.argmax(-1).tolist(), [0]
+    while True:
+        node = path[-1]
+        token = sample(scores[node].softmax(-1), source(draft.depths[node]))
+        child = next((c for c in draft.children[node] if draft.tokens[c] == token), None)
+        if child is None:
+            rejected = bool(draft.children[node])
+            return Verdict(path, token, len(path) - 1 + rejected, rejected, argmax)
+        path.append(child)
 
 
 def accept_greedy(draft: Draft, argmax: list[int]) -> Verdict:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.generation import Generation
-from forerun.sampling import Verdict, accept, accept_greedy
+from forerun.sampling import Verdict, accept, accept_greedy, accept_raced
 
 
 def judge(
@@ -40,6 +40,8 @@ def _judge(seq: Generation, draft: Draft, logits: Tensor) -> tuple[Verdict, Tens
 
     try:
         scores = seq.sampler.scores(logits, prefix)
+        if seq.races is not None:
+            return accept_raced(draft, scores, seq.source), scores
         return accept(draft, scores, seq.greedy, seq.generator), scores
     except Exception as error:
         seq.error = error

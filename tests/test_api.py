@@ -221,11 +221,14 @@ def test_sampling_params_stand_alone_and_a_generation_config_is_completed(
 
 def test_a_seed_repeats_and_no_seed_follows_torch(decoders: dict[str, Decoder]) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
-    for decoder in (decoders[name] for name in SAMPLED):
+    for name in SAMPLED:
+        decoder = decoders[name]
         assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
         assert decoder.generate("def", params, seed=1).tokens != decoder.generate("def", params, seed=2).tokens
         decoder = copy.copy(decoder)
         decoder.guard = False  # which goes by the clock where no seed is given
+        if name in ("suffix", "hybrid"):  # without a seed, outputs that they remember change what is sampled
+            continue
         torch.manual_seed(3)
         first, second = decoder.generate("def", params).tokens, decoder.generate("def", params).tokens
         torch.manual_seed(3)

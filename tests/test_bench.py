@@ -103,7 +103,7 @@ def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
     assert [methods[name]["rows_one_by_one"] for name in ("sd", "hf-ar", "hf-lookup")] == [False, False, True]
     assert printed["reference"] == "hf-ar"
     assert set(printed["datasets"]) == {"own.jsonl"} and printed["datasets"]["own.jsonl"]["prompts"] == 4
-    assert printed["arguments"]["methods"]["sd"] == {"gamma": 3}
+    assert printed["arguments"]["methods"]["sd"] == {"gamma": 3, "verification": "block"}
     assert printed["arguments"]["target"] == "target"
 
     lines = (out / "records.jsonl").read_text().splitlines()
@@ -209,7 +209,7 @@ def test_stored_settings_are_of_the_embedded_pair_and_of_how_it_draws(
         (["--method-arg", "sd.gamma"], "--method-arg takes METHOD.NAME=VALUE, not 'sd.gamma'"),
         (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int, not 'x'"),
         (["--method-arg", "sd.gamma=0"], "gamma must be an integer of at least 1, not 0"),
-        (["--method-arg", "sd.width=3"], "method 'sd' has no setting 'width'; it has gamma"),
+        (["--method-arg", "sd.width=3"], "method 'sd' has no setting 'width'; it has verification, gamma"),
         (["--method-arg", "hf-lookup.n=3"], "'hf-lookup' is no method with settings"),
         (["--methods", "ar", "--method-arg", "sd.gamma=3"], "method 'sd' is not among --methods"),
         (["--tune", "sd.gamma=2,three"], "sd.gamma must be of type int, not 'three'"),
@@ -512,9 +512,9 @@ def test_prefill_is_part_of_the_time(
     decoder = Decoder(own_pair[0], draft=own_pair[1], method=SD(2), guard=False, prefix_bytes=0)
     now, prefill = [0.0], decoder.engine.target.prefill
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         now[0] += 5.0
-        return prefill(*arguments)
+        return prefill(*arguments, **named)
 
     monkeypatch.setattr(runners, "perf_counter", lambda: now[0])
     monkeypatch.setattr(decoder.engine.target, "prefill", slow)

@@ -30,7 +30,7 @@ from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Drafter, Proposal, Step
-from forerun.generation import Generation, Request, stream_seed
+from forerun.generation import Generation, Request
 from forerun.lengths import FixedLength, LengthPolicy, LengthRule, Look
 from forerun.methods import (
     AR,
@@ -49,6 +49,7 @@ from forerun.methods import (
     Suffix,
 )
 from forerun.metrics import summarise
+from forerun.races import Races
 from forerun.sampling import Sampler, Verdict
 
 V, ROWS, NEW, JOINT = 4, 2000, 5, 3
@@ -327,7 +328,8 @@ def test_streams_of_neighbouring_seeds_do_not_overlap() -> None:
     options = {"temperature": 1.0, "max_new_tokens": 12}
     texts = [tuple(row.tokens) for seed in range(4) for row in decoder.generate([[5, 6]] * 4, seed=seed, **options)]
     assert len(set(texts)) == len(texts)
-    assert len({stream_seed(seed, stream) for seed in range(50) for stream in range(50)}) == 2500
+    keys = {Races(seed, stream).at(position) for seed in range(20) for stream in range(20) for position in range(20)}
+    assert len(keys) == 8000
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -76,7 +76,8 @@ def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) 
     chosen = method(name, **settings)
     decoder = Decoder(model, None, draft, chosen, False, pre_verifier=layer, head=head, max_rows=250)
     decoder.costs = COSTS
-    rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, seed=5, ignore_eos=True, **CONFIGS[config])
+    torch.manual_seed(5)  # with a seed of its own a sequence would go by races, whatever is drafted
+    rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, ignore_eos=True, **CONFIGS[config])
     assert p_value([row.tokens[:JOINT] for row in rows], joint(config)) > FITS
     # The machinery was at work: drafts were tested, and some were accepted and some not.
     tested, accepted = (sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted"))

@@ -576,7 +576,7 @@ def test_costs_go_by_mode() -> None:
     def costs_for(mode: str) -> Costs:
         asked.append(mode)
         dear = Costs({1: 1.0, 2: 1.0, 3: 1e6, 100: 1e9}, {}, head={1: 0.0})
-        return {"greedy": FREE, "sampled": dear, "seeded": Costs({1: 1.0}, {}, head={1: 1e6})}[mode]
+        return {"greedy": FREE, "sampled": dear}[mode]
 
     sampled: dict[str, Any] = {"sampler": Sampler(False)}
     seqs = [sequence([3, 1, 4], 0), sequence([3, 1], 1, **sampled), sequence([3, 1], 2, seed=1, **sampled)]
@@ -585,7 +585,7 @@ def test_costs_go_by_mode() -> None:
     for seq in seqs:
         admit(drafter, seq)
     drafts = drafter.propose(seqs).drafts
-    assert [draft.drafted for draft in drafts] == [DEPTH, 1, 2, DEPTH] and asked == ["greedy", "sampled", "seeded"]
+    assert [draft.drafted for draft in drafts] == [DEPTH, 1, 1, DEPTH] and set(asked) == {"greedy", "sampled"}
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -832,7 +832,8 @@ def test_sampled_tokens_keep_their_distribution(way: str) -> None:
     head = head_of(model, way, hot=4)
     decoder = Decoder(target, None, None, chosen, guard=False, head=head)
     decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
-    rows = decoder.generate([prompt] * 1500, max_new_tokens=4, temperature=1.0, seed=0, ignore_eos=True)
+    torch.manual_seed(0)
+    rows = decoder.generate([prompt] * 1500, max_new_tokens=4, temperature=1.0, ignore_eos=True)
     with torch.no_grad():
         first = target(torch.tensor([prompt])).logits[0, -1].softmax(-1)
         pairs = target(torch.tensor([[*prompt, token] for token in range(6)])).logits[:, -1].softmax(-1)

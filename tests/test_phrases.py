@@ -251,7 +251,7 @@ def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
         Request(PROMPT, 40, sampler),
     ]
     made, outputs = seen(requests)
-    assert made.steps[0] == (["seeded", "sampled"], ["greedy"] * 3)
+    assert made.steps[0] == (["sampled"] * 2, ["greedy"] * 3)
     for by_phrases, in_step in made.steps:
         assert "greedy" not in by_phrases or (not in_step and by_phrases.count("greedy") <= 2)
         assert set(in_step) <= {"greedy"} and len(in_step) != 2
@@ -285,11 +285,11 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
     layer = random_layer(draft_size=4, token_size=4, target_size=4)
     chosen = PacerOuroboros(rows=3)
-    parts = Parts(TableLM(TARGET), TableLM(DRAFT), layer, COSTS, clocked=True)
+    parts = Parts(TableLM(TARGET), TableLM(DRAFT), layer, COSTS)
     assert chosen.costs(parts, "greedy", 4) == COSTS
     few = chosen.costs(parts, "greedy", 1)
     assert few is not None and few.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)} and few.target == COSTS.target
-    assert chosen.costs(parts, "sampled", 1) == few and chosen.costs(parts, "seeded", 1) is None
+    assert chosen.costs(parts, "sampled", 1) == few
     assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
 
 

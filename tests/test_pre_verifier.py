@@ -40,7 +40,7 @@ from forerun.lengths import LengthPolicy, Look
 from forerun.lengths.confidence import ProductRule
 from forerun.lengths.pacer import BLOCKS, SCORES, BlockRule, PacerStop, best_threshold
 from forerun.loading import load_pre_verifier
-from forerun.methods import Pacer, Parts, SpecDec, method
+from forerun.methods import Pacer, SpecDec, method
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
@@ -242,7 +242,7 @@ def test_how_much_of_a_block_is_certain() -> None:
     rule, _ = begun(stop("last", 4, most=10))
     assert [rule.certain(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), 4, 10, costs=lambda mode, rows: None)
-    policy._settings["seeded", 1] = 3, 0.5, False
+    policy._settings["sampled", 1] = 3, 0.5, False
     seqs = [Generation(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
     seqs.append(Generation(Request([1], 9, Sampler(False), seed=1), 2))
     for seq in seqs:
@@ -460,17 +460,6 @@ def test_few_numbers_of_rows_are_priced() -> None:
         policy.settings("greedy", count)
     counts = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8)]
     assert [count for _, count in policy._settings] == counts
-
-
-def test_seeded_rows_do_not_depend_on_what_was_measured_here() -> None:
-    parts = Parts(TableLM(TARGET), costs=COSTS, clocked=True)
-    assert (parts.costs_for("greedy"), parts.costs_for("sampled"), parts.costs_for("seeded")) == (COSTS, COSTS, None)
-    parts = replace(parts, clocked=False)
-    assert parts.costs_for("seeded") == COSTS
-    policy = PacerStop(
-        random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, costs=lambda mode, rows: parts.costs_for(mode)
-    )
-    assert policy.settings("seeded", 1) == policy.settings("sampled", 1) != (4, 0.5, False)
 
 
 def scores_of(survival: Sequence[float]) -> Tensor:

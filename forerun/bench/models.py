@@ -29,7 +29,7 @@ from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
 from forerun.runtime.heads import HiddenLM
 from forerun.runtime.hot import prepare_draft
-from forerun.zoo import companion
+from forerun.zoo import companion, resolve
 
 
 def load_prompts(
@@ -110,7 +110,7 @@ def _ready(plan: Plan, part: str) -> CausalLM:
     model, shape = load_model(getattr(plan, part), part, **_how(plan, part)), getattr(plan, f"{part}_shape")
     if shape is None and part == "draft":
         assert plan.draft is not None
-        return prepare_draft(model, plan.draft, plan.draft_vocabulary, in_place=True, graphs=plan.graphs)
+        return prepare_draft(model, resolve(plan.draft, part), plan.draft_vocabulary, in_place=True, graphs=plan.graphs)
     if shape is None:
         return prepare(model, in_place=True, graphs=plan.graphs)
     big = expand(model, SHAPES[shape])

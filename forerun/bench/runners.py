@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+import torch
+
 from forerun.api import Decoder
 from forerun.engine import Step
 from forerun.metrics import Stats, summarise
@@ -64,10 +66,12 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
         seen.update(now)
         length, driver = warm_up or params.max_new_tokens, decoder.driver()
         begun = perf_counter()
-        requests = [
-            decoder.request(list(prompt), replace(params, seed=seed, max_new_tokens=length))
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        requests = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            request = decoder.request(list(prompt), replace(params, seed=None, max_new_tokens=length))
+            # Most requests have no seed, so it is their acceptance rule that is measured.
+            numbers = None if params.temperature == 0 else torch.Generator(decoder.target.device).manual_seed(seed)
+            requests.append(replace(request, generator=numbers))
         rows = driver.run(requests).collect()
         seconds = perf_counter() - begun
         if close:

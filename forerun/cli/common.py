@@ -45,8 +45,8 @@ StopOption = Annotated[list[str] | None, typer.Option(help="A string that ends t
 SeedOption = Annotated[
     int | None,
     typer.Option(
-        help="Makes sampling repeatable: the same seed, prompt and settings give the same text. Nothing to greedy "
-        "decoding. With it drafts are not left out while they do not pay (--guard)."
+        help="Makes sampling repeatable: the same seed, prompt and settings give the same text, by every "
+        "method. Nothing to greedy decoding."
     ),
 ]
 JsonSchemaOption = Annotated[str | None, typer.Option(metavar="FILE|JSON", help="The output follows this JSON schema.")]
@@ -93,7 +93,7 @@ GuardOption = Annotated[
     bool | None,
     typer.Option(
         "--guard/--no-guard",
-        help="Leave drafts out while they do not pay. On by default, except for sampling with a seed.",
+        help="Leave drafts out while they do not pay. On by default.",
         show_default=False,
     ),
 ]

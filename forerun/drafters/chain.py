@@ -29,6 +29,11 @@ class Chain:
     q: list[Tensor] = field(default_factory=list)
     block: bool = False
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the acceptance rule needs the distributions."""
+        return not self.seq.greedy and self.seq.races is None
+
     def pending(self, length: int) -> list[int]:
         """What a model has not run that has run `length` tokens."""
         return [*self.seq.tokens[length:], *self.tokens[max(0, length - len(self.seq.tokens)) :]]
@@ -155,7 +160,7 @@ class ChainDrafter:
                 return 0.0
         for i, (row, token) in enumerate(zip(live, tokens, strict=True)):
             chains[row].tokens.append(token)
-            if q is not None and not chains[row].seq.greedy:
+            if q is not None and chains[row].is_drawn:
                 chains[row].q.append(q[i])
         asked = perf_counter()
         now = [chains[row] for row in live]
@@ -174,7 +179,7 @@ class ChainDrafter:
                     [chain.seq.sampler for chain in now],
                     logits,
                     lambda row, now=now: now[row].text(),  # type: ignore[misc]
-                    [chain.seq.generator for chain in now],
+                    [chain.seq.source(len(chain.tokens)) for chain in now],
                 )
             except RowError as error:
                 now[error.row].fail(error)

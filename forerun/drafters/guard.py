@@ -1,8 +1,8 @@
 """Never slower: drafts are left out while they do not pay, and tried again now and then.
 
 The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. Greedy output does not: a step
-without a draft is a plain one, and every step keeps the target's distribution. Sampled tokens do differ under one seed,
-because drafts use up random numbers of their own.
+without a draft is a plain one. Nor does what is sampled with a seed (`forerun.races`). Without one every step keeps the
+target's distribution, but drafts use up random numbers of their own.
 """
 
 from __future__ import annotations
@@ -58,10 +58,6 @@ class Pace:
         """A new sequence has new text: of a pause that another text has earned it need not wait for the latter half, or
         as one of many rows for its share of that half."""
         self.wait = self.wait * (2 * rows - 1) // (2 * rows)
-
-    def passed(self) -> None:
-        """A step that cannot be judged, in which drafts were left out."""
-        self.wait = max(self.wait - 1, 0)
 
     def drafts(self, rows: int) -> bool:
         """Whether a step of that many rows is to draft."""
@@ -119,22 +115,12 @@ class Guarded:
     wanted, after others have come and gone, so a request that is paused to its end never runs the draft's prompt. One
     that wants the target's hidden states admits at once and observes every step, as they come only once: where it was
     not asked, the draft is a bare root.
-
-    Sequences for which `guards` is false draft in every step. A step that has such is not judged, as it shows neither
-    what a plain step costs nor what a draft of all rows brings; only a pause makes the others leave out their drafts.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        pace: Pace,
-        sampled: Pace | None = None,
-        *,
-        guards: Callable[[Generation], bool] = lambda seq: True,
-    ) -> None:
+    def __init__(self, drafter: Drafter, pace: Pace, sampled: Pace | None = None) -> None:
         """`pace` judges steps whose rows are all greedy, `sampled` (its default: a new one) those with sampled rows:
         sampling costs more, and accepts otherwise."""
-        self.drafter, self.guards = drafter, guards
+        self.drafter = drafter
         self.paces = {True: pace, False: sampled if sampled is not None else Pace(pace.clock)}
         self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
         self.feature: str = getattr(drafter, "feature", "head")
@@ -145,10 +131,9 @@ class Guarded:
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self._inside[seq.id] = False
-        pace, guarded = self.paces[seq.greedy], self.guards(seq)
-        if guarded:
-            pace.begin(len(self._inside))
-        if self.wants_hidden or not guarded or not pace.paused:
+        pace = self.paces[seq.greedy]
+        pace.begin(len(self._inside))
+        if self.wants_hidden or not pace.paused:
             self._admitting = True
             try:
                 yield from self.drafter.admit(seq, hidden, chunk)
@@ -157,13 +142,8 @@ class Guarded:
             self._inside[seq.id] = True
 
     def propose(self, seqs: list[Generation]) -> Proposal:
-        guarded = [self.guards(seq) for seq in seqs]
-        pace = self.paces[all(seq.greedy for seq in seqs)]
-        self._judge = pace if all(guarded) else None
-        drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
-        if self._judge is None and not drafts:
-            pace.passed()
-        asked = [seq for seq, guard in zip(seqs, guarded, strict=True) if drafts or not guard]
+        pace = self._judge = self.paces[all(seq.greedy for seq in seqs)]
+        asked = list(seqs) if pace.drafts(len(seqs)) else []
         late = [seq for seq in asked if not self._inside[seq.id]]
         if late and self._admitting:  # they wait for that prompt, and nothing is learnt from this step
             asked = [seq for seq in asked if self._inside[seq.id]]

@@ -169,12 +169,13 @@ class OuroborosDrafter(ChainDrafter):
                 token = best[node]
             else:
                 try:
-                    (token,), here, q = next_tokens([sampler], here, lambda _: chain.text(), [seq.generator])
+                    source = seq.source(len(chain.tokens))
+                    (token,), here, q = next_tokens([sampler], here, lambda _: chain.text(), [source])
                 except RowError as error:
                     chain.fail(error)
                     return False, path
             chain.tokens.append(token)
-            if q is not None:
+            if q is not None and chain.is_drawn:
                 chain.q.append(q[0])
             asked = perf_counter()
             (more,) = chain.rule.more(

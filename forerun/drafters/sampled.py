@@ -48,7 +48,7 @@ def sample_chains(
                     samplers,
                     found,
                     lambda i, live=live: seqs[live[i]].tokens + chains[live[i]],  # type: ignore[misc]
-                    [seqs[row].generator for row in live],
+                    [seqs[row].source(k) for row in live],
                 )
                 break
             except RowError as error:
@@ -59,7 +59,7 @@ def sample_chains(
             token = int(hot[chosen[i]]) if within else chosen[i]
             chains[row].append(token)
             tokens[row] = token
-            if law is not None and not seqs[row].greedy:
+            if law is not None and not seqs[row].greedy and seqs[row].races is None:
                 own = law[i]
                 laws[row].append(own.new_zeros(vocab_size).index_copy_(0, hot, own) if within else own)
     return [

@@ -43,8 +43,7 @@ class SuffixDrafter(PlainDrafter):
     """Drafts at most `factor` * match + `offset` tokens behind a match, and at most `most`: the best `width` of each
     place, as a tree, none whose path is less probable than `least` by its counts. Drafts are point masses.
 
-    With a `memory`, outputs go there when they end, and are drafted from, but for seeded sequences: what is sampled
-    there must not depend on other requests.
+    With a `memory`, outputs go there when they end, and are drafted from.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class SuffixDrafter(PlainDrafter):
         row.learn(tokens, len(tokens))
         state = row.automaton.links[row.last]
         best = self._grow(row.automaton, state, row.automaton.longest[state], seq)
-        if self.memory is not None and seq.mode != "seeded":
+        if self.memory is not None:
             state, match = self.memory.automaton.match(tokens[-LONGEST:])
             other = self._grow(self.memory.automaton, state, match, seq)
             if other[2] > best[2]:

@@ -110,7 +110,7 @@ class Pacer(Sampling, Drafting):
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
         """The table for so many rows of a mode that stop together."""
-        return parts.costs_for(mode)
+        return parts.costs
 
 
 @dataclass(frozen=True)

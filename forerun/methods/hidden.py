@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forerun.engine import Drafter
     from forerun.generation import Mode
 
-# Those of the embedded target, for where none may be measured: seeded output must not depend on a clock.
+# Those of the embedded target, for where none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 REUSE = ("off", "add", "both", "free")
 
@@ -80,7 +80,7 @@ class Paced:
 
     def costs_for(self, parts: Parts) -> Callable[[Mode], Costs]:
         def costs(mode: Mode) -> Costs:
-            known = parts.costs_for(mode)
+            known = parts.costs
             return known if known is not None and known.head else USUAL
 
         return costs

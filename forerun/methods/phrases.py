@@ -113,7 +113,7 @@ class PacerOuroboros(_Phrases, Pacer):
         return self.rows
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
-        costs = parts.costs_for(mode)
+        costs = parts.costs
         if costs is None or rows > self.rows:
             return costs
         ms = self.share * costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))

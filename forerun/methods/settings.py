@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from forerun.drafters.memory import SuffixMemory
     from forerun.drafters.phrases import PhrasePool
     from forerun.engine import Drafter
-    from forerun.generation import Mode
     from forerun.lengths import LengthPolicy
     from forerun.lengths.oracle import Truth
     from forerun.model import CausalLM
@@ -32,7 +31,6 @@ class Parts:
         pools: what outlives a sequence: phrases, by their length and their number a token, and outputs, by 0 and their
             number of tokens.
         head: what drafts from hidden states, of methods that need one.
-        clocked: whether the costs were measured in this process, so that another process has others.
         guarded: puts a guard of its own around a part of a drafter; None where there are to be none.
     """
 
@@ -43,12 +41,7 @@ class Parts:
     truth: Truth | None = None
     pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = None
     head: HiddenLM | None = None
-    clocked: bool = False
     guarded: Callable[[Drafter], Drafter] | None = None
-
-    def costs_for(self, mode: Mode) -> Costs | None:
-        """The costs that drafts of sequences of this mode may depend on."""
-        return None if mode == "seeded" and self.clocked else self.costs
 
     def pool(self, shape: tuple[int, int]) -> PhrasePool | None:
         """The pool of phrases of that length and number a token, None where phrases are not to outlive a sequence."""

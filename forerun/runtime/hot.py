@@ -24,7 +24,6 @@ from forerun.runtime.heads import head_rows
 from forerun.runtime.packed import product
 from forerun.runtime.scores import scores
 from forerun.runtime.tiles import has_tiles
-from forerun.zoo import resolve
 
 HOT_FILE = "hot.safetensors"  # in a draft's folder
 
@@ -85,12 +84,9 @@ class HotHead:
         return logits
 
 
-def prepare_draft(
-    model: PreTrainedModel, source: str | Path | PreTrainedModel, count: int | None, **how: bool
-) -> CausalLM:
+def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int | None, **how: bool) -> CausalLM:
     """`prepare(model, **how)`, with a hot head where the draft's folder or `count` asks for it (`hot_tokens`). Recorded
-    forwards have the whole head."""
-    folder = resolve(source, "draft") if isinstance(source, str | Path) else None
+    forwards have the whole head. `folder` may be a hub id, which asks for nothing."""
     plain = CausalLM(model)
     tokens = hot_tokens(folder if isinstance(folder, Path) else None, count, plain.vocab_size)
     hot = None

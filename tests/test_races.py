@@ -1,0 +1,160 @@
+"""Sequences with a seed: what they are sampled is the target's choice alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2_contingency, chisquare
+from test_decode import DRAFT as OTHER
+from test_decode import DRAFTERS, NEW, PROCESSORS, PROMPT, TARGET, V
+from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
+
+from forerun import Decoder
+from forerun.draft import Draft
+from forerun.drafters.chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.generation import Generation, Request
+from forerun.lengths import FixedLength
+from forerun.methods import method
+from forerun.metrics import summarise
+from forerun.races import FLOOR, Races
+from forerun.sampling import Sampler, accept_raced
+
+
+def counts(distribution: torch.Tensor, trials: int) -> np.ndarray:
+    races = Races(7)
+    return np.bincount([races.at(i).sample(distribution) for i in range(trials)], minlength=len(distribution))
+
+
+def test_a_token_wins_with_its_probability() -> None:
+    distribution = torch.tensor([0.5, 0.0, 0.25, 0.2, 0.05])
+    found, there = counts(distribution, 20000), distribution > 0
+    assert not found[~there.numpy()].any()
+    assert chisquare(found[there], distribution[there].double().numpy() * 20000).pvalue > 1e-4
+
+
+def test_improbable_tokens_win_as_well() -> None:
+    """Those below the floor run as one."""
+    rare = torch.full((6000,), 0.5 / 6000)
+    assert float(rare[0]) < FLOOR
+    found = counts(torch.cat([torch.tensor([0.5]), rare]), 6000)
+    parts = np.append(found[0], found[1:].reshape(6, 1000).sum(1))
+    assert chisquare(parts, np.array([0.5, *[1 / 12] * 6]) * 6000).pvalue > 1e-4
+    assert (found[1:] > 0).sum() > 2000
+    alone = counts(torch.full((6000,), 1 / 6000), 3000)
+    assert chisquare(alone.reshape(6, 1000).sum(1)).pvalue > 1e-4
+
+
+def test_positions_streams_and_seeds_are_independent() -> None:
+    law = torch.tensor([0.4, 0.3, 0.3])
+    table = np.zeros((3, 3))
+    for kind in range(3):
+        table[:] = 0
+        for i in range(4000):
+            one = Races(i).at(3)
+            other = (Races(i).at(4), Races(i, 1).at(3), Races(i + 1).at(3))[kind]
+            table[one.sample(law), other.sample(law)] += 1
+        assert chi2_contingency(table).pvalue > 1e-4
+
+
+def test_nothing_to_sample_is_refused() -> None:
+    for bad in (torch.full((4,), torch.nan), torch.zeros(4)):
+        with pytest.raises(ValueError, match="no token can be sampled"):
+            Races(0).at(0).sample(bad)
+
+
+def test_counts_of_a_verdict() -> None:
+    """Chances of 1 leave the races no choice."""
+    scores = torch.full((3, V), -torch.inf)
+    scores[0, 1] = scores[1, 2] = scores[2, 3] = 0.0
+    races = Races(0)
+    verdict = accept_raced(Draft.chain(0, [1, 2]), scores, races.at)
+    assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 1, 2], 3, 2, False)
+    verdict = accept_raced(Draft.chain(0, [2, 2]), scores, races.at)
+    assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0], 1, 1, True)
+    verdict = accept_raced(Draft([0, 3, 1, 0], [-1, 0, 0, 2]), scores[[0, 1, 1, 1]], races.at)
+    assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 2], 2, 2, True)
+
+
+def asked(rows: int, processors: str, seed: int = 5) -> list[Request]:
+    return [Request(PROMPT, NEW, Sampler(False, PROCESSORS[processors]), seed=seed, stream=row) for row in range(rows)]
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_output_follows_the_targets_distribution(processors: str) -> None:
+    rows = decode(TableLM(TARGET), PlainDrafter(), asked(3000, processors))
+    assert (
+        p_value([tokens_of(row)[:3] for row in rows], joint_distribution(TARGET, PROMPT, 3, PROCESSORS[processors]))
+        > 1e-4
+    )
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "ar"])
+def test_every_method_gives_the_tokens_of_plain_decoding(drafter: str, processors: str) -> None:
+    plain = decode(TableLM(TARGET), PlainDrafter(), asked(150, processors))
+    rows = decode(TableLM(TARGET), DRAFTERS[drafter](TableLM(OTHER)), asked(150, processors))
+    assert [tokens_of(row) for row in rows] == [tokens_of(row) for row in plain]
+    steps = [step for row in rows for step in row]
+    assert sum(step.drafted for step in steps) > 0
+    if drafter != "lookahead":  # it has nothing to propose on so short texts
+        assert sum(step.accepted for step in steps) > 0
+
+
+@pytest.mark.parametrize("name", ["ar", "sd", "lookup", "ouroboros"])
+def test_a_text_that_is_resumed_goes_on_as_it_would_have(name: str) -> None:
+    """As a server does that takes over from another: the prompt, and what was sampled of the answer so far."""
+    target = tiny("llama")
+    decoder = Decoder(target, None, noisy_copy(target, 0.02), method(name), False)
+    prompt, options = [3, 4, 5, 3, 4], {"temperature": 0.8, "top_p": 0.95, "seed": 11, "ignore_eos": True}
+    whole = decoder.generate(prompt, max_new_tokens=40, **options).tokens
+    for cut in (1, 17, 30):
+        rest = decoder.generate([*prompt, *whole[:cut]], max_new_tokens=40 - cut, **options).tokens
+        assert rest == whole[cut:]
+
+
+def test_draft_and_target_hold_the_same_races() -> None:
+    """Otherwise two distributions that are nearly one would seldom agree."""
+    target = random_table(8, 5)
+
+    class Strangers(ChainDrafter):
+        def propose(self, seqs: list[Generation]):  # type: ignore[no-untyped-def]
+            own = [seq.races for seq in seqs]
+            for seq in seqs:
+                seq.races = Races(99, seq.id)
+            proposal = super().propose(seqs)
+            for seq, races in zip(seqs, own, strict=True):
+                seq.races = races
+            return proposal
+
+    rates = {}
+    for kind in (ChainDrafter, Strangers):
+        drafter = kind(TableLM(target + 0.2 * random_table(8, 6)), FixedLength(3))
+        rows = decode(TableLM(target), drafter, [Request([0, 1], 40, Sampler(False), seed=i) for i in range(40)])
+        rates[kind] = summarise([step for row in rows for step in row], 1.0).alpha
+    assert rates[ChainDrafter] > 0.8 > 0.6 > rates[Strangers]
+
+
+def test_a_row_without_a_seed_goes_by_the_rule_that_accepts_more() -> None:
+    target = random_table(8, 5)
+    rates = {}
+    for seed in (3, None):
+        drafter = ChainDrafter(TableLM(target + random_table(8, 6)), FixedLength(3))
+        torch.manual_seed(0)
+        rows = decode(
+            TableLM(target), drafter, [Request([0, 1], 40, Sampler(False), seed=seed, stream=i) for i in range(60)]
+        )
+        rates[seed] = summarise([step for row in rows for step in row], 1.0).alpha
+    assert rates[None] > 1.05 * rates[3]
+
+
+def test_tokens_differ_between_rows_and_seeds() -> None:
+    rows = [
+        tuple(tokens_of(row))
+        for seed in (1, 2)
+        for row in decode(TableLM(TARGET), PlainDrafter(), asked(40, "none", seed))
+    ]
+    assert Counter(rows).most_common(1)[0][1] < 12
