@@ -158,7 +158,7 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
     plan = plan_of(folder, *names, settings=("sd.gamma=3",), draft_weights="float32", **layers)
     found = run(plan, folder / "out")
     assert list(found["arguments"]["methods"]) == ["ar", *names]
-    assert found["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3}
+    assert found["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3, "verification": "block"}
     methods = found["methods"]
     assert {each["exact_match"] for each in methods.values()} == {1.0}
     assert methods["hf-forward/sd"]["tau"] == methods["sd"]["tau"] > 1
