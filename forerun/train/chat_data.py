@@ -19,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -29,8 +30,9 @@ from forerun.files import read_text, write_text
 from forerun.params import SamplingParams
 from forerun.requests import requests
 from forerun.train.chats import SPLITS, Conversation
+from forerun.train.judged import judge_is_plain
 from forerun.train.loop import claim
-from forerun.train.states import answered, save_states
+from forerun.train.states import answered, save_laws, save_states
 from forerun.zoo.corpus import STRETCH, source_files, split_of
 
 ROWS = 64  # decoded together
@@ -101,6 +103,9 @@ def make_chats(
         say(f"answers {number + 1}/{shards}, {made} tokens in this run, {pace:.0f} a second")
         _share_out(out, recipe, questions)
     found = _share_out(out, recipe, questions)
+    plain = torch.tensor([tokenizer(_MARK)["input_ids"]])
+    if judge_is_plain(decoder.target, plain):
+        save_laws(out, decoder.target.head, say)
     say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
     return found
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from forerun.model import CausalLM
 from forerun.train.data import Windows
 from forerun.train.judged import Recall, judged
+from forerun.train.laws import cross_entropy
 from forerun.train.lm import logits_of, states_at
 from forerun.train.loop import TrainConfig, train
 from forerun.train.parts import in_parts
@@ -30,30 +31,47 @@ def distill_chats(
     held: Texts,
     config: TrainConfig,
     out: Path,
+    hot: Tensor | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Trains `draft` in place on conversations, resumes from `out`: KL(target || draft) where a draft is used. The
-    target runs over each text once, as far as memory allows."""
+    """Trains `draft` in place on conversations, resumes from `out`: KL(target || draft) where a draft is used, over the
+    target's most probable tokens (`forerun.train.laws`). The target runs over each text once, as far as memory allows.
+
+    `hot` [S]: the only tokens that the draft will propose; it then learns the target's probabilities among these.
+    """
     learnt, held = learnt.to(judge.device), held.to(judge.device)
     _check_head(draft, learnt.take(torch.arange(1)).tokens)
     recall, again = judged(judge, learnt), judged(judge, held)
     asked = held.spread(EVALUATED)
+
+    head = draft.get_output_embeddings()
 
     def compared(texts: Texts, recall: Recall, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The mean divergence, the number of places where both have one argmax, and of all places."""
         part = texts.take(rows)
         known, met = recall(rows), part.met()
         places, same = met.flatten().nonzero()[:, 0], torch.zeros((), dtype=torch.long, device=met.device)
+        law = whole = known.law(places)
+        weight = None
+        if hot is not None:
+            law = whole.within(hot, draft.config.vocab_size)
+            # Rows of their own, which gather the gradients of all parts.
+            weight = head.weight[hot].detach().requires_grad_(torch.is_grad_enabled())
 
         def divergence(states: Tensor, chosen: slice) -> Tensor:
             nonlocal same
-            wanted = known.logits(places[chosen]).float().log_softmax(-1)
-            found = draft.get_output_embeddings()(states).float().log_softmax(-1)
-            same = same + (found.argmax(-1) == wanted.argmax(-1)).sum()
-            return functional.kl_div(found, wanted, reduction="sum", log_target=True)
+            wanted = law.at(chosen)
+            logits = head(states) if weight is None else functional.linear(states, weight)
+            best = logits.argmax(-1) if hot is None else hot[logits.argmax(-1)]
+            same = same + (best == whole.tokens[chosen, 0]).sum()
+            return cross_entropy(logits.float(), wanted) - torch.special.entr(wanted.probabilities).sum()
 
         with torch.autocast(judge.device.type, torch.bfloat16):
-            return in_parts(states_at(draft, part.tokens, met), divergence, len(places)), same, met.sum()
+            total = in_parts(states_at(draft, part.tokens, met), divergence, len(places))
+        if weight is not None and weight.grad is not None:
+            way = (head.weight[hot] * weight.grad).sum()
+            total = total + way - way.detach()
+        return total, same, met.sum()
 
     def loss(rows: Tensor) -> Tensor:
         return compared(learnt, recall, rows)[0]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ def train_draft(
             raise ValueError(
                 f"{init} has a vocabulary of {draft.config.vocab_size} entries, {target} of {big.config.vocab_size}"
             )
-    mark = {
+    mark: dict[str, Any] = {
         "target": target,
         "data": list(data),
         "init": init,
@@ -98,6 +99,8 @@ def train_draft(
         "width": width,
         "sequences": sequences,
     }
+    if hot < 1:
+        mark |= {"hot": hot}
     if chats is not None:
         mark |= {"chats": str(chats), "texts": made[0].digest if made is not None else None}
     claim(out / "work", json.dumps(mark | asdict(config) | {"compile": None}, sort_keys=True))
@@ -105,7 +108,9 @@ def train_draft(
     if made is not None:
         learnt, held = made
         counts = learnt.frequencies(draft.config.vocab_size)
-        distill_chats(CausalLM(big.requires_grad_(False)), draft, learnt, held, config, out / "work" / "draft", say=say)
+        tokens, share = hot_set(counts, max(1, round(hot * len(counts))))
+        only = tokens if hot < 1 else None
+        distill_chats(CausalLM(big.requires_grad_(False)), draft, learnt, held, config, out / "work/draft", only, say)
     else:
         own = own_output(
             big,
@@ -117,11 +122,11 @@ def train_draft(
             say=say,
         )
         counts = torch.from_numpy(np.bincount(own.flatten(), minlength=draft.config.vocab_size))
+        tokens, share = hot_set(counts, max(1, round(hot * len(counts))))
         distill(big, draft, own, stream, config, out / "work" / "draft", say=say)
     draft.save_pretrained(out)
     tokenizer.save_pretrained(out)
     if hot < 1:
-        tokens, share = hot_set(counts, max(1, round(hot * len(counts))))
         save_hot(out, tokens)
         say(f"its {len(tokens)} tokens are {share:.2%} of the output that it learnt from")
     say(f"the draft is in {out}: forerun generate --target {target} --draft {out}")

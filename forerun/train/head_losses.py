@@ -13,7 +13,8 @@ from torch.nn import functional
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.train.judged import Known, Recall
-from forerun.train.parts import ROWS, in_parts
+from forerun.train.laws import cross_entropy
+from forerun.train.parts import in_parts
 from forerun.train.texts import Texts
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ def loss_of(
     weight, bias = (each.bfloat16() for each in head)  # once, and not for each product
     length, met, total = part.tokens.shape[1], part.met().flatten(), known.states.new_zeros(())
     places = met.nonzero()[:, 0]
-    wanted = torch.cat([known.logits(each).softmax(-1)[:, drafter.hot] for each in places.split(ROWS)])
+    wanted = known.law(places).within(drafter.hot, drafter.config.vocab_size)
     number = met.cumsum(0) - 1  # of a place among those
 
     def loss(behind: Tensor, place: Tensor, states: Tensor, chosen: slice) -> Tensor:
         """The sum over states that stand for places, behind tokens."""
-        plain, law = functional.linear(states.bfloat16(), weight, bias).float(), wanted[number[place[chosen]]]
+        plain, law = functional.linear(states.bfloat16(), weight, bias).float(), wanted.at(number[place[chosen]])
         informed = plain
         if drafter.informed:
             apart = plain.detach() if recipe.loss == "regression" else plain
@@ -58,11 +59,6 @@ def loss_of(
         own = partial(loss, part.tokens[text, at + k], text * length + at + k)
         total = total + in_parts(drafted[text, at], own, share)
     return total
-
-
-def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
-    """The sum over logits [n, S] with probabilities [n, S], which may sum to less than 1."""
-    return -(wanted * logits.log_softmax(-1)).sum()
 
 
 def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:
@@ -98,7 +94,7 @@ def measure(
         tokens, known, met = part.tokens, recall(rows), part.met()
         argmax = torch.full_like(tokens, -1)
         places = met.flatten().nonzero()[:, 0]
-        argmax[met] = torch.cat([known.logits(each).argmax(-1) for each in places.split(ROWS)])
+        argmax[met] = known.law(places).tokens[:, 0]
         drafts = drafter.drafted(known.features, embeddings_of(drafter, judge, tokens), recipe.unroll)
         kept = argmax == tokens.roll(-1, 1)  # where the text goes on with the target's argmax
         seen = dict.fromkeys(uses, part.met(recipe.unroll))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model import CausalLM, same_model
+from forerun.train.laws import Law, law_of
 from forerun.train.texts import Texts
 
 REMEMBERED = 5 * 2**30  # bytes of features, those of 4 million tokens of states of 640 numbers
@@ -23,12 +24,12 @@ class Known(NamedTuple):
     Attributes:
         features: [B, T, d] what a head takes: the LM head's inputs, or the states below the last layer.
         states: [B, T, d] the LM head's inputs, which a head predicts.
-        logits: of places [n], which are numbered as if all texts were one, their logits [n, V].
+        law: of places [n], which are numbered as if all texts were one, their distributions.
     """
 
     features: Tensor
     states: Tensor
-    logits: Callable[[Tensor], Tensor]
+    law: Callable[[Tensor], Law]
 
 
 Recall = Callable[
@@ -42,24 +43,16 @@ def features_of(judge: CausalLM, tokens: Tensor, feature: str = "head") -> Known
     with judge.hearing() as heard, judge.hearing("below" if feature == "below" else "") as below:
         logits = judge.model(input_ids=tokens, use_cache=False).logits
     states, flat = heard[0].float(), logits.flatten(0, 1)
-    return Known(below[0].float() if below else states, states, lambda at: flat[at].float())
+    return Known(below[0].float() if below else states, states, lambda at: law_of(lambda part: flat[at[part]], len(at)))
 
 
 def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
     """What the target says about these texts. Each goes through it once, as far as REMEMBERED bytes hold what comes of
-    it, and not at all where its states were kept while this target wrote it."""
+    it, and not at all where its states were kept while this target wrote it. So may its distributions have been."""
     head = copy.deepcopy(judge.head).bfloat16()  # autocast would round it anew for each product
-
-    @torch.no_grad()
-    def logits(states: Tensor) -> Tensor:
-        return head(states.bfloat16()).float()
-
-    first = features_of(judge, texts.take(torch.arange(1)).tokens, feature)
-    states = first.states.flatten(0, 1)
-    # Some models cap or scale their head's logits.
-    whole = first.logits(torch.arange(len(states), device=states.device))
-    by_head = torch.allclose(judge.head(states.to(judge.dtype)).float(), whole, atol=1e-2, rtol=1e-2)
-    kept = feature == "head" and texts.target is not None and same_model(texts.target, judge.fingerprint)
+    by_head = judge_is_plain(judge, texts.take(torch.arange(1)).tokens)
+    same = texts.target is not None and same_model(texts.target, judge.fingerprint)
+    kept = feature == "head" and same
     store: dict[int, Tensor] = {}  # [ends, d] by row
     left = REMEMBERED
 
@@ -83,6 +76,22 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
         parts = [found.to(judge.device) for row in rows.tolist() if (found := own[row]) is not None]
         whole = pad_sequence(parts, batch_first=True).float()
         features, states = whole.chunk(2, -1) if feature == "below" else (whole, whole)
-        return Known(features, states, lambda at: logits(states.flatten(0, 1)[at]))
+        laws = [texts.law(row) for row in rows.tolist()] if same else [None]
+        if None not in laws:
+            begins, length = texts.begins[rows], states.shape[1]
+            ends = torch.tensor([len(each.tokens) for each in laws if each is not None], device=begins.device)
+            starts = ends.cumsum(0) - ends - begins
+            whole_law = Law(*(torch.cat(part).to(judge.device) for part in zip(*filter(None, laws), strict=True)))
+            return Known(features, states, lambda at: whole_law.at(starts[at // length] + at % length))
+        flat = states.flatten(0, 1).bfloat16()
+        return Known(features, states, lambda at: law_of(lambda part: head(flat[at[part]]), len(at)))
 
     return recall
+
+
+@torch.no_grad()
+def judge_is_plain(judge: CausalLM, tokens: Tensor) -> bool:
+    """Whether the LM head alone gives the logits of tokens [1, T]: some models cap or scale them."""
+    with judge.hearing() as heard:
+        logits = judge.model(input_ids=tokens, use_cache=False).logits
+    return torch.allclose(judge.head(heard[0]).float(), logits.float(), atol=1e-2, rtol=1e-2)

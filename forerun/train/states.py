@@ -3,15 +3,16 @@ training need not run the target again."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.draft import Draft
 from forerun.drafters.plain import PlainDrafter
@@ -21,6 +22,7 @@ from forerun.generation import Generation, Request
 from forerun.model import CausalLM
 from forerun.sampling import Verdict
 from forerun.train.chats import Conversation
+from forerun.train.laws import Law, law_of
 
 
 class Listener(PlainDrafter):
@@ -74,6 +76,35 @@ def save_states(path: Path, states: Sequence[Tensor]) -> None:
     temporary.replace(path)
 
 
+@torch.no_grad()
+def save_laws(folder: Path, head: nn.Module, say: Callable[[str], None]) -> None:
+    """Writes what the target says behind every place of the answers in a folder, from its states and by its LM head. A
+    file that is there is left as it is."""
+    head = copy.deepcopy(head).bfloat16()
+    paths = [path for path in sorted(folder.glob("states-*.safetensors")) if not _beside(path, "laws").exists()]
+    for number, path in enumerate(paths, 1):
+        answers = _lengths(path)
+        with safe_open(path, "pt") as file:
+            states, lengths = file.get_tensor("states"), file.get_tensor("lengths").tolist()
+        own = torch.cat([each[len(each) - count :] for each, count in zip(states.split(lengths), answers, strict=True)])
+        law = law_of(lambda part, own=own: head(own[part]), len(own))  # type: ignore[misc]
+        temporary = _beside(path, "laws").with_suffix(".tmp")
+        tensors = {"tokens": law.tokens.to(torch.int32), "probabilities": law.probabilities.bfloat16()}
+        save_file(tensors, temporary)
+        temporary.replace(_beside(path, "laws"))
+        say(f"distributions {number}/{len(paths)}")
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(path.name.replace("states", kind))
+
+
+def _lengths(path: Path) -> list[int]:
+    """Tokens of each answer that a file of states belongs to."""
+    answers = _beside(path, "answers").with_suffix(".jsonl")
+    return [len(json.loads(line)["answer"]) for line in read_text(answers).splitlines()]
+
+
 class StoredStates:
     """The states of a folder of conversations, read from its files when they are asked for.
 
@@ -83,27 +114,39 @@ class StoredStates:
 
     def __init__(self, folder: Path) -> None:
         self.target: dict[str, Any] = json.loads(read_text(folder / "config.json"))["target"]
-        self._files: dict[Path, Any] = {}
+        self._files: dict[tuple[Path, str], Any] = {}
         self._places: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
+        self._laws: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
         for path in sorted(folder.glob("states-*.safetensors")):
             answers = path.with_name(path.name.replace("states", "answers")).with_suffix(".jsonl")
             if not answers.exists():  # it is written behind the states
                 continue
             with safe_open(path, "pt") as file:
                 lengths = file.get_tensor("lengths").tolist()
-            lines, start = read_text(answers).splitlines(), 0
+            lines, start, before = read_text(answers).splitlines(), 0, 0
+            laws = _beside(path, "laws")
             for line, length in zip(lines, lengths, strict=True):
                 each = json.loads(line)
-                self._places[tuple(each["prompt"]), each["temperature"]] = path, start, length
-                start += length
+                key, count = (tuple(each["prompt"]), each["temperature"]), len(each["answer"])
+                self._places[key] = path, start, length
+                if laws.exists():
+                    self._laws[key] = laws, before, count
+                start, before = start + length, before + count
 
     def of(self, conversation: Conversation) -> Tensor | None:
         """[n - 1, d] bfloat16 at the tokens of a prompt and its answer but the last; None where there are none."""
         place = self._places.get((tuple(conversation.prompt), conversation.temperature))
+        return None if place is None else self._read("states", *place)
+
+    def law_of(self, conversation: Conversation) -> Law | None:
+        """The target's distributions of each token of the answer; None where there are none."""
+        place = self._laws.get((tuple(conversation.prompt), conversation.temperature))
         if place is None:
             return None
-        path, start, length = place
-        if path not in self._files:
-            self._files[path] = safe_open(path, "pt").__enter__().get_slice("states")
-        found: Tensor = self._files[path][start : start + length]
+        return Law(self._read("tokens", *place).long(), self._read("probabilities", *place).float())
+
+    def _read(self, name: str, path: Path, start: int, length: int) -> Tensor:
+        if (path, name) not in self._files:
+            self._files[path, name] = safe_open(path, "pt").__enter__().get_slice(name)
+        found: Tensor = self._files[path, name][start : start + length]
         return found

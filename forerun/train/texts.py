@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.train.chats import Conversation, read_chats
+from forerun.train.laws import Law
 from forerun.train.states import StoredStates
 
 LEARNT = ("train", "validation")  # splits
@@ -28,6 +29,7 @@ class Texts:
             A position's distribution is that of the token behind it.
         states: what the LM head was given [ends, d] over the text of an index, where it was kept, in
         target: the model of this fingerprint.
+        law: of an index, the target's distributions at its positions from `begins` to `ends` - 1, where they were kept.
     """
 
     tokens: Tensor
@@ -35,6 +37,7 @@ class Texts:
     ends: Tensor
     states: Callable[[int], Tensor | None] = lambda row: None
     target: dict[str, Any] | None = None
+    law: Callable[[int], Law | None] = lambda row: None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,9 +115,13 @@ def of_chats(conversations: Sequence[Conversation], longest: int = 512, stored: 
         found = None if stored is None else stored.of(kept[row])
         return None if found is None else found[: len(rows[row]) - 1]
 
+    def law(row: int) -> Law | None:
+        found = None if stored is None else stored.law_of(kept[row])
+        return None if found is None else found.at(torch.arange(len(rows[row]) - len(kept[row].prompt)))
+
     # What stands behind the last token is never asked for.
     ends = torch.tensor([len(own) - 1 for own in rows])
-    return Texts(tokens, torch.tensor(begins), ends, states, None if stored is None else stored.target)
+    return Texts(tokens, torch.tensor(begins), ends, states, None if stored is None else stored.target, law)
 
 
 def learnt_and_held(chats: Path, longest: int = 512) -> tuple[Texts, Texts]:
