@@ -38,14 +38,18 @@ class Law(NamedTuple):
 @torch.no_grad()
 def law_of(logits: Callable[[slice], Tensor], count: int) -> Law:
     """Distributions at `count` places; `logits` gives those [n, V] of some of them, as few as a cache holds."""
-    parts = []
+    law: Law | None = None
     for start in range(0, count, ROWS):
-        found = logits(slice(start, min(start + ROWS, count))).float()
+        part = slice(start, min(start + ROWS, count))
+        found = logits(part).float()
         best, tokens = found.topk(min(MOST, found.shape[-1]))
-        parts.append((tokens, (best - found.logsumexp(-1, keepdim=True)).exp()))
-    if not parts:
-        return Law(torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1))
-    return Law(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        if law is None:
+            # Room for all at once: small results between large ones would leave holes that nothing fits into, of
+            # gigabytes in the end.
+            room = tokens.new_empty(count, tokens.shape[1]), best.new_empty(count, tokens.shape[1])
+            law = Law(*room)
+        law.tokens[part], law.probabilities[part] = tokens, (best - found.logsumexp(-1, keepdim=True)).exp()
+    return law or Law(torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1))
 
 
 def cross_entropy(logits: Tensor, wanted: Law) -> Tensor:
