@@ -109,6 +109,8 @@ def load(
     named = [isinstance(source, str | Path) for source in (target, draft) if source is not None]
     if draft_vocabulary is not None and draft_vocabulary < 0:
         raise ValueError(f"draft_vocabulary must be at least 0, not {draft_vocabulary}")
+    if draft_vocabulary and graphs:
+        raise ValueError("draft_vocabulary cannot stand beside graphs: recorded forwards have the whole head")
     usual = fast and device_map is None and draft_vocabulary is None
     if all(named) and usual and (unnamed or chosen.needs_costs):
         profile = profiles.find(target, draft, device, dtype, weights, draft_weights)  # type: ignore[arg-type]

@@ -208,6 +208,7 @@ class Decoder:
                 f"{self.method.name!r} is set to {self._phrases()}: see ngram and guesses"
             )
         self.pools[shape] = pool
+        self.close()  # an engine that is there goes on with what it has
 
     def save_phrases(self, path: str | Path) -> None:
         """Writes what the method has gathered, for `read_phrases`: whole or not at all."""

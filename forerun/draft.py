@@ -114,6 +114,7 @@ class Draft:
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
         tree = Tree(self)
+        tree.block = False  # whether siblings came along depends on tokens that were drawn; one rule must do for both
         moved = [0]
         for node in range(1, len(other)):
             moved.append(tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node]))

@@ -30,8 +30,8 @@ class Request:
         stop: asked after every token with all tokens so far; True ends the sequence (`forerun.text.StopStrings`).
         criteria: Hugging Face stopping criteria, asked after every token with ids [1, n] and the processed scores
             [1, V] that gave the token.
-        seed: what is sampled: the same tokens by every method, whatever is decoded beside it (`forerun.races`). None is
-            for the rule that accepts most; what is sampled then depends on the method, and on when it drafts.
+        seed: what is sampled: the same tokens by every method, whatever is decoded beside it (`forerun.races`). None:
+            the rule that accepts most drafts; what is sampled then depends on the method, and on when it drafts.
         stream: which stream of random numbers of the seed, for rows that share a seed. Streams of neighbouring seeds
             do not overlap.
         generator: source of random numbers where there is no seed. Default: one that begins where torch's own is.
@@ -99,7 +99,7 @@ class Generation:
         self.waited: float | None = None
         self.prompt_logprobs: tuple[Logprob, ...] | None = None
         self._error: Exception | None = None
-        self.races = None if self.greedy or request.seed is None else Races(request.seed, request.stream)
+        self.races = None if self.greedy or request.seed is None else Races(int(request.seed), int(request.stream))
         self.generator = None
         if not self.greedy and self.races is None:
             self.generator = request.generator or torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))

@@ -10,22 +10,31 @@ What is sampled is then the target's choice alone, whatever was drafted, in what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 from torch import Tensor
 
-# Tokens that are less probable than this run as one, which chooses among them if it wins: they are many.
+# What a token has beyond this runs alone. What all have up to it runs as one, which chooses among them if it wins: so
+# the many tokens that are hardly probable take no time of their own.
 FLOOR = 2.0**-12
-_REST, _CHOICE = 2**32, 2**32 + 1  # numbers of no token
+_REST = 2**32  # the first number of no token
 
 
 @dataclass(frozen=True)
 class Race:
-    """The races of one position. `key`: 64 bits that belong to it alone."""
+    """The races of one position.
+
+    Attributes:
+        key: 64 bits that belong to it alone.
+        names: [n] the tokens that probabilities are of, where these are those of a part of
+        size: so many tokens.
+    """
 
     key: int
+    names: np.ndarray | None = field(default=None, compare=False)
+    size: int = 0
 
     def uniforms(self, tokens: np.ndarray) -> np.ndarray:
         """A number in (0, 1) for each token."""
@@ -37,24 +46,32 @@ class Race:
         return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
     def sample(self, probabilities: Tensor) -> int:
-        """The winner among tokens with these probabilities [V]. Raises ValueError for a distribution of NaN or of
-        nothing."""
+        """The winner's place among probabilities [V]. Raises ValueError for a distribution of NaN or of nothing."""
         p = probabilities.float().cpu().numpy()
-        ahead = np.flatnonzero(p >= FLOOR)
-        own, whole = p[ahead], p.sum()
-        mass = whole - own.sum()  # of the rest; where there is none, rounding
-        if not whole > 0.0:
+        if not p.sum() > 0.0:
             raise ValueError("no token can be sampled: the model's scores are not numbers, or all of them are -inf")
-        numbers = self.uniforms(np.append(ahead, _REST))
-        times = -np.log(numbers[:-1]) / own
-        best = int(times.argmin()) if len(ahead) else -1
-        if best >= 0 and (mass <= 0.0 or times[best] <= -np.log(numbers[-1]) / mass):
-            return int(ahead[best])
-        rest = np.where(p < FLOOR, p, 0.0).cumsum(dtype=np.float64)
-        if not rest[-1] > 0.0:
-            return int(ahead[best])
-        at = self.uniforms(np.array([_CHOICE]))[0] * rest[-1]
-        return int(min(rest.searchsorted(at, "right"), len(rest) - 1))
+        ahead = np.flatnonzero(p > FLOOR)
+        numbers = self.uniforms(np.append(ahead if self.names is None else self.names[ahead], _REST))
+        low = np.minimum(p, np.float32(FLOOR))
+        times = -np.log(numbers) / np.append(p[ahead].astype(np.float64) - FLOOR, low.sum(dtype=np.float64))
+        winner = int(times.argmin())
+        return int(ahead[winner]) if winner < len(ahead) else self._among(low)
+
+    def _among(self, low: np.ndarray) -> int:
+        """The place of a token, as probable as `low` says: the first one accepted of tokens in a random order, which is
+        the same for draft and target."""
+        size, places = len(low), np.arange(len(low))
+        if self.names is not None:
+            size, places = self.size, np.full(self.size, -1)
+            places[self.names] = np.arange(len(low))
+        start, count = _REST + 1, 64
+        while True:
+            numbers = self.uniforms(np.arange(start, start + 2 * count))
+            found = places[(numbers[::2] * size).astype(np.int64)]
+            hits = np.flatnonzero((found >= 0) & (numbers[1::2] * FLOOR < low[found]))
+            if len(hits):
+                return int(found[hits[0]])
+            start, count = start + 2 * count, min(2 * count, 2**16)
 
 
 @dataclass(frozen=True)

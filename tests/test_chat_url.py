@@ -28,7 +28,7 @@ from serving import NAME, Live, live, make_decoder, post
 from test_server_process import health, started, until
 
 from forerun.cli.chat import chat
-from forerun.cli.remote import Remote
+from forerun.cli.remote import Remote, key_for
 from forerun.cli.talk import Talk
 from forerun.cli.wire import BrokenError
 from forerun.cli.writing import Answer, Reading
@@ -333,9 +333,11 @@ def test_the_key_is_the_options_or_of_the_environment(stub: str, monkeypatch: py
     chat("hello", url=stub)
     monkeypatch.delenv("FORERUN_API_KEY")
     chat("hello", url=stub)
-    monkeypatch.delenv("OPENAI_API_KEY")
-    chat("hello", url=stub)
-    assert [key for _, key in Stub.seen] == ["Bearer mine", "Bearer secret", "Bearer other", None]
+    assert [key for _, key in Stub.seen] == ["Bearer mine", "Bearer secret", None]
+    # OpenAI's key goes to OpenAI alone, and nowhere in clear text.
+    assert key_for("https://api.openai.com/v1") == "other"
+    for url in (stub, "http://api.openai.com/v1", "https://api.openai.com.evil.org", "https://openai.example"):
+        assert key_for(url) is None
     with pytest.raises(ValueError, match=r"^the API key must be printable ASCII without spaces around it$"):
         chat("hello", url=stub, api_key="two\nlines")
 

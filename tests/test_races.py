@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,25 @@ def test_improbable_tokens_win_as_well() -> None:
     assert (found[1:] > 0).sum() > 2000
     alone = counts(torch.full((6000,), 1 / 6000), 3000)
     assert chisquare(alone.reshape(6, 1000).sum(1)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("heat", [0.8, 1.0, 30.0])
+def test_like_distributions_agree(heat: float) -> None:
+    """At least as often as the paper promises, also where most tokens are improbable."""
+    size = 20000
+    maker = torch.Generator().manual_seed(0)
+    scores = -torch.arange(1, size + 1).float().log()
+    p = (scores / heat).softmax(-1)
+    q = (p.log() + 0.1 * torch.randn(size, generator=maker)).softmax(-1)
+    apart = float((p - q).abs().sum() / 2)
+    races = [Races(1).at(position) for position in range(400)]
+    agreed = sum(race.sample(p) == race.sample(q) for race in races) / len(races)
+    assert agreed > (1 - apart) / (1 + apart) - 0.05
+    # A part of the vocabulary in an order of its own holds the same races.
+    names = torch.randperm(size, generator=maker)
+    part = [replace(race, names=names.numpy(), size=size) for race in races]
+    found = [int(names[each.sample(p[names])]) for each in part]
+    assert found == [race.sample(p) for race in races]
 
 
 def test_positions_streams_and_seeds_are_independent() -> None:

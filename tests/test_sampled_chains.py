@@ -11,6 +11,7 @@ from transformers.generation import logits_process as hf
 from forerun.drafters.sampled import sample_chains
 from forerun.generation import Generation, Request
 from forerun.methods import method
+from forerun.races import Races
 from forerun.sampling import Sampler
 
 V, HOT = 7, torch.tensor([5, 1, 3])
@@ -68,6 +69,15 @@ def test_rows_end_where_they_must_and_greedy_ones_take_the_argmax() -> None:
     assert drafts[2].drafted == 1 and len(drafts[2].q) == 1
     assert drafts[3].tokens == [2, 3, 3] and drafts[3].q[:, 3].tolist() == [1.0, 1.0]
     assert not any(draft.block for draft in drafts)
+
+
+def test_rows_with_a_seed_hold_the_targets_races() -> None:
+    """Hot tokens stand in an order of their own, but a token runs under its own number."""
+    law = torch.zeros(V).index_copy_(0, HOT, LOGITS[0].softmax(-1))
+    for row in range(200):
+        seq = Generation(Request([2], 9, Sampler(False), seed=3, stream=row))
+        (draft,) = sample_chains([seq], lambda k, tokens, at: LOGITS[k].expand(1, 1, -1), HOT, V, [1], ["draft"], True)
+        assert draft.tokens[1] == Races(3, row).at(1).sample(law) and draft.q is None
 
 
 def test_settings() -> None:

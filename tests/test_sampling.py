@@ -118,6 +118,7 @@ DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
     "block": block,
     "block and points": partial(block, depth=2, behind=True),
     "block among siblings": lambda rng: replace(mixed(rng), block=True),
+    "block with a branch": lambda rng: block(rng, 2).merge(Draft.chain(0, [0, 0])),
 }
 
 

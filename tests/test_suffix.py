@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -577,3 +578,44 @@ def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
         SuffixMemory(0)
     assert VOCAB > 42
+
+
+def test_states_of_a_memory_are_bounded_whatever_goes() -> None:
+    """A text that stays is split by others that come and go."""
+    rng = np.random.default_rng(0)
+    memory, kept = SuffixMemory(3000), rng.integers(50, size=1000).tolist()
+    memory.add(kept)
+    for _ in range(60):
+        other = list(kept)
+        other[int(rng.integers(1000))] = 99
+        memory.add(other)
+        memory.add(kept)  # which renews it
+    assert tuple(kept) in memory.texts and memory.automaton.size <= 3 * 3000
+    assert memory.automaton.counts[memory.automaton.match(kept)[0]] == 1
+    fresh = rng.integers(1000, size=900).tolist()
+    memory.add(fresh)
+    assert tuple(fresh) in memory.texts
+
+
+def test_a_memory_whose_change_was_broken_off_mends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SuffixMemory(40)
+    texts = [[1, 2, 3, 4, 5] * 2, [6, 7, 8, 1, 2, 3], [9, 1, 2, 3, 9]]
+    for text in texts:
+        memory.add(text)
+    calls, extend = [0], type(memory.automaton).extend
+
+    def interrupted(self: Automaton, last: int, token: int) -> int:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return extend(self, last, token)
+
+    monkeypatch.setattr(Automaton, "extend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memory.add(list(range(20, 45)))  # others are forgotten for it
+    whole = SuffixMemory(40)
+    for text in memory.texts:
+        whole.add(text)
+    for text in texts:
+        (state, length), (other, same) = (each.automaton.match(text) for each in (memory, whole))
+        assert length == same and memory.automaton.counts[state] == whole.automaton.counts[other]

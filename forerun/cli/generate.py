@@ -75,7 +75,7 @@ def generate(
     if phrases is not None:
         if settings.phrases is None or not is_named:
             raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, lookahead, suffix and hybrid")
-        if temperature:
+        if temperature and seed is None and settings.name not in ("suffix", "hybrid"):
             raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
         if not phrases.parent.is_dir():
             raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeGuard
+from urllib.parse import urlsplit
 
 from forerun.chat import checked, with_system
 from forerun.cli.wire import BrokenError, Wire, plain
 from forerun.cli.writing import Answer, Figures, Reading
 from forerun.params import SamplingParams
 
-KEYS = ("FORERUN_API_KEY", "OPENAI_API_KEY")
+OWN_KEY, OPENAI_KEY = "FORERUN_API_KEY", "OPENAI_API_KEY"
 SHOWN = 10  # models in an error
 
 # Sent where they are not what they are without being sent. OpenAI's own API has only the first two.
@@ -30,6 +31,15 @@ class Chunk:
     finish_reason: str | None
 
 
+def key_for(url: str) -> str | None:
+    """The key that the environment has for a server. OpenAI's goes to OpenAI alone."""
+    if own := os.environ.get(OWN_KEY):
+        return own
+    parts = urlsplit(url)
+    is_openai = parts.scheme == "https" and (parts.hostname or "").endswith((".openai.com", ".openai.azure.com"))
+    return os.environ.get(OPENAI_KEY) or None if is_openai else None
+
+
 class Remote:
     """A model behind an address.
 
@@ -42,7 +52,7 @@ class Remote:
 
     def __init__(self, url: str, key: str | None = None, model: str | None = None) -> None:
         """Asks the server for its models. Raises ValueError where there is none, or several and no name."""
-        self._wire = Wire(url, key if key is not None else next(filter(None, map(os.environ.get, KEYS)), None))
+        self._wire = Wire(url, key if key is not None else key_for(url))
         models = _models(self._wire.get("models"), self._wire.url)
         if model is None and len(models) != 1:
             names = [plain(name) for name in list(models)[:SHOWN]] + ["..."] * (len(models) > SHOWN)

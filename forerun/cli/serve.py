@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,6 +98,9 @@ def serve(
         raise ValueError("--api-key must be printable ASCII without spaces around it")
     name = target or (SMOLLM2 if find_smollm2() is not None else EMBEDDED)
     settings, is_named = chosen_method(name, draft, method, gamma, method_arg, pre_verifier, head)
+    # Rejected drafts, which a client may ask for, would be words of other clients' answers.
+    if getattr(settings, "warm", False) and not any(each.startswith("warm=") for each in method_arg or []):
+        settings = replace(settings, warm=False)  # type: ignore[call-arg]
     options = load_options(locals())
     from forerun.server.listening import listen
 

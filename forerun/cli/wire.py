@@ -145,6 +145,7 @@ def _address(url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")
     except ValueError:
         raise wrong from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not url.isascii():

@@ -109,6 +109,11 @@ class Automaton:
             each.append(0)
         return len(self.longest) - 1
 
+    @property
+    def size(self) -> int:
+        """The number of states that are in use."""
+        return len(self.links) - len(self._free)
+
     def match(self, text: Sequence[int]) -> tuple[int, int]:
         """The longest suffix of a text that occurs: its state and its length."""
         follows, links, longest = self.follows, self.links, self.longest

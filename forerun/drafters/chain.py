@@ -41,12 +41,6 @@ class Chain:
     def text(self) -> list[int]:
         return self.seq.tokens + self.tokens
 
-    def fail(self, error: RowError) -> None:
-        """A processor of the sequence raised: nothing is drafted."""
-        assert isinstance(error.__cause__, Exception)
-        self.seq.error = error.__cause__
-        self.tokens, self.q = [], []
-
     def draft(self) -> Draft:
         q = torch.stack(self.q) if self.q else None
         return Draft.chain(self.seq.tokens[-1], self.tokens, q, block=self.block)
@@ -171,7 +165,8 @@ class ChainDrafter:
         return seconds
 
     def _choose(self, chains: list[Chain], live: list[int], logits: Tensor) -> tuple[list[int], Tensor, Tensor | None]:
-        """`next_tokens` for the rows `live`, from which those are removed whose processors raise."""
+        """`next_tokens` for the rows `live`, from which those are removed that end here: processors left no token that
+        this model has. Where one raises, it will do so for the target as well."""
         while live:
             now = [chains[row] for row in live]
             try:
@@ -182,7 +177,6 @@ class ChainDrafter:
                     [chain.seq.source(len(chain.tokens)) for chain in now],
                 )
             except RowError as error:
-                now[error.row].fail(error)
                 del live[error.row]
                 logits = torch.cat([logits[: error.row], logits[error.row + 1 :]])
         return [], logits, None

@@ -1,8 +1,8 @@
 """Never slower: drafts are left out while they do not pay, and tried again now and then.
 
 The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. Greedy output does not: a step
-without a draft is a plain one. Nor does what is sampled with a seed (`forerun.races`). Without one every step keeps the
-target's distribution, but drafts use up random numbers of their own.
+without a draft is a plain one. What is sampled with a seed does not either (`forerun.races`). Without a seed every step
+keeps the target's distribution, but drafts use up random numbers of their own.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class Pace:
         """A new sequence has new text: of a pause that another text has earned it need not wait for the latter half, or
         as one of many rows for its share of that half."""
         self.wait = self.wait * (2 * rows - 1) // (2 * rows)
+
+    def passed(self) -> None:
+        """A step that cannot be judged, in which drafts were left out."""
+        self.wait = max(self.wait - 1, 0)
 
     def drafts(self, rows: int) -> bool:
         """Whether a step of that many rows is to draft."""
@@ -141,9 +145,15 @@ class Guarded:
                 self._admitting = False
             self._inside[seq.id] = True
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
-        pace = self._judge = self.paces[all(seq.greedy for seq in seqs)]
-        asked = list(seqs) if pace.drafts(len(seqs)) else []
+    def propose(self, seqs: list[Generation], among: int | None = None) -> Proposal:
+        """`among`: how many rows the step has altogether, where these are only some of them. Such a step is not judged:
+        it shows neither what a plain step costs nor what a draft of all rows brings."""
+        pace = self.paces[all(seq.greedy for seq in seqs)]
+        self._judge = pace if among in (None, len(seqs)) else None
+        drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
+        if self._judge is None and not drafts:
+            pace.passed()
+        asked = list(seqs) if drafts else []
         late = [seq for seq in asked if not self._inside[seq.id]]
         if late and self._admitting:  # they wait for that prompt, and nothing is learnt from this step
             asked = [seq for seq in asked if self._inside[seq.id]]
@@ -167,10 +177,6 @@ class Guarded:
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
         return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
 
-    def leave_unjudged(self) -> None:
-        """This step shows nothing: rows that somebody else drafts for take part in it."""
-        self._judge = None
-
     def observe(
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
@@ -187,6 +193,7 @@ class Guarded:
             # A drafter that had nothing to propose has shown what a plain step costs.
             drafted = any(draft.drafted for draft in drafts)
             self._judge.saw(len(seqs), tokens, self._judge.clock() - self._begun, drafted)
+        self._judge = None  # a step in which nothing is asked of this drafter is not its own
 
     def drop(self, seq: Generation) -> None:
         self._inside.pop(seq.id, None)

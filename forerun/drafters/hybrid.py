@@ -41,9 +41,11 @@ class HybridDrafter:
             else:
                 rest.append(seq)
         self._asked = {seq.id for seq in rest}
-        proposal = self.other.propose(rest) if rest else Proposal([])
-        if drafts and isinstance(self.other, Guarded):
-            self.other.leave_unjudged()
+        proposal = Proposal([])
+        if rest and isinstance(self.other, Guarded):
+            proposal = self.other.propose(rest, len(seqs))
+        elif rest:
+            proposal = self.other.propose(rest)
         drafts |= zip([seq.id for seq in rest], proposal.drafts, strict=True)
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
 

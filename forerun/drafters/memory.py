@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import RLock
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,19 +17,21 @@ from safetensors.torch import save_file
 from forerun.drafters.automaton import LINKS, Automaton
 
 _FORMAT = "forerun-suffixes-1"
+STATES = 3  # for each token, at most; a new automaton has two at most
+SMALL = 1024  # tokens, below which states are not worth counting
 
 
 class SuffixMemory:
     """The last texts that were put in or used, of `most` tokens together, and the automaton of their suffixes.
 
-    A text that is put in again is there once. Not safe to share between threads.
+    A text that is put in again is there once. Who reads the automaton holds `lock`.
     """
 
     def __init__(self, most: int) -> None:
         """Raises ValueError for fewer tokens than 1."""
         if most < 1:
             raise ValueError(f"a memory of outputs needs at least 1 token, not {most}")
-        self.most = most
+        self.most, self.lock = most, RLock()
         self.clear()
 
     def __len__(self) -> int:
@@ -47,41 +50,66 @@ class SuffixMemory:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self.automaton, self._size = Automaton(None), 0
-        self._ends: dict[tuple[int, ...], int] = {}  # of each text its last place in the automaton, in order of use
-        self._at: list[tuple[int, tuple[int, ...]]] = []  # the same in order of places
+        with self.lock:
+            self._automaton, self._size = Automaton(None), 0
+            self._ends: dict[tuple[int, ...], int] = {}  # of each text its last place in the automaton, in order of use
+            self._at: list[tuple[int, tuple[int, ...]]] = []  # the same in order of places
+            self._is_whole = True  # not while a change is under way, which an exception may end
+
+    @property
+    def automaton(self) -> Automaton:
+        """That of the suffixes of all texts."""
+        self._mend()
+        return self._automaton
+
+    def _mend(self) -> None:
+        """Makes the automaton anew after a change that was broken off, and where texts that are gone have left too many
+        states behind: those that they split stay split."""
+        if not self._is_whole or self._automaton.size > STATES * max(self._size, SMALL):
+            texts = self.texts
+            self.clear()
+            for text in texts:
+                self._put(text)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Puts in a text, its last tokens where it is too long; forgets others until there is room.
 
         Where a text goes round in circles, the rest of it is left out: each token would take longer than the last.
         """
-        text = tuple(tokens[-self.most :])
-        if not text or text in self._ends:
-            self._renew(text)
-            return
-        while self._ends and self._size + len(text) > self.most:
-            self._forget(next(iter(self._ends)))
+        with self.lock:
+            text = tuple(tokens[-self.most :])
+            if not text or text in self._ends:
+                self._renew(text)
+                return
+            self._mend()
+            while self._ends and self._size + len(text) > self.most:
+                self._forget(next(iter(self._ends)))
+            self._put(text)
+
+    def _put(self, text: tuple[int, ...]) -> None:
+        self._is_whole, automaton = False, self._automaton
         last = length = 0
         for token in text:
-            last, length = self.automaton.extend(last, token), length + 1
-            if self.automaton.counted > LINKS:
+            last, length = automaton.extend(last, token), length + 1
+            if automaton.counted > LINKS:
                 break
         text = text[:length]
         if text in self._ends:
-            self.automaton.remove(text)
+            automaton.remove(text)
             self._renew(text)
-            return
-        self._ends[text] = self.automaton.place
-        self._at.append((self.automaton.place, text))
-        self._size += length
+        else:
+            self._ends[text] = automaton.place
+            self._at.append((automaton.place, text))
+            self._size += length
+        self._is_whole = True
 
     def use(self, state: int) -> None:
-        """Renews the text in which a state occurred last, if it is still there."""
-        index = bisect_left(self._at, (self.automaton.newest[state],))
+        """Renews the text in which a state occurred last, if that is still there."""
+        place = self._automaton.newest[state]
+        index = bisect_left(self._at, (place,))
         if index < len(self._at):
             end, text = self._at[index]
-            if end - len(text) < self.automaton.newest[state]:
+            if end - len(text) < place:
                 self._renew(text)
 
     def _renew(self, text: tuple[int, ...]) -> None:
@@ -89,19 +117,23 @@ class SuffixMemory:
             self._ends[text] = self._ends.pop(text)
 
     def _forget(self, text: tuple[int, ...]) -> None:
+        self._is_whole = False
         end = self._ends.pop(text)
         del self._at[bisect_left(self._at, (end,))]
-        self.automaton.remove(text)
+        self._automaton.remove(text)
         self._size -= len(text)
+        self._is_whole = True
 
     def save(self, path: str | Path, vocab_size: int) -> None:
         """Writes a safetensors file, whole or not at all."""
         path = Path(path).expanduser()
-        rank = {text: at for at, text in enumerate(self._ends)}
+        with self.lock:
+            texts = [text for _, text in self._at]
+            rank = {text: at for at, text in enumerate(self._ends)}
         tensors = {
-            "tokens": torch.tensor([token for _, text in self._at for token in text], dtype=torch.int32),
-            "lengths": torch.tensor([len(text) for _, text in self._at], dtype=torch.int32),
-            "ranks": torch.tensor([rank[text] for _, text in self._at], dtype=torch.int32),
+            "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int32),
+            "ranks": torch.tensor([rank[text] for text in texts], dtype=torch.int32),
         }
         about = {"most": self.most, "vocab_size": vocab_size}
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -171,8 +171,7 @@ class OuroborosDrafter(ChainDrafter):
                 try:
                     source = seq.source(len(chain.tokens))
                     (token,), here, q = next_tokens([sampler], here, lambda _: chain.text(), [source])
-                except RowError as error:
-                    chain.fail(error)
+                except RowError:  # nothing is left to draft
                     return False, path
             chain.tokens.append(token)
             if q is not None and chain.is_drawn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from forerun.draft import Draft
 from forerun.drafters.beams import Logits
 from forerun.generation import Generation
+from forerun.races import Race
 from forerun.sampling import RowError, next_tokens
 
 
@@ -28,40 +30,38 @@ def sample_chains(
     `logits` and `hot` are those of `beams.grow`, `block` is that of Draft. A chain ends where processors leave none of
     the hot tokens. Where they raise, they will do so for the target's logits too.
     """
+
+    def text(row: int) -> list[int]:
+        return seqs[row].tokens + chains[row]
+
     chains: list[list[int]] = [[] for _ in seqs]
     laws: list[list[Tensor]] = [[] for _ in seqs]
     tokens = torch.tensor([seq.tokens[-1] for seq in seqs], device=hot.device)
-    beams = torch.zeros_like(tokens)[:, None]
+    beams, names = torch.zeros_like(tokens)[:, None], hot.cpu().numpy()
     live = list(range(len(seqs)))
     for k in range(max(limits)):
         live = [row for row in live if k < limits[row]]
         if not live:
             break
-        found = logits(k, tokens[:, None], beams)[live, 0].float()
-        samplers = [seqs[row].sampler for row in live]
-        within = all(sampler.index_free for sampler in samplers)
-        if not within:
-            found = found.new_full((len(live), vocab_size), -torch.inf).index_copy_(1, hot, found)
-        while live:
+        found = logits(k, tokens[:, None], beams)[:, 0].float()
+        for row in list(live):
+            # One by one: which part of the vocabulary a row's processors see is not for its neighbours to decide.
+            seq, scores, source = seqs[row], found[row : row + 1], seqs[row].source(k)
+            within = seq.sampler.index_free
+            if not within:
+                scores = scores.new_full((1, vocab_size), -torch.inf).index_copy_(1, hot, scores)
+            elif isinstance(source, Race):
+                source = replace(source, names=names, size=vocab_size)
             try:
-                chosen, _, law = next_tokens(
-                    samplers,
-                    found,
-                    lambda i, live=live: seqs[live[i]].tokens + chains[live[i]],  # type: ignore[misc]
-                    [seqs[row].source(k) for row in live],
-                )
-                break
-            except RowError as error:
-                gone = error.row
-                live, samplers = live[:gone] + live[gone + 1 :], samplers[:gone] + samplers[gone + 1 :]
-                found = torch.cat([found[:gone], found[gone + 1 :]])
-        for i, row in enumerate(live):
-            token = int(hot[chosen[i]]) if within else chosen[i]
+                (chosen,), _, law = next_tokens([seq.sampler], scores, lambda _, row=row: text(row), [source])  # type: ignore[misc]
+            except RowError:
+                live.remove(row)
+                continue
+            tokens[row] = token = int(hot[chosen]) if within else chosen
             chains[row].append(token)
-            tokens[row] = token
-            if law is not None and not seqs[row].greedy and seqs[row].races is None:
-                own = law[i]
-                laws[row].append(own.new_zeros(vocab_size).index_copy_(0, hot, own) if within else own)
+            if law is not None and seq.races is None:
+                whole = law[0]
+                laws[row].append(whole.new_zeros(vocab_size).index_copy_(0, hot, whole) if within else whole)
     return [
         Draft.chain(seq.tokens[-1], chain, torch.stack(own) if own else None, origin, block)
         for seq, chain, own, origin in zip(seqs, chains, laws, origins, strict=True)

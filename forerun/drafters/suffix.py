@@ -80,11 +80,13 @@ class SuffixDrafter(PlainDrafter):
         state = row.automaton.links[row.last]
         best = self._grow(row.automaton, state, row.automaton.longest[state], seq)
         if self.memory is not None:
-            state, match = self.memory.automaton.match(tokens[-LONGEST:])
-            other = self._grow(self.memory.automaton, state, match, seq)
-            if other[2] > best[2]:
-                best = other
-                self.memory.use(state)
+            with self.memory.lock:
+                automaton = self.memory.automaton
+                state, match = automaton.match(tokens[-LONGEST:])
+                other = self._grow(automaton, state, match, seq)
+                if other[2] > best[2]:
+                    best = other
+                    self.memory.use(state)
         found, parents, score = best
         return self._draft(seq, found, parents), score
 

@@ -26,6 +26,7 @@ from forerun.runtime.scores import scores
 from forerun.runtime.tiles import has_tiles
 
 HOT_FILE = "hot.safetensors"  # in a draft's folder
+MET = 256  # tokens of a text: more of them would take as long as a whole head
 
 
 class HotHead:
@@ -47,26 +48,32 @@ class HotHead:
         self._product = scores(hot.bfloat16()) if ours else product(hot, few=on_cpu)
         self._weight, self._whole_bias = weight.bfloat16() if on_cpu else weight, bias
         self._met: dict[int, dict[int, None]] = {}  # by sequence, the tokens of its text that are not hot
+        self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # these tokens, their weight and bias
 
     def fresh(self) -> HotHead:
         """The same head, which knows no text."""
         other = copy.copy(self)
-        other._met = {}
+        other._met, other._rows = {}, {}
         return other
 
     def meet(self, id: int, tokens: Iterable[int]) -> None:
-        """Tokens of a sequence's text."""
+        """Tokens of a sequence's text. The last MET of those that are not hot are kept."""
         own = self._met.setdefault(id, {})
         for token in tokens:
-            if not self._is_hot[token]:
+            if not self._is_hot[token] and token not in own:
                 own[token] = None
+                self._rows.pop(id, None)
+        while len(own) > MET:
+            del own[next(iter(own))]
 
     def drop(self, id: int) -> None:
         """Forgets a sequence's text."""
         self._met.pop(id, None)
+        self._rows.pop(id, None)
 
     def reset(self) -> None:
         self._met.clear()
+        self._rows.clear()
 
     def __call__(self, states: Tensor, ids: Sequence[int]) -> Tensor:
         """[B, N, V] float32 from states [B, N, d], the first rows of which are those of `ids`."""
@@ -76,12 +83,16 @@ class HotHead:
         logits.index_copy_(1, self.tokens, found if self._bias is None else found + self._bias)
         logits = logits.view(*states.shape[:-1], -1)
         for row, id in enumerate(ids):
-            if own := self._met.get(id):
-                met = torch.tensor(list(own), device=states.device)
+            if self._met.get(id):
+                met, weight, bias = self._rows.get(id) or self._gather(id)
                 # A row's own product, so that its bits do not depend on its neighbours.
-                more = states[row].float() @ self._weight[met].float().T + self._whole_bias[met]
-                logits[row].index_copy_(1, met, more)
+                logits[row].index_copy_(1, met, states[row].float() @ weight + bias)
         return logits
+
+    def _gather(self, id: int) -> tuple[Tensor, Tensor, Tensor]:
+        met = torch.tensor(list(self._met[id]), device=self._weight.device)
+        self._rows[id] = met, self._weight[met].float().T.contiguous(), self._whole_bias[met].float()
+        return self._rows[id]
 
 
 def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int | None, **how: bool) -> CausalLM:

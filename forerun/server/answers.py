@@ -187,10 +187,12 @@ async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, 
                 continue
         while not job.queue.empty():
             found.append(job.queue.get_nowait())
+        steps = [each for each in found if not isinstance(each, ApiError)]
+        if steps:
+            yield steps
         for each in found:
             if isinstance(each, ApiError):
                 raise each
-        yield [each for each in found if not isinstance(each, ApiError)]
 
 
 def _event(content: bytes) -> bytes:
