@@ -100,7 +100,7 @@ def serve(
     settings, is_named = chosen_method(name, draft, method, gamma, method_arg, pre_verifier, head)
     # Rejected drafts, which a client may ask for, would be words of other clients' answers.
     if getattr(settings, "warm", False) and not any(each.startswith("warm=") for each in method_arg or []):
-        settings = replace(settings, warm=False)  # type: ignore[call-arg]
+        settings = replace(settings, warm=False)  # type: ignore[arg-type]
     options = load_options(locals())
     from forerun.server.listening import listen
 
