@@ -57,7 +57,8 @@ def requests(
     """A request for each prompt of token ids; row i samples from stream i of the seed.
 
     SamplingParams stand alone: of the checkpoint's generation config only end and padding tokens are used. A
-    GenerationConfig is completed by the checkpoint's, as in transformers. It has no seed: torch's own state gives one.
+    GenerationConfig is completed by the checkpoint's, as in transformers. It has no seed: torch's own state gives one,
+    so that what is sampled can be repeated, though a draft model's tokens are accepted less often then.
 
     Raises:
         ValueError: what the loop cannot do, stop strings without a tokenizer, no room behind a prompt, a response
