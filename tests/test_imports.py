@@ -14,6 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 GROUND = {
     "draft",
+    "races",
     "sampling",
     "cache",
     "batch",
