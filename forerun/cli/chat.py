@@ -69,7 +69,7 @@ def chat(
     model: Annotated[str | None, typer.Option(help="With --url: the model's name there, where it has several.")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(help="With --url: what the server wants; FORERUN_API_KEY by default, or for OpenAI OPENAI_API_KEY."),
+        typer.Option(help="With --url: what the server wants; else FORERUN_API_KEY, or for OpenAI OPENAI_API_KEY."),
     ] = None,
     as_json: common.JsonOption = False,
 ) -> None:
