@@ -196,18 +196,13 @@ class Decoder:
         """
         wanted = self._phrases()
         pool = (PhrasePool if wanted[0] else SuffixMemory).load(path, self.target.vocab_size)
-        if isinstance(pool, SuffixMemory) and pool.shape != wanted:
-            raise ValueError(
-                f"the outputs in {path} have {pool.most} tokens at most; method {self.method.name!r} is set to "
-                f"{wanted[1]}: see memory"
-            )
-        shape = pool.shape
-        if shape != wanted:
-            raise ValueError(
-                f"the phrases in {path} have {shape[0]} tokens, {shape[1]} for each token at most; method "
-                f"{self.method.name!r} is set to {self._phrases()}: see ngram and guesses"
-            )
-        self.pools[shape] = pool
+        if pool.shape != wanted:
+            found = f"the phrases in {path} have {pool.shape[0]} tokens, {pool.shape[1]} for each token at most"
+            set_to, see = str(wanted), "ngram and guesses"
+            if isinstance(pool, SuffixMemory):
+                found, set_to, see = f"the outputs in {path} have {pool.most} tokens at most", str(wanted[1]), "memory"
+            raise ValueError(f"{found}; method {self.method.name!r} is set to {set_to}: see {see}")
+        self.pools[wanted] = pool
         self.close()  # an engine that is there goes on with what it has
 
     def save_phrases(self, path: str | Path) -> None:

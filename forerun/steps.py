@@ -67,6 +67,24 @@ class Drafter(Protocol):
         ...
 
 
+def observe_rows(
+    drafter: Drafter,
+    rows: list[int],
+    seqs: list[Generation],
+    drafts: list[Draft],
+    verdicts: list[Verdict],
+    hidden: list[Tensor] | None,
+) -> None:
+    """Tells a drafter of those rows of a step that are its own, if any are."""
+    if rows:
+        drafter.observe(
+            [seqs[row] for row in rows],
+            [drafts[row] for row in rows],
+            [verdicts[row] for row in rows],
+            [hidden[row] for row in rows] if hidden is not None else None,
+        )
+
+
 @dataclass(frozen=True)
 class Step:
     """One target forward, as one sequence saw it. Seconds are those of all its rows.

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ggufs import TEMPLATE, small, write
+from terminals import Terminal
 from toys import tiny_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -373,48 +370,31 @@ def test_lines_go_on_behind_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_conversation_in_a_terminal(file: Path) -> None:
-    command = [sys.executable, "-m", "forerun", "chat", "--target", str(file), "--max-new-tokens", "8"]
-    pid, terminal = pty.fork()
-    if not pid:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.environ |= {"TERM": "dumb", "INPUTRC": "/dev/null"}
-        os.execv(command[0], command)
-    seen = b""
-
-    def until(text: bytes) -> None:
-        nonlocal seen
-        end = time.monotonic() + 250
-        while text not in seen:
-            assert time.monotonic() < end, (text, seen)
-            if select.select([terminal], [], [], 1)[0]:
-                seen += os.read(terminal, 4096)
-        seen = seen[seen.index(text) + len(text) :]
+    terminal = Terminal("chat", "--target", str(file), "--max-new-tokens", "8")
 
     def send(text: bytes) -> None:
-        until(b"> ")
-        os.write(terminal, text)
+        terminal.wait(b"> ")
+        terminal.type(text)
 
     def interrupt() -> None:
         time.sleep(0.5)  # Python does not see a signal that comes while readline is at a key until the next key
-        os.write(terminal, b"\x03")
+        terminal.type(b"\x03")
 
     send(b"/bogus\n")
-    until(b"unknown command /bogus")
+    terminal.wait(b"unknown command /bogus")
     send(b"hello \\\n")
-    until(b"... ")
-    os.write(terminal, b"the\n")
-    until(b"the\r\n")
-    until(b"tokens/s")
+    terminal.wait(b"... ")
+    terminal.type(b"the\n")
+    terminal.wait(b"the\r\n")
+    terminal.wait(b"tokens/s")
     send(b"low")
-    until(b"low")
+    terminal.wait(b"low")
     interrupt()  # takes back what was typed
     send(b"/stats\n")
-    until(b"1 answers")
-    until(b"> ")
+    terminal.wait(b"1 answers")
+    terminal.wait(b"> ")
     interrupt()  # and leaves where there is nothing
-    status = os.waitpid(pid, 0)[1]
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert terminal.end() == 0
     assert (home() / "chat-history").read_text().splitlines() == ["/bogus", "hello \\", "the", "/stats"]
 
 

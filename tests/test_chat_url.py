@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +21,7 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 from rich.console import Console
 from serving import NAME, Live, live, make_decoder, post
+from terminals import Terminal
 from test_server_process import health, started, until
 
 from forerun.cli.chat import chat
@@ -475,37 +472,18 @@ def test_a_conversation_with_a_server_in_a_terminal(tmp_path: Path) -> None:
     options = ("--target", str(folder), "--draft", str(FOLDER / "draft"), "--method", "sd", "--no-guard", "--log-json")
     with started(*options) as (process, url):
         until(lambda: health(url) == 200)
-        command = [sys.executable, "-m", "forerun", "chat", "--url", url, "--stop", "zzzz"]
-        pid, terminal = pty.fork()
-        if not pid:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.environ |= {"TERM": "xterm-256color", "INPUTRC": "/dev/null"}
-            os.execv(command[0], command)
-        seen = b""
-
-        def wait(text: bytes) -> bytes:
-            nonlocal seen
-            end = time.monotonic() + 200
-            while text not in seen:
-                assert time.monotonic() < end, (text, seen)
-                if select.select([terminal], [], [], 1)[0]:
-                    seen += os.read(terminal, 4096)
-            before, _, seen = seen.partition(text)
-            return before
-
-        assert b"talker at http://127.0.0.1" in wait(b"> ")
-        os.write(terminal, b"def add(a, b):\n")
-        wait(b"\x1b[32m")  # a drafted token
-        os.write(terminal, b"\x03")
-        wait(b"cut by Ctrl-C")
-        wait(b"> ")
-        os.write(terminal, b"/stats\n")
-        wait(b"1 answers")
-        wait(b"> ")
-        os.write(terminal, b"/quit\n")
-        status = os.waitpid(pid, 0)[1]
-        os.close(terminal)
-        assert os.waitstatus_to_exitcode(status) == 0
+        terminal = Terminal("chat", "--url", url, "--stop", "zzzz", term="xterm-256color")
+        assert b"talker at http://127.0.0.1" in terminal.wait(b"> ")
+        terminal.type(b"def add(a, b):\n")
+        terminal.wait(b"\x1b[32m")  # a drafted token
+        terminal.type(b"\x03")
+        terminal.wait(b"cut by Ctrl-C")
+        terminal.wait(b"> ")
+        terminal.type(b"/stats\n")
+        terminal.wait(b"1 answers")
+        terminal.wait(b"> ")
+        terminal.type(b"/quit\n")
+        assert terminal.end() == 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(100) == 0 and process.stderr is not None
         logged = [json.loads(line) for line in process.stderr.read().splitlines()]

@@ -27,7 +27,7 @@ from toys import (
 
 from forerun import Decoder
 from forerun.draft import Draft, Tree
-from forerun.drafters import ouroboros, phrases
+from forerun.drafters import ouroboros, phrases, tables
 from forerun.drafters.guard import Guarded, Pace
 from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.ouroboros import OuroborosDrafter
@@ -97,7 +97,7 @@ def test_a_pool_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
         Path(where).write_bytes(before[:20])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(phrases, "save_file", interrupted)
+    monkeypatch.setattr(tables, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.save(path, 9)
     assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [path.name]

@@ -29,7 +29,7 @@ from toys import (
 )
 
 from forerun import Decoder
-from forerun.drafters import memory as memories
+from forerun.drafters import tables
 from forerun.drafters.automaton import Automaton
 from forerun.drafters.guard import Guarded, Pace
 from forerun.drafters.hybrid import HybridDrafter
@@ -367,7 +367,7 @@ def test_a_memory_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         Path(where).write_bytes(before[:20])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(memories, "save_file", interrupted)
+    monkeypatch.setattr(tables, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         memory.save(path, 9)
     assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [path.name]

@@ -20,6 +20,7 @@ from forerun.draft import Draft
 from forerun.engine import Drafter, Proposal
 from forerun.generation import Generation
 from forerun.sampling import Verdict
+from forerun.steps import observe_rows
 
 LOOKS = 2  # plain steps before anything else, as the very first one is slow
 # In plain steps, which are the unit of everything below.
@@ -181,13 +182,7 @@ class Guarded:
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
-        if rows:
-            self.drafter.observe(
-                [seqs[row] for row in rows],
-                [drafts[row] for row in rows],
-                [verdicts[row] for row in rows],
-                [hidden[row] for row in rows] if hidden is not None else None,
-            )
+        observe_rows(self.drafter, rows, seqs, drafts, verdicts, hidden)
         if self._judge is not None:
             tokens = sum(len(seq.tokens) for seq in seqs) - self._length
             # A drafter that had nothing to propose has shown what a plain step costs.

@@ -12,6 +12,7 @@ from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine import Drafter, Proposal
 from forerun.generation import Generation
 from forerun.sampling import Verdict
+from forerun.steps import observe_rows
 
 
 class HybridDrafter:
@@ -54,13 +55,7 @@ class HybridDrafter:
     ) -> None:
         # Hidden states come only once, so who wants them sees every step.
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
-        if rows:
-            self.other.observe(
-                [seqs[row] for row in rows],
-                [drafts[row] for row in rows],
-                [verdicts[row] for row in rows],
-                [hidden[row] for row in rows] if hidden is not None else None,
-            )
+        observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
         self._asked = set()
 
     def drop(self, seq: Generation) -> None:

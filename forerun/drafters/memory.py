@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from forerun.drafters.automaton import LINKS, Automaton
+from forerun.drafters.tables import read_tables, write_tables
 
 _FORMAT = "forerun-suffixes-1"
 STATES = 3  # for each token, at most; a new automaton has two at most
@@ -125,46 +121,24 @@ class SuffixMemory:
         self._is_whole = True
 
     def save(self, path: str | Path, vocab_size: int) -> None:
-        """Writes a safetensors file, whole or not at all."""
-        path = Path(path).expanduser()
+        """Writes a file for `load`, whole or not at all."""
         with self.lock:
             texts = [text for _, text in self._at]
             rank = {text: at for at, text in enumerate(self._ends)}
-        tensors = {
+        tables = {
             "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
             "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int32),
             "ranks": torch.tensor([rank[text] for text in texts], dtype=torch.int32),
         }
-        about = {"most": self.most, "vocab_size": vocab_size}
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, {"format": _FORMAT, "about": json.dumps(about)})
-            os.replace(temporary, path)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot write the outputs to {path}: {error}") from None
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        write_tables(path, "outputs", _FORMAT, tables, {"most": self.most, "vocab_size": vocab_size})
 
     @classmethod
     def load(cls, path: str | Path, vocab_size: int) -> SuffixMemory:
         """Reads what `save` wrote. Raises ValueError for a file that is none, is damaged, or belongs to a vocabulary of
         another size."""
-        path = Path(path).expanduser()
+        parts, about = read_tables(path, "outputs", _FORMAT, vocab_size)
         try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise ValueError(f"cannot read the outputs in {path}: {error.strerror or error}") from None
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no file of outputs, or a part of one: {error}") from None
-        if about.get("format") != _FORMAT:
-            raise ValueError(f"{path} is no file of outputs: its format is {about.get('format')!r}, not {_FORMAT!r}")
-        try:
-            settings = json.loads(about["about"])
-            size, memory = settings["vocab_size"], cls(settings["most"])
+            memory = cls(about["most"])
             tables = [parts[name] for name in ("tokens", "lengths", "ranks")]
             is_whole = all(table.dtype == torch.int32 and table.ndim == 1 for table in tables)
             tokens, lengths, ranks = (table.flatten().tolist() for table in tables)
@@ -176,8 +150,6 @@ class SuffixMemory:
             is_whole = is_whole and sorted(ranks) == list(range(len(set(texts)))) == list(range(len(texts)))
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"the outputs in {path} are damaged: their tables cannot be read") from None
-        if size != vocab_size:
-            raise ValueError(f"the outputs in {path} are for {size} tokens, not {vocab_size}")
         if not is_whole or min(tokens, default=0) < 0 or max(tokens, default=0) >= vocab_size:
             raise ValueError(f"the outputs in {path} are damaged: not texts of tokens below {vocab_size}")
         for text in texts:

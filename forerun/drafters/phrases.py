@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+
+from forerun.drafters.tables import read_tables, write_tables
 
 KEYS = 16384  # tokens that have phrases, at most
 _FORMAT = "forerun-phrases-1"
@@ -74,44 +71,21 @@ class PhrasePool:
         return max(start, end)
 
     def save(self, path: str | Path, vocab_size: int) -> None:
-        """Writes a safetensors file, whole or not at all."""
-        path = Path(path).expanduser()
+        """Writes a file for `load`, whole or not at all."""
         rows = [[key, *phrase] for key, mine in self._phrases.items() for phrase in mine]
         table = torch.tensor(rows, dtype=torch.int32).view(-1, self.span + 1)
         about = {"most": self.most, "vocab_size": vocab_size, "span": self.span}
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"phrases": table}, temporary, {"format": _FORMAT, "about": json.dumps(about)})
-            os.replace(temporary, path)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot write the phrases to {path}: {error}") from None
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        write_tables(path, "phrases", _FORMAT, {"phrases": table}, about)
 
     @classmethod
     def load(cls, path: str | Path, vocab_size: int) -> PhrasePool:
         """Reads what `save` wrote. Raises ValueError for a file that is none, is damaged, or belongs to a vocabulary of
         another size."""
-        path = Path(path).expanduser()
+        tables, about = read_tables(path, "phrases", _FORMAT, vocab_size)
         try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                table = file.get_tensor("phrases") if "phrases" in file.keys() else None  # noqa: SIM118
-        except OSError as error:
-            raise ValueError(f"cannot read the phrases in {path}: {error.strerror or error}") from None
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no file of phrases, or a part of one: {error}") from None
-        if about.get("format") != _FORMAT or table is None:
-            raise ValueError(f"{path} is no file of phrases: its format is {about.get('format')!r}, not {_FORMAT!r}")
-        try:
-            settings = json.loads(about["about"])
-            size, pool = settings["vocab_size"], cls(settings["span"], settings["most"])
-        except (KeyError, TypeError, json.JSONDecodeError):
+            table, pool = tables["phrases"], cls(about["span"], about["most"])
+        except (KeyError, TypeError):
             raise ValueError(f"the phrases in {path} are damaged: their metadata cannot be read") from None
-        if size != vocab_size:
-            raise ValueError(f"the phrases in {path} are for {size} tokens, not {vocab_size}")
         if table.ndim != 2 or table.shape[1] != pool.span + 1 or bool(((table < 0) | (table >= vocab_size)).any()):
             raise ValueError(
                 f"the phrases in {path} are damaged: not rows of {pool.span + 1} tokens below {vocab_size}"

@@ -10,6 +10,7 @@ from forerun.draft import Draft
 from forerun.engine import Drafter, Proposal
 from forerun.generation import Generation
 from forerun.sampling import Verdict
+from forerun.steps import observe_rows
 
 
 class Split:
@@ -43,11 +44,7 @@ class Split:
     ) -> None:
         for greedy, drafter in self.drafters.items():
             own = [row for row, seq in enumerate(seqs) if seq.greedy == greedy]
-            if own:
-                states = [hidden[row] for row in own] if hidden is not None and drafter.wants_hidden else None
-                drafter.observe(
-                    [seqs[row] for row in own], [drafts[row] for row in own], [verdicts[row] for row in own], states
-                )
+            observe_rows(drafter, own, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None)
 
     def drop(self, seq: Generation) -> None:
         self.drafters[seq.greedy].drop(seq)

@@ -22,8 +22,7 @@ from forerun.runtime.lean import LeanLayers
 from forerun.runtime.native_heads import NativeHead, native_head
 from forerun.runtime.packed import Product, product
 from forerun.runtime.recorded import Recorded
-from forerun.runtime.scores import scores
-from forerun.runtime.tiles import BLOCK, has_tiles
+from forerun.runtime.scores import draft_head
 
 
 class HiddenLM(Rows):
@@ -62,8 +61,7 @@ class HiddenLM(Rows):
         self.hot, self.vocab_size = head.hot.to(self.device), target.vocab_size
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
-        ours = few and has_tiles() and self.width % BLOCK == 0 and not bias.any()
-        self.logits: Product = scores(weight.bfloat16()) if ours else multiply(weight, bias if bias.any() else None)
+        self.logits: Product = draft_head(weight, bias if bias.any() else None, few)
         self._enter = (head.enter.weight.float().clone(), config.rms_norm_eps) if self.feature == "below" else None
         self._depth = 0 if self.kind == "medusa" else config.num_hidden_layers
         self._empty()

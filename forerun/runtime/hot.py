@@ -19,11 +19,8 @@ from transformers import PreTrainedModel
 
 from forerun.model import CausalLM
 from forerun.runtime import prepare
-from forerun.runtime.bits import BLOCK
 from forerun.runtime.heads import head_rows
-from forerun.runtime.packed import product
-from forerun.runtime.scores import scores
-from forerun.runtime.tiles import has_tiles
+from forerun.runtime.scores import draft_head
 
 HOT_FILE = "hot.safetensors"  # in a draft's folder
 MET = 256  # tokens of a text: more of them would take as long as a whole head
@@ -41,11 +38,9 @@ class HotHead:
         """`weight` [V, d] and `bias` [V] are the whole head's."""
         self.tokens, self.vocab_size = tokens, len(weight)
         self._is_hot = torch.zeros(len(weight), dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
-        hot, biased = weight[tokens], bool(bias.any())
-        self._bias = bias[tokens] if biased else None
+        hot = weight[tokens]
         on_cpu = weight.device.type == "cpu"
-        ours = on_cpu and has_tiles() and weight.shape[1] % BLOCK == 0
-        self._product = scores(hot.bfloat16()) if ours else product(hot, few=on_cpu)
+        self._product = draft_head(hot, bias[tokens] if bias.any() else None, few=on_cpu)
         self._weight, self._whole_bias = weight.bfloat16() if on_cpu else weight, bias
         self._met: dict[int, dict[int, None]] = {}  # by sequence, the tokens of its text that are not hot
         self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # these tokens, their weight and bias
@@ -79,8 +74,7 @@ class HotHead:
         """[B, N, V] float32 from states [B, N, d], the first rows of which are those of `ids`."""
         flat = states.reshape(-1, states.shape[-1])
         logits = torch.full((len(flat), self.vocab_size), -torch.inf, device=states.device)
-        found = self._product(flat).float()
-        logits.index_copy_(1, self.tokens, found if self._bias is None else found + self._bias)
+        logits.index_copy_(1, self.tokens, self._product(flat).float())
         logits = logits.view(*states.shape[:-1], -1)
         for row, id in enumerate(ids):
             if self._met.get(id):

@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 
 from forerun.runtime.bits import Blocks, Packed, pack, quantise, take
+from forerun.runtime.packed import Product, product
 from forerun.runtime.tiles import BLOCK, HeadArgument, Tiles, has_tiles, score, tile_head
 
 LARGEST = 16  # logits of a row that are computed from the weight's own values
 _LOW = 254  # steps of the low half of a state in one of the high half
 _ROWS = 4096
 LONGEST = 2**16
+
+
+def draft_head(weight: Tensor, bias: Tensor | None, few: bool) -> Product:
+    """The LM head [V, d] of a draft, which may round: in integers with `few`, where this machine has our kernels."""
+    if not (few and has_tiles() and weight.shape[1] % BLOCK == 0):
+        return product(weight, bias, one_row=True, few=few)
+    found = scores(weight.bfloat16())
+    return found if bias is None else lambda x: found(x) + bias
 
 
 @dataclass(frozen=True)

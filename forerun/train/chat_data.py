@@ -30,7 +30,7 @@ from forerun.files import read_text, write_text
 from forerun.params import SamplingParams
 from forerun.requests import requests
 from forerun.train.chats import SPLITS, Conversation
-from forerun.train.judged import judge_is_plain
+from forerun.train.judged import head_is_plain
 from forerun.train.loop import claim
 from forerun.train.states import answered, save_laws, save_states
 from forerun.zoo.corpus import STRETCH, source_files, split_of
@@ -104,7 +104,7 @@ def make_chats(
         _share_out(out, recipe, questions)
     found = _share_out(out, recipe, questions)
     plain = torch.tensor([tokenizer(_MARK)["input_ids"]])
-    if judge_is_plain(decoder.target, plain):
+    if head_is_plain(decoder.target, plain):
         save_laws(out, decoder.target.head, say)
     say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
     return found

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from forerun.model import CausalLM
 from forerun.train.data import Windows
-from forerun.train.judged import Recall, judged
+from forerun.train.judged import Recall, head_is_plain, judged
 from forerun.train.laws import cross_entropy
 from forerun.train.lm import logits_of, states_at
 from forerun.train.loop import TrainConfig, train
@@ -40,7 +40,8 @@ def distill_chats(
     `hot` [S]: the only tokens that the draft will propose; it then learns the target's probabilities among these.
     """
     learnt, held = learnt.to(judge.device), held.to(judge.device)
-    _check_head(draft, learnt.take(torch.arange(1)).tokens)
+    if not head_is_plain(CausalLM(draft), learnt.take(torch.arange(1)).tokens, tolerance=1e-3):
+        raise ValueError(f"{type(draft).__name__} caps or scales its logits; conversations cannot train such a draft")
     recall, again = judged(judge, learnt), judged(judge, held)
     asked = held.spread(EVALUATED)
 
@@ -89,15 +90,6 @@ def distill_chats(
 
     config = replace(config, compile=False)  # texts are of many lengths
     train(draft, loss, lambda step: learnt.batch(config.seed, step, config.batch), evaluate, config, out, say)
-
-
-@torch.no_grad()
-def _check_head(draft: PreTrainedModel, tokens: Tensor) -> None:
-    """Raises ValueError for a model that caps or scales its LM head's logits: it would be trained without that."""
-    states = states_at(draft, tokens, torch.ones_like(tokens, dtype=torch.bool))
-    alone, logits = draft.get_output_embeddings()(states), draft(input_ids=tokens, use_cache=False).logits[0]
-    if not torch.allclose(alone, logits, atol=1e-3, rtol=1e-3):
-        raise ValueError(f"{type(draft).__name__} caps or scales its logits; conversations cannot train such a draft")
 
 
 def distillation_loss(target: PreTrainedModel, draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:

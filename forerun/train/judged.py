@@ -50,7 +50,7 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
     """What the target says about these texts. Each goes through it once, as far as REMEMBERED bytes hold what comes of
     it, and not at all where its states were kept while this target wrote it. So may its distributions have been."""
     head = copy.deepcopy(judge.head).bfloat16()  # autocast would round it anew for each product
-    by_head = judge_is_plain(judge, texts.take(torch.arange(1)).tokens)
+    by_head = head_is_plain(judge, texts.take(torch.arange(1)).tokens)
     same = texts.target is not None and same_model(texts.target, judge.fingerprint)
     kept = feature == "head" and same
     store: dict[int, Tensor] = {}  # [ends, d] by row
@@ -90,8 +90,8 @@ def judged(judge: CausalLM, texts: Texts, feature: str = "head") -> Recall:
 
 
 @torch.no_grad()
-def judge_is_plain(judge: CausalLM, tokens: Tensor) -> bool:
+def head_is_plain(model: CausalLM, tokens: Tensor, tolerance: float = 1e-2) -> bool:
     """Whether the LM head alone gives the logits of tokens [1, T]: some models cap or scale them."""
-    with judge.hearing() as heard:
-        logits = judge.model(input_ids=tokens, use_cache=False).logits
-    return torch.allclose(judge.head(heard[0]).float(), logits.float(), atol=1e-2, rtol=1e-2)
+    with model.hearing() as heard:
+        logits = model.model(input_ids=tokens, use_cache=False).logits
+    return torch.allclose(model.head(heard[0]).float(), logits.float(), atol=tolerance, rtol=tolerance)
