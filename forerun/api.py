@@ -124,8 +124,13 @@ def load(
             pre_verifier = pre_verifier or next((each.pre_verifier for each in tried if each.pre_verifier), None)
             heads = {each.build().head: each.head for each in reversed(tried) if each.head}
             head = head or heads.get(chosen.head or drawing.head)
-        if costs is None and target == draft == EMBEDDED:
-            costs = profiles.embedded_costs()
+        ours = profiles.shipped(target, draft)
+        if costs is None and ours is not None:
+            costs = ours.costs
+        if profile is None and ours is not None and unnamed and pre_verifier is None and head is None:
+            has = draft is not None, layered, comes
+            chosen = (ours.choice("greedy") or chosen).given(*has)
+            drawing = (ours.choice("sampling") or chosen).given(*has)
     if pre_verifier is None and is_own:
         pre_verifier = bundled_layer(target, chosen, drawing)
     if head is None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from forerun.costs import Costs
 from forerun.files import home, read_text, write_text
 from forerun.methods import Method, method, still_there
-from forerun.zoo import FOLDER, FOLDERS, resolve
+from forerun.zoo import FOLDERS, resolve
 
 Mode = Literal["greedy", "sampling"]
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -193,11 +193,35 @@ def save(pair: Pair, mode: Mode, choice: Choice, costs: Costs, versions: dict[st
     return pair.path
 
 
-def embedded_costs() -> Costs | None:
-    """What forwards of the embedded pair cost on one machine: where nothing is tuned, its methods do the same things
-    everywhere."""
-    stored = json.loads(read_text(FOLDER / "tuned.json")).get("costs")
-    return costs_of(stored) if stored else None
+@dataclass(frozen=True)
+class Shipped:
+    """What was chosen, on one machine and on validation prompts, for a model that forerun knows by name, and comes with
+    it. A profile goes before it.
+
+    Attributes:
+        methods: {"greedy" or "sampling": {method: {setting: value}}}.
+        default: the method of each of the two, where none is named.
+        costs: of forwards. With these the pair's methods do the same things everywhere.
+    """
+
+    methods: dict[str, dict[str, dict[str, Any]]]
+    default: dict[str, str]
+    costs: Costs | None
+
+    def choice(self, mode: Mode) -> Method | None:
+        """The default method with its settings."""
+        name = self.default.get(mode)
+        return method(name, **self.methods.get(mode, {}).get(name, {})) if name is not None else None
+
+
+def shipped(target: object, draft: object) -> Shipped | None:
+    """What comes with forerun for a target and its own draft; None for other models."""
+    folder = FOLDERS.get(target) if isinstance(target, str) and draft in (None, target) else None
+    if folder is None or not (path := folder / "tuned.json").is_file():
+        return None
+    found = json.loads(read_text(path))
+    costs = costs_of(found["costs"]) if "costs" in found else None
+    return Shipped({mode: found.get(mode, {}) for mode in ("greedy", "sampling")}, found.get("default", {}), costs)
 
 
 def _name(source: str | Path) -> str:

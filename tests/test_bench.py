@@ -21,9 +21,10 @@ from tokenizers.processors import TemplateProcessing
 from toys import noisy_copy, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
+from forerun import profiles
 from forerun.api import Decoder
-from forerun.bench import choose, report, runners
-from forerun.bench.choose import PEERS, parse_methods, stored_tuning
+from forerun.bench import report, runners
+from forerun.bench.choose import PEERS, parse_methods
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
 from forerun.bench.measure import group_records, margins
 from forerun.bench.models import load_prompts
@@ -190,16 +191,20 @@ def test_the_best_value_has_the_best_median_speedup(best: int) -> None:
     assert results(plan, facts, records, {})["tuned"] == {"sd": {"gamma": best}}
 
 
-def test_stored_settings_are_of_the_embedded_pair_and_of_how_it_draws(
+def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "FOLDER", tmp_path)
-    assert stored_tuning("embedded", "embedded", 0.0) == {}
+    monkeypatch.setitem(profiles.FOLDERS, "embedded", tmp_path)
+    assert profiles.shipped("embedded", "embedded") is None
     stored = {"greedy": {"sd": {"gamma": 7}}, "sampling": {"sd": {"gamma": 3}}}
     (tmp_path / "tuned.json").write_text(json.dumps(stored))
-    assert stored_tuning("embedded", "embedded", 0.0) == stored["greedy"]
-    assert stored_tuning("embedded", None, 0.7) == stored["sampling"]
-    assert stored_tuning("some/model", "embedded", 0.0) == stored_tuning("embedded", "some/model", 0.0) == {}
+    ours = profiles.shipped("embedded", "embedded")
+    assert ours is not None and ours == profiles.shipped("embedded", None)
+    assert ours.methods == stored and ours.costs is ours.choice("greedy") is None
+    (tmp_path / "tuned.json").write_text(json.dumps(stored | {"default": {"sampling": "sd"}}))
+    ours = profiles.shipped("embedded", "embedded")
+    assert ours is not None and (ours.choice("greedy"), ours.choice("sampling")) == (None, SD(gamma=3))
+    assert profiles.shipped("some/model", "embedded") is profiles.shipped("embedded", "some/model") is None
 
 
 @pytest.mark.parametrize(

@@ -543,8 +543,10 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tm
 
 
 def test_the_embedded_pair_has_costs_of_its_own(own_home: Path) -> None:
-    costs = profiles.embedded_costs()
-    assert costs is not None and 0 < costs.c < 1
+    ours = profiles.shipped("embedded", None)
+    assert ours is not None and ours.costs is not None
+    costs = ours.costs
+    assert 0 < costs.c < 1
     assert costs.verify(1) <= costs.verify(8) <= costs.verify(32)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from forerun.files import read_text
 from forerun.methods import METHODS, Method, method, parse_value
-from forerun.zoo import EMBEDDED, FOLDER, resolve
+from forerun.zoo import resolve
 
 ASSISTED = "hf-assisted"
 SCHEDULES = ("heuristic", "heuristic_transient", "constant")
@@ -66,15 +64,6 @@ def parse_methods(
 def own_name(name: str) -> str:
     """The method that is served in static batches, or on transformers' forwards, by this name, else the name itself."""
     return METHODS["ar"].name if name == STATIC else name.removeprefix(f"{STATIC}/").removeprefix(f"{FORWARD}/")
-
-
-def stored_tuning(target: str, draft: str | None, temperature: float) -> dict[str, dict[str, Any]]:
-    """Settings that were chosen for the embedded pair on its validation split, {method: {setting: value}}: one choice
-    for greedy output and one, made at temperature 1, for sampled output."""
-    path = FOLDER / "tuned.json"
-    if target != EMBEDDED or draft not in (None, EMBEDDED) or not path.exists():
-        return {}
-    return json.loads(read_text(path))["sampling" if temperature else "greedy"]
 
 
 def on_their_forward(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.choose import NAMES, parse_methods, stored_tuning
+from forerun.bench.choose import NAMES, parse_methods
 from forerun.bench.datasets import PUBLIC, STDLIB, read_files
 from forerun.bench.plan import Plan, check_folder
 from forerun.bench.sizes import SHAPES
@@ -26,7 +26,7 @@ from forerun.cli.common import (
     WeightsOption,
     quiet,
 )
-from forerun.profiles import find
+from forerun.profiles import find, shipped
 from forerun.zoo import EMBEDDED, own_draft
 
 
@@ -96,7 +96,8 @@ def bench(
     Settings that are not given are those that `forerun tune` found for the pair, where it did.
     """
     draft = draft if draft is not None else own_draft(target)
-    tuned = stored_tuning(target, draft, temperature)
+    ours = shipped(target, draft)
+    tuned = ours.methods["sampling" if temperature else "greedy"] if ours is not None else {}
     plan = Plan(
         methods=parse_methods(_split(methods), method_arg or [], tune, tuned),
         datasets=tuple(_split(dataset)) or ("stdlib-test",),

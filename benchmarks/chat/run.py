@@ -1,0 +1,60 @@
+"""Runs the benches behind docs/results/chat.md, one after the other, and keeps each one's results here.
+
+    python benchmarks/chat/run.py --data DATA [--only greedy,batch-4] [--runs runs/chat]
+
+Each run goes on where it was stopped; one that is done is not made again. `validation` comes first: settings were
+chosen from it, of ours (`forerun/zoo/weights/smollm2/tuned.json`) and of peers (below). Leave the machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+OURS = "ar,sd,cumulative,confidence,lookup,suffix,hybrid,ouroboros"
+LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
+THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
+TEST = "{here}/test.jsonl,humaneval,gsm8k"
+# Of each run: what `forerun bench` is called with, beside what all are.
+RUNS = {
+    "validation": "--dataset {here}/validation.jsonl --rounds 1 --tune sd.gamma=1,2,3,4,5,6",
+    "validation-1": "--dataset {here}/validation.jsonl --rounds 1 --tune sd.gamma=1,2,3,4 --temperature 1",
+    "greedy": f"--dataset {TEST} --limit 16 --rounds 3 --methods {OURS},{LLAMA}",
+    "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
+    "nucleus": f"--dataset {TEST} --limit 16 --rounds 3 --methods {OURS},llama-cpp --temperature 0.7 --top-p 0.9",
+    "temperature-1": f"--dataset {TEST} --limit 16 --rounds 3 --methods {OURS},llama-cpp --temperature 1",
+    "batch-4": f"--dataset {TEST} --limit 16 --rounds 3 --batch 4 --methods {OURS}",
+    "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --methods {OURS}",
+    "transformers": f"--dataset {TEST} --limit 4 --rounds 2 --methods ar,sd,{THEIRS}",
+    "float32": f"--dataset {TEST} --limit 4 --rounds 2 --weights float32 --methods {OURS}",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
+    parser.add_argument("--only", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
+    parser.add_argument("--runs", type=Path, default=Path("runs/chat"), help="folder of the runs' records")
+    given = parser.parse_args()
+    wanted = given.only.split(",")
+    if unknown := sorted(set(wanted) - set(RUNS)):
+        parser.error(f"--only: no runs {', '.join(unknown)}; there are {', '.join(RUNS)}")
+    for name in wanted:
+        out = given.runs / name
+        options = RUNS[name].format(here=HERE).split()
+        if "humaneval" in RUNS[name]:
+            options += ["--data", given.data]
+        common = ["--target", "smollm2", "--chat", "--stop-at-eos", "--resume", "--out", str(out)]
+        done = subprocess.run([sys.executable, "-m", "forerun", "bench", *options, *common])
+        if done.returncode:
+            return done.returncode
+        shutil.copy(out / "results.json", HERE / f"{name}.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
