@@ -1,0 +1,79 @@
+"""Puts what was trained for smollm2 into the package, in few bits, with its recipe and its curve.
+
+    python benchmarks/chat/bundle.py RUN... [--bits 6]
+
+A RUN is the `--out` of `forerun train`. Recipes stand in the README of each folder that this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from forerun.files import write_text
+from forerun.loading import load_head, load_model
+from forerun.methods import Pacer
+from forerun.methods.chains import SpecDec
+from forerun.model import CausalLM
+from forerun.runtime.hot import HOT_FILE
+from forerun.train.curves import read_log
+from forerun.zoo import FOLDERS, SMOLLM2
+from forerun.zoo.quantise import save_quantised
+
+LAYERS = {"survival": Pacer.layer, "acceptance": SpecDec.layer}
+
+
+def put(source: Path, bits: int) -> Path:
+    """Writes the folder of a draft, head or layer; returns it."""
+    config = json.loads((source / "config.json").read_text())
+    kind = LAYERS.get(config.get("kind", "draft"), config.get("kind", "draft"))
+    folder = FOLDERS[SMOLLM2] / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "draft":
+        # Without its tokenizer, which is the target's.
+        save_quantised(load_model(source, "draft", plain=True), folder, {}, bits)
+        shutil.copy(source / HOT_FILE, folder)
+        recipe = json.loads((source / "work" / "config.json").read_text())
+        write_text(folder / "README.md", card(recipe | {"chats": Path(recipe["chats"]).name}, bits))
+    elif "states" in config:
+        save_quantised(load_head(source, CausalLM(load_model(SMOLLM2, "target"))), folder, {}, bits)
+        shutil.copy(source / "README.md", folder)
+    else:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("work"))
+    curve(source, folder)
+    return folder
+
+
+def card(recipe: dict[str, Any], bits: int) -> str:
+    return (
+        "# A draft for SmolLM2-135M-Instruct\n\nMade by `forerun train draft` on the model's own conversations, kept in "
+        f"{bits} bits. It has the target's tokenizer.\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n"
+    )
+
+
+def curve(source: Path, folder: Path) -> None:
+    """Validation losses by step."""
+    logs = sorted((source / "work").rglob("log.jsonl"))
+    found = {log.parent.name: read_log(log) for log in logs}
+    kept = {
+        name: [[each["step"], each["validation"]] for each in records if "validation" in each]
+        for name, records in found.items()
+    }
+    write_text(folder / "curve.json", json.dumps(kept) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--bits", type=int, choices=(6, 8), default=6)
+    given = parser.parse_args()
+    for run in given.runs:
+        folder = put(run, given.bits)
+        print(f"{folder.name}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
