@@ -49,7 +49,7 @@ def put(source: Path, bits: int) -> Path:
 
 def card(recipe: dict[str, Any], bits: int) -> str:
     return (
-        "# A draft for SmolLM2-135M-Instruct\n\nMade by `forerun train draft` on the model's own conversations, kept in "
+        "# A draft for SmolLM2-135M-Instruct\n\nMade by `forerun train draft` on its own conversations, and kept in "
         f"{bits} bits. It has the target's tokenizer.\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n"
     )
 
