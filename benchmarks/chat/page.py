@@ -1,0 +1,97 @@
+"""Writes docs/results/chat.md from the results that run.py left in this folder.
+
+    python benchmarks/chat/page.py [--runs runs/chat]
+
+With the runs' own folders their pictures are taken along. Runs that are not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from forerun.bench.pages import COLUMNS, row
+from forerun.files import write_text
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "results" / "chat.md"
+TITLES = {
+    "validation": "How long a draft: validation prompts",
+    "validation-1": "The same at temperature 1",
+    "greedy": "Greedy, 128 new tokens",
+    "greedy-512": "Greedy, 512 new tokens",
+    "nucleus": "Temperature 0.7, top-p 0.9",
+    "temperature-1": "Temperature 1",
+    "batch-4": "Batches of 4",
+    "batch-16": "Batches of 16",
+    "transformers": "Beside transformers, in float32 what it decodes",
+    "float32": "The target in float32",
+}
+FRONT = """# A chat model
+
+SmolLM2-135M-Instruct (30 layers, 49,152 tokens) from its GGUF file of 4 bits, on a CPU, with what comes with forerun
+for it. `test` is prompts that the model wrote itself, and that nothing was trained or tuned on
+(`benchmarks/chat/test.jsonl`). HumanEval's and GSM8K's problems are put as messages. Answers end where the model ends
+them. `python benchmarks/chat/run.py --data DATA` makes the runs, `page.py` beside it this page.
+
+`speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompt in the same round,
+10-90 % its spread. `by place` is the share of drafts that reached a place and were accepted there. The last columns are
+where the time of decoding went. All else is as in every bench: see README's "Measure".
+"""
+
+
+def section(name: str, title: str, found: dict[str, Any], runs: Path, pictures: Path) -> list[str]:
+    given, versions = found["arguments"], found["versions"]
+    told = ", ".join(
+        f"{each} {versions[each]}" for each in ("torch", "transformers", "llama-cpp-python") if versions.get(each)
+    )
+    settings = {
+        method: ", ".join(f"{key} {value}" for key, value in chosen.items() if key in ("gamma", "threshold"))
+        for method, chosen in given["methods"].items()
+    }
+    lines = [f"## {title}", ""]
+    lines += [
+        f"{found['date']}, {versions['cpu']}, {versions['threads']} threads, {told}, {versions['commit']}; "
+        f"{given['rounds']} rounds; `{name}.json`. Settings: "
+        + "; ".join(f"`{method}` {text}" for method, text in settings.items() if text)
+        + ".",
+        "",
+    ]
+    for dataset, part in found["datasets"].items():
+        lines += [f"### {dataset}, {part['prompts']} prompts", ""]
+        lines.append("| " + " | ".join([*COLUMNS, "by place", "draft", "stop rule", "verify"]) + " |")
+        lines.append("|---" + "|---:" * (len(COLUMNS) + 3) + "|")
+        for method, figures in part["methods"].items():
+            places = " ".join(f"{each:.2f}" for each in (figures["acceptance_by_position"] or [])[:5])
+            time = figures["time"] or {}
+            shares = [f"{100 * time[key]:.0f} %" if key in time else "" for key in ("draft", "policy", "verify")]
+            lines.append("| " + " | ".join([*row(method, figures), places, *shares]) + " |")
+        lines.append("")
+    for kind in ("speedup", "acceptance", "time"):
+        if (runs / name / f"{kind}.png").is_file():
+            pictures.mkdir(parents=True, exist_ok=True)
+            shutil.copy(runs / name / f"{kind}.png", pictures / f"{name}-{kind}.png")
+        if name in ("greedy", "temperature-1") and (pictures / f"{name}-{kind}.png").is_file():
+            lines += [f"![{title}: {kind}](chat/{name}-{kind}.png)", ""]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs/chat"), help="folder of the runs")
+    given = parser.parse_args()
+    lines = [FRONT]
+    for name, title in TITLES.items():
+        path = HERE / f"{name}.json"
+        if path.is_file():
+            lines += section(name, title, json.loads(path.read_text()), given.runs, PAGE.parent / "chat")
+    notes = HERE / "notes.md"  # what was wished for, what was missed, and why: written by hand
+    write_text(PAGE, "\n".join(lines).rstrip() + "\n" + ("\n" + notes.read_text() if notes.is_file() else ""))
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()
