@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -169,7 +170,7 @@ def test_finalists_are_of_different_methods_where_there_are() -> None:
 def test_candidates_fit_the_models() -> None:
     with_draft, without = candidates(True), candidates(False)
     assert with_draft["sd gamma=12"] == SD(12) and with_draft["lookup gamma=6 ngram=2"] == Lookup(6, 2)
-    assert {method.name for method in without.values()} == {"lookup", "lookahead"}
+    assert {method.name for method in without.values()} == {"lookup", "suffix", "lookahead"}
     assert {method.name for method in candidates(True, thin=6).values()} == {each.name for each in with_draft.values()}
     assert len(candidates(True, thin=3)) <= len(with_draft) / 2
 
@@ -521,7 +522,7 @@ def test_tune_for_sampling_without_a_draft(folder: Path, tmp_path: Path) -> None
     assert profile.greedy is None and profile.costs.draft == {} and profile.pair.draft is None
     assert profile.sampling is not None and (profile.sampling.temperature, profile.sampling.top_p) == (0.8, 0.9)
     assert str(path) in done.stdout and "predicted" in done.stdout
-    assert "measuring look" in done.stderr  # lookup or lookahead first, as the clock has it
+    assert re.search("measuring (look|suffix)", done.stderr)  # which one is first, the clock decides
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,15 @@ class Suffix(Settings):
     At most `factor` * match + `offset` tokens and at most `most`, the best `width` of each place (1: a chain), none
     whose path is less probable than `least` by its counts. Earlier outputs have up to `memory` tokens together, and are
     there where it is `warm`.
+
+    The defaults are ours, for a CPU: there every token that is verified costs. Where it is free, longer drafts pay.
     """
 
-    factor: float = 2.0
-    offset: float = 1.0
-    most: int = 24
+    factor: float = 1.0
+    offset: float = 0.0
+    most: int = 16
     width: int = 1
-    least: float = 0.1
+    least: float = 0.3
     memory: int = 65536
     warm: bool = True
     name: ClassVar[str] = "suffix"
@@ -88,6 +90,10 @@ class Hybrid(Suffix):
     @property
     def needs_costs(self) -> bool:
         return self.other != "auto" and self._other().needs_costs
+
+    @property
+    def any_tokenizer(self) -> bool:
+        return self.other == "auto" or self._other().any_tokenizer
 
     def _other(self) -> Any:
         from forerun.methods import method
