@@ -10,13 +10,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import methods, profiles
 from forerun.decoder import NO_DRAFT, Chunk, Completion, Decoder, kind_of
-from forerun.loading import DeviceMap, check_draft_tokenizer, load_model, load_tokenizer
+from forerun.kinds import check_way
+from forerun.loading import DeviceMap, load_model, load_tokenizer, translation_for
 from forerun.methods import Method, Pacer
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
 from forerun.runtime.hot import prepare_draft
+from forerun.runtime.tensor_parallel import ShardedLM, ranks
 from forerun.zoo import EMBEDDED, companion, own_draft, resolve
 
 __all__ = ["Chunk", "Completion", "Decoder", "load"]
@@ -39,8 +41,10 @@ def load(
     weights: str | None = None,
     draft_weights: str | None = "auto",
     draft_vocabulary: int | None = None,
+    draft_tokens: str | None = None,
     device: str | None = None,
     device_map: DeviceMap | None = None,
+    tensor_parallel: bool = False,
     trust_remote_code: bool = False,
     fast: bool = True,
     graphs: bool = False,
@@ -74,8 +78,14 @@ def load(
             in the text: faster, and as lossless. By the draft's own list of frequent tokens (`forerun train draft
             --hot`), else by their ids, in which BPE has the frequent ones first. Default: all of that list where there
             is one. 0: all tokens.
+        draft_tokens: how a draft with another tokenizer drafts. "shared": the tokens that both have; "text": its text
+            is cut into the target's tokens. Default, "auto": shared where half of a sample's tokens are, which it logs.
+            Nothing to a draft with the target's tokenizer.
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
+        tensor_parallel: instead of device: the target's weights are split among the processes that `torchrun` started,
+            by transformers' own plan for its architecture. Draft and heads are whole in each of them. All of them must
+            make the same calls, and each of them gets the output. Needs accelerate (docs/tensor-parallel.md).
         trust_remote_code: passed on to transformers.
         graphs: record forwards of a few tokens as CUDA graphs, for plain Llamas on a GPU; takes memory and some seconds
             at first. Raises ValueError elsewhere.
@@ -91,11 +101,12 @@ def load(
         **options: the method's settings, such as gamma=6.
 
     Raises:
-        ValueError: an unknown method or setting, a model that cannot be loaded or decoded, a draft with another
-            tokenizer or vocabulary. Tokenizers are compared before weights are loaded. A draft folder without one is
-            taken at its word; embeddings of different sizes must then, as ever, differ by padding alone. A profile
-            that is damaged.
+        ValueError: an unknown method or setting, a model that cannot be loaded or decoded; a draft with another
+            tokenizer that has nothing in common with the target's, or for a method that cannot do with it. Tokenizers
+            are compared before weights are loaded. A draft folder without one is taken at its word; embeddings of
+            different sizes must then, as ever, differ by padding alone. A profile that is damaged.
     """
+    check_way(draft_tokens)
     draft = own_draft(target) if draft is None else draft
     is_own = isinstance(draft, str) and draft == own_draft(target)
     layered = pre_verifier is not None or (is_own and bundled_layer(target, Pacer()) is not None)
@@ -111,7 +122,10 @@ def load(
         raise ValueError(f"draft_vocabulary must be at least 0, not {draft_vocabulary}")
     if draft_vocabulary and graphs:
         raise ValueError("draft_vocabulary cannot stand beside graphs: recorded forwards have the whole head")
-    usual = fast and device_map is None and draft_vocabulary is None
+    if tensor_parallel and graphs:
+        raise ValueError("tensor_parallel cannot stand beside graphs")
+    shared = ranks() if tensor_parallel else None
+    usual = fast and device_map is None and draft_vocabulary is None and shared is None
     if all(named) and usual and (unnamed or chosen.needs_costs):
         profile = profiles.find(target, draft, device, dtype, weights, draft_weights)  # type: ignore[arg-type]
         costs = profile.costs if profile is not None else None
@@ -140,12 +154,22 @@ def load(
         tokenizer = target
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    translation = None
     if tokenizer is not None and drafting and isinstance(draft, str | Path):
-        check_draft_tokenizer(tokenizer, draft, trust_remote_code=trust_remote_code)
+        strict = next((each.name for each in (chosen, drawing) if each is not None and not each.any_tokenizer), None)
+        translation = translation_for(
+            tokenizer, draft, draft_tokens or "auto", strict, trust_remote_code=trust_remote_code
+        )
+    elif draft_tokens not in (None, "auto") and drafting:
+        raise ValueError(f"draft_tokens={draft_tokens!r} needs a target and a draft that are given by name")
     how: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
     how["trust_remote_code"] = trust_remote_code
 
     def ready(source: str | Path | PreTrainedModel, part: str) -> CausalLM:
+        if shared is not None and part == "target":
+            return ShardedLM(load_model(source, part, weights=weights, tensor_parallel=True, **how), shared)
+        if shared is not None:
+            how["device"] = shared.device
         model = load_model(source, part, weights=weights if part == "target" else draft_weights, **how)
         # A model that nobody else holds need not survive the packing of its weights.
         with_options: dict[str, bool] = {"fast": fast, "in_place": isinstance(source, str | Path), "graphs": graphs}
@@ -167,8 +191,11 @@ def load(
         max_queue=max_queue,
         kv_memory=kv_memory,
         prefix_bytes=prefix_bytes,
+        translation=translation,
     )
     decoder.costs = costs
+    if shared is not None:
+        shared.sample_alike()
     if phrases is not None:
         decoder.read_phrases(phrases)
     return decoder

@@ -43,6 +43,7 @@ from forerun.runtime.costs import head_costs, measure_costs
 from forerun.runtime.facts import facts_of
 from forerun.runtime.heads import HiddenLM
 from forerun.text import TextStream
+from forerun.vocabularies import Translation
 
 NO_DRAFT = "method {!r} needs a draft model: give a draft"
 
@@ -114,6 +115,7 @@ class Decoder:
         max_queue: int | None = None,
         kv_memory: int | None = None,
         prefix_bytes: int = 2**28,
+        translation: Translation | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of weights:
         make a new Decoder when they have changed. A CausalLM is taken as it is, as is a HiddenLM; `CausalLM(model)`
@@ -127,6 +129,7 @@ class Decoder:
             kv_memory: bytes for keys and values of the target, None for no bound.
             prefix_bytes: bytes, of each model, for keys and values of earlier prompts, so that what a new prompt shares
                 with one of them is not computed again. 0 for none.
+            translation: how a draft with another tokenizer drafts (`forerun.loading.translation_for`).
 
         Raises:
             ValueError: models that cannot run drafts, and pairs that do not fit together.
@@ -137,7 +140,7 @@ class Decoder:
             raise ValueError(
                 f"the draft is on {self.draft.device} and the target on {self.target.device}; put them on one"
             )
-        self.tokenizer, self.guard = tokenizer, guard
+        self.tokenizer, self.guard, self.translation = tokenizer, guard, translation
         self.max_rows, self.max_queue, self.kv_memory, self.prefix_bytes = max_rows, max_queue, kv_memory, prefix_bytes
         self._paces: dict[tuple[Method, bool], Pace] = {}  # sampling costs and accepts otherwise than greedy decoding
         self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] = {}  # what outlives a call
@@ -151,7 +154,7 @@ class Decoder:
         for each in (self.method, sampling_method):
             if each is not None and each.needs_draft and self.draft is None:
                 raise ValueError(NO_DRAFT.format(each.name))
-        if self.draft is not None:
+        if self.draft is not None and translation is None:
             check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
         self.pre_verifier: PreVerifier | None = None
         for each in (self.method, sampling_method):
@@ -408,9 +411,9 @@ class Decoder:
         if not method.needs_costs:
             return
         if self.costs is None:
-            self.costs = measure_costs(self.target, self.draft, layer=self.pre_verifier)
+            self.costs = self.target.agreed(measure_costs(self.target, self.draft, layer=self.pre_verifier))
         if method.head is not None and self.head is not None and not self.costs.head:
-            self.costs = replace(self.costs, head=head_costs(self.head))
+            self.costs = replace(self.costs, head=self.target.agreed(head_costs(self.head)))
 
     def info(self) -> dict[str, Any]:
         """The method with its settings, and of each model what its weights are stored as, with bytes, the kernel that
@@ -458,7 +461,7 @@ class Decoder:
     def _drafter(self, tried: list[Method]) -> Drafter:
         """What drafts by these methods: one for all sequences, or one for greedy ones and one for sampled ones."""
         self.truth.find = self._plain
-        drafters = []
+        drafters, clock = [], self.target.clock
         for method in tried:
             parts = Parts(
                 target=self.target,
@@ -468,13 +471,14 @@ class Decoder:
                 truth=self.truth,
                 pools=self.pools,
                 head=self.head,
-                guarded=None if self.guard is False else lambda drafter: Guarded(drafter, Pace()),
+                guarded=None if self.guard is False else lambda drafter: Guarded(drafter, Pace(clock)),
+                translation=self.translation,
             )
             drafters.append(method.build(parts))
         drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
         if self.guard is False or all(isinstance(method, AR) for method in tried):
             return drafter
-        paces = [self._paces.setdefault((self.method_for(greedy), greedy), Pace()) for greedy in (True, False)]
+        paces = [self._paces.setdefault((self.method_for(greedy), greedy), Pace(clock)) for greedy in (True, False)]
         return Guarded(drafter, *paces)
 
     def _plain(self, seq: Generation) -> list[int]:

@@ -246,7 +246,9 @@ class Engine:
 
     def _admit(self) -> None:
         """Prefills what waits, in its order, for about `chunk_seconds`; where nothing runs, at most a large chunk."""
-        begun, left, idle = perf_counter(), CHUNKS[1], not self.running
+        if self._prefilling is None and not self.waiting:
+            return
+        begun, left, idle = self.target.clock(), CHUNKS[1], not self.running
         while self._prefilling is not None or self._next_fits():
             if self._prefilling is None:
                 seq = self._begun[self.waiting[0].id] = self.waiting[0]
@@ -268,7 +270,7 @@ class Engine:
                 self.running.append(seq)
             left -= done or 0
             tokens = len(self.waiting[0].tokens) if done is None and self.waiting else CHUNKS[1]
-            late = perf_counter() - begun + min(tokens, self._chunk()) / self._rate > self.chunk_seconds
+            late = self.target.clock() - begun + min(tokens, self._chunk()) / self._rate > self.chunk_seconds
             if left <= 0 if idle else late:
                 return
 
@@ -283,14 +285,14 @@ class Engine:
         is_scored = seq.request.prompt_logprobs and not seq.output
         if is_scored:
             prefill = partial(prefill, hear=partial(_score, seq, scored))
-        begun = perf_counter()
+        begun = self.target.clock()
         for done in prefill(chunk=min(chunk, SCORED) if is_scored else chunk):
             if done >= CHUNKS[0]:
-                self._rate = done / max(perf_counter() - begun, 1e-9)
+                self._rate = done / max(self.target.clock() - begun, 1e-9)
             if seq.request.progress is not None:
                 seq.request.progress(self.target.prompt_read, len(seq.tokens))
             yield done
-            begun = perf_counter()
+            begun = self.target.clock()
         if is_scored:
             seq.prompt_logprobs = tuple(scored)
         self.target.join(seq.id, self._reserve(seq))

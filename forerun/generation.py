@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from forerun.logprobs import Logprob
+from forerun.params import SamplingParams
 from forerun.races import Race, Races
 from forerun.sampling import Sampler
 
@@ -40,6 +41,7 @@ class Request:
         logprobs: log probabilities of each token are wanted, with those of so many best ones in its place; None for
             none. They are of the target's own law, before processors and temperature.
         prompt_logprobs: those of the prompt are wanted too. Then all of it is run, whatever is known of it already.
+        params: what it was made of, so that it can be made again elsewhere (`forerun.scale`); the engine does not look.
     """
 
     tokens: Sequence[int]
@@ -55,6 +57,7 @@ class Request:
     plain: bool = False
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    params: SamplingParams | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:

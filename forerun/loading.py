@@ -29,6 +29,8 @@ from forerun.nn.heads import HiddenConfig, HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import is_as_made
 from forerun.runtime.stored import store
+from forerun.runtime.tensor_parallel import check_shape
+from forerun.vocabularies import Translation, translate
 from forerun.zoo import resolve
 from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
 
@@ -91,6 +93,7 @@ def load_model(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     plain: bool = False,
+    tensor_parallel: bool = False,
 ) -> PreTrainedModel:
     """The model of a hub id, folder or GGUF file.
 
@@ -101,13 +104,16 @@ def load_model(
             file has them, else by `dtype`. "auto": the same, but a draft in 8 bits.
         plain: ordinary modules, as training and transformers' own decoding need them: a GGUF file in float32.
         device_map: transformers places the weights. Without one they go to `device`.
+        tensor_parallel: transformers splits them among the ranks that torchrun started.
 
     Raises:
         ValueError: no such folder, device or dtype; a configuration or weights that are missing, broken or do not
             belong together; a device map without the package it needs; weights in few bits that are not for a CPU, or
-            whose blocks do not fit.
+            whose blocks do not fit; a target that cannot be split among ranks.
     """
     check_kind(weights)
+    if tensor_parallel:
+        _check_split(source, part, weights, device, device_map)
     if not isinstance(source, str | Path):
         if weights not in (None, "auto"):
             raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
@@ -123,7 +129,7 @@ def load_model(
     if device.partition(":")[0] == "meta":
         raise ValueError("cannot use device 'meta': it computes nothing")
     auto, weights = weights == "auto", None if weights == "auto" else weights
-    on_cpu = device.partition(":")[0] == "cpu" and device_map is None
+    on_cpu = device.partition(":")[0] == "cpu" and device_map is None and not tensor_parallel
     if weights is not None and dtype is not None:
         raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
     file = find(source) if isinstance(source, Path) else None
@@ -167,7 +173,11 @@ def load_model(
     if small:
         restored: Any = load_quantised(Path(source))
         return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
-    placed = {} if device_map is None else {"device_map": device_map}
+    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    if tensor_parallel:
+        from transformers.distributed import DistributedConfig
+
+        placed = {"distributed_config": DistributedConfig(tp_plan="auto")}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
@@ -178,6 +188,19 @@ def load_model(
     if found["missing_keys"]:  # transformers fills these with random numbers
         raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
     return model if placed else _kept(model.to(device), stored)
+
+
+def _check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
+    """Raises ValueError for what transformers cannot split among ranks."""
+    if not isinstance(source, str | Path):
+        raise ValueError(f"tensor_parallel is for models that are loaded by name; this {part} is an object")
+    if device is not None or device_map is not None:
+        raise ValueError("give tensor_parallel or a device, not both: each rank takes its own")
+    folder = resolve(source, part)
+    stored = isinstance(folder, Path) and (find(folder) is not None or (folder / WEIGHTS).exists())
+    if stored or weights in ("int4", "int8"):
+        raise ValueError(f"{part} {str(source)!r}: weights in few bits cannot be split among ranks")
+    check_shape(load_config(source, part), str(source))
 
 
 def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
@@ -326,7 +349,17 @@ def _may_have_tokenizer(source: str | Path) -> bool:
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError where a draft's tokenizer differs from the target's, naming the first difference.
+    """Raises ValueError where a draft's tokenizer differs from the target's, naming the first difference."""
+    found = _difference(target, draft)
+    if found is not None:
+        raise ValueError(
+            f"draft {name!r}: its tokenizer differs from the target's: {found}; a draft must share the target's "
+            "tokenizer"
+        )
+
+
+def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
+    """The first difference of a draft's tokenizer from the target's; None where there is none.
 
     All tokens with their ids are compared, added ones too. Then the tokens of a few texts are: tokenizers of equal
     vocabularies may still merge or normalise differently. Which tokens begin, end or pad a text is not compared: only
@@ -336,19 +369,14 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     if ours != theirs:
         first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
         here, there = (repr(tokens[first]) if first in tokens else "missing" for tokens in (ours, theirs))
-        raise ValueError(
-            f"draft {name!r}: its tokenizer differs from the target's: token {first} is {there} there and {here} in "
-            "the target's; a draft must share the target's tokenizer"
-        )
+        return f"token {first} is {there} there and {here} in the target's"
     for text in _PROBES:
         # Strictly by position, so that a text that is a prefix of the other differs where it ends.
         pairs = zip_longest(*(tokenizer.encode(text, add_special_tokens=False) for tokenizer in (target, draft)))
         for place, (here, there) in enumerate(pairs):
             if here != there:
-                raise ValueError(
-                    f"draft {name!r}: its tokenizer differs from the target's: of the text {text!a}, token number "
-                    f"{place} is {there} there and {here} in the target's; a draft must share the target's tokenizer"
-                )
+                return f"of the text {text!a}, token number {place} is {there} there and {here} in the target's"
+    return None
 
 
 def check_draft_tokenizer(
@@ -358,6 +386,39 @@ def check_draft_tokenizer(
     if _may_have_tokenizer(resolve(draft, "draft")):
         own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
         check_tokenizers(target, own, str(draft))
+
+
+def translation_for(
+    target: PreTrainedTokenizerBase,
+    draft: str | Path,
+    way: str = "auto",
+    strict: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Translation | None:
+    """How the draft of a hub id or folder drafts, where it has another tokenizer than the target; None where it has
+    the same. A folder without a tokenizer passes for such. `strict`: a method that needs the target's tokenizer.
+
+    Raises ValueError for a `way` that needs the tokenizer of a folder without one, tokenizers with nothing in common,
+    and one that differs where a method is strict.
+    """
+    if not _may_have_tokenizer(resolve(draft, "draft")):
+        if way != "auto":
+            raise ValueError(f"draft {str(draft)!r} has no tokenizer files; to draft by {way!r} it needs a tokenizer")
+        return None
+    own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
+    found = _difference(target, own)
+    if found is None:
+        return None
+    if strict is not None:
+        raise ValueError(
+            f"method {strict!r} needs a draft with the target's tokenizer, and that of {str(draft)!r} differs: "
+            f"{found}; sd, cumulative and others that draft a plain chain can do with another"
+        )
+    translation = translate(target, own, str(draft), way)
+    if way == "auto":
+        _LOG.warning(f"draft {str(draft)!r} has another tokenizer: {translation.reason}")
+    return translation
 
 
 def check_vocabularies(target: int, draft: int, tokenizer: PreTrainedTokenizerBase | None) -> None:

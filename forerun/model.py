@@ -7,7 +7,8 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from forerun.support import check_model, context_of
 
 __all__ = ["CausalLM", "LeanForward", "Rows", "context_of", "fingerprint", "same_model"]
 
+_T = TypeVar("_T")
 _PROMPT = 0  # the only sequence of a prompt cache
 
 
@@ -91,6 +93,14 @@ class CausalLM(Rows):
         if self.hot is not None:
             other.hot = self.hot.fresh()
         return other
+
+    def clock(self) -> float:
+        """Seconds, for what is decided by time. Processes that share a model have one clock (`forerun.scale`)."""
+        return perf_counter()
+
+    def agreed(self, found: _T) -> _T:
+        """What was measured here, or by the first of the processes that share a model."""
+        return found
 
     @property
     def exact(self) -> str:

@@ -104,6 +104,7 @@ def requests(
                 criteria=criteria or None,
                 seed=seed,
                 stream=i,
+                params=params if isinstance(params, SamplingParams) else None,
             )
         )
     return found

@@ -1,4 +1,4 @@
-"""`forerun bench`: real processes on tiny random models, and the parts whose answers are known by hand."""
+"""`forerun bench`: processes on tiny random models, and the parts whose answers are known by hand."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from tokenizers.processors import TemplateProcessing
 from toys import noisy_copy, tiny, tiny_tokenizer
@@ -45,8 +46,7 @@ PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "forerun", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return commands.run("bench", *arguments)
 
 
 @pytest.fixture(scope="module")

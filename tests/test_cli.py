@@ -1,4 +1,4 @@
-"""The command line as a user runs it: real processes."""
+"""The command line as a user runs it: in processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import run
 
 import forerun
 
 COMMAND = [sys.executable, "-m", "forerun"]
 
 
-def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=240)
+def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """By an interpreter that imports all it needs, and nothing before."""
+    return subprocess.run([*COMMAND, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
+    done = (apart if arguments[0] in ("fetch", "fly") else run)(*arguments)  # those two import nothing slow
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert message in done.stderr
@@ -88,7 +90,7 @@ def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None
     file = tmp_path / "prompt.txt"
     file.write_text("def add(a, b):")
     options = ["--max-new-tokens", "24"]
-    by_argument = run("generate", "def add(a, b):", *options)
+    by_argument = apart("generate", "def add(a, b):", *options)
     assert by_argument.returncode == 0, by_argument.stderr
     assert run("generate", "--file", str(file), *options).stdout == by_argument.stdout
     assert run("generate", *options, stdin="def add(a, b):").stdout == by_argument.stdout
@@ -134,19 +136,19 @@ def test_demo_shows_equal_output(method: str) -> None:
 
 
 def test_demo_prints_a_table() -> None:
-    done = run("demo", "--embedded", "--prompts", "1", "--max-new-tokens", "16")
+    done = apart("demo", "--embedded", "--prompts", "1", "--max-new-tokens", "16")
     assert done.returncode == 0, done.stderr
     assert "speedup" in done.stdout
     assert "tokens/s" in done.stdout
 
 
 def test_info_and_version() -> None:
-    facts = json.loads(run("info", "--json").stdout)
+    facts = json.loads(apart("info", "--json").stdout)
     assert set(facts["methods"]) == {
         *("ar", "sd", "pacer", "specdec++", "lookup", "heuristic", "confidence", "cumulative", "svip", "adaedl"),
         *("oracle", "seeing-oracle", "ouroboros", "pacer-ouroboros", "lookahead", "suffix", "hybrid"),
         *("lyanna", "pacer-lyanna", "eagle", "pacer-eagle", "medusa"),
     }
     assert facts["embedded"]["gate"]
-    assert run("--version").stdout == f"forerun {forerun.__version__}\n"
+    assert apart("--version").stdout == f"forerun {forerun.__version__}\n"
     assert "embedded target" in run("info").stdout

@@ -18,6 +18,7 @@ from typing import Any
 
 import ggufs
 import pytest
+from homes import home_at
 from toys import random_head, random_layer
 from typer.testing import CliRunner
 
@@ -39,7 +40,7 @@ needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="this Python has
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FORERUN_HOME", str(home_at(tmp_path / "home")))
     monkeypatch.setattr(zoo, "SMOLLM2_PACKAGE", "no_such_package")  # it may be installed here
     return tmp_path / "home" / "models" / "smollm2"
 

@@ -28,7 +28,7 @@ GROUND = {
     "logprobs",
 }
 LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
-METHODS = LOOP | {"costs", "probabilities", "nn", "lengths", "drafters", "methods", "params"}
+METHODS = LOOP | {"costs", "probabilities", "nn", "lengths", "drafters", "methods", "params", "vocabularies"}
 API = METHODS | {
     "claims",
     "chat",
@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "races": set(),
     "sampling": {"draft", "penalties", "races"},
     "model": {"draft", "sampling", "cache", "batch", "prefix", "rows", "support", "fingerprint"},
-    "generation": {"logprobs", "races", "sampling"},
+    "generation": {"logprobs", "params", "races", "sampling"},
     "logprobs": set(),
     "penalties": set(),
     "steps": {"draft", "generation", "logprobs", "sampling"},
@@ -80,21 +80,24 @@ ALLOWED: dict[str, set[str]] = {
     "nn": GROUND | {"probabilities"},
     "costs": set(),
     "lengths": GROUND | {"nn", "costs", "probabilities"},
-    "drafters": LOOP | {"nn", "lengths", "runtime", "costs"},
-    "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime"},
+    "vocabularies": {"text"},
+    "drafters": LOOP | {"nn", "lengths", "runtime", "costs", "vocabularies"},
+    "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime", "vocabularies"},
     "runtime": GROUND | {"nn", "costs", "probabilities", "files", "kinds"},
     "gguf": {"runtime", "kinds"},
     "zoo": GROUND | {"nn", "files"},
     "profiles": {"methods", "costs", "files", "zoo"},
     "claims": {"support", "zoo"},
-    "loading": GROUND | {"claims", "nn", "runtime", "zoo", "gguf", "kinds"},
+    "loading": GROUND | {"claims", "nn", "runtime", "zoo", "gguf", "kinds", "vocabularies"},
     "decoder": API - {"profiles", "api"},
     "api": API,
     "hf": API,
+    "integrations": API,
     "train": API,
     "bench": TOP | {"train"},
     "server": TOP | {"grammar"},
-    "cli": TOP | {"formats", "grammar", "train", "bench", "server"},
+    "scale": TOP | {"grammar", "server"},
+    "cli": TOP | {"formats", "grammar", "train", "bench", "server", "scale"},
     "__init__": TOP,
     "__main__": {"cli"},
 }

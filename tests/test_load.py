@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import commands
 import pytest
 from toys import noisy_copy, tiny
 
@@ -181,8 +181,7 @@ def test_servers_are_of_one_kind() -> None:
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "forerun", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return commands.run("bench", *arguments)
 
 
 def test_a_run_under_load(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def copies(folders: Path, tmp_path: Path) -> Path:
 
 
 OTHERS = [
-    (lambda: changed('"~"', '"<tilde>"'), r"token \d+ is '<tilde>' there and '~' in the target's; a draft must share"),
+    (lambda: changed('"~"', '"<tilde>"'), r"token \d+ is '<tilde>' there and '~' in the target's"),
     (lambda: with_more("<new>"), "token 300 is '<new>' there and missing in the target's"),
     (lowercasing, r"of the text .*SHE'LL.*, token number 0 is \d+ there and \d+ in the target's"),
 ]
@@ -93,10 +93,13 @@ def test_the_first_difference_of_tokenizers_is_shown_before_weights_are_loaded(
 ) -> None:
     make().save_pretrained(copies / "draft")
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights loaded"))
-    with pytest.raises(ValueError, match=f"draft '.*draft': its tokenizer differs from the target's: {message}"):
-        forerun.load(copies / "target", draft=copies / "draft")
+    named = rf"method 'ouroboros' needs .* tokenizer, and that of '.*draft' differs: {message}"
+    with pytest.raises(ValueError, match=named):
+        forerun.load(copies / "target", draft=copies / "draft", method="ouroboros")
     with pytest.raises(ValueError, match=message):
-        forerun.load(tiny("llama", vocab=300), draft=copies / "draft", tokenizer=tiny_tokenizer())
+        forerun.load(tiny("llama", vocab=300), draft=copies / "draft", tokenizer=tiny_tokenizer(), method="ouroboros")
+    with pytest.raises(ValueError, match=f"draft 'd': its tokenizer differs from the target's: {message}"):
+        check_tokenizers(tiny_tokenizer(), make(), "d")
 
 
 def test_a_token_that_only_the_target_has_is_a_difference() -> None:
@@ -287,7 +290,11 @@ def test_broken_drafts_are_named(breaks, copies: Path) -> None:
         (without_config, [], "cannot load target './draft'"),
         (without_weights, [], "cannot load target './draft'"),
         (truncated, [], "cannot load target './draft'"),
-        (lambda folder: None, ["--target", "./target", "--draft", "./draft"], "draft './draft': its tokenizer differs"),
+        (
+            lambda folder: None,
+            ["--target", "./target", "--draft", "./draft", "--method", "ouroboros"],
+            "method 'ouroboros' needs a draft with the target's tokenizer, and that of './draft' differs: token",
+        ),
         (lambda folder: None, ["--device-map", "auto", "--device", "cpu"], "give device or device_map, not both"),
     ],
 )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import commands
 import pytest
 
 PROGRAM = """
@@ -50,7 +49,7 @@ print(json.dumps(figures))
 @pytest.mark.parametrize("methods", ["ar,sd,pacer-ouroboros", "lookup,lookahead,pacer", "lyanna,pacer-lyanna"])
 def test_nothing_is_alive_when_a_decoder_is_gone(methods: str) -> None:
     """Finished, dropped and failed calls leave nothing behind either. A stream that is held holds its decoder."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, methods], capture_output=True, text=True, timeout=280)
+    done = commands.run(methods, program=PROGRAM)
     assert done.returncode == 0, done.stderr
     for held, left in json.loads(done.stdout):
         assert held > 100 and left < 4, f"MiB: {held} held, {left} left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -40,6 +41,7 @@ from forerun.lengths.pacer import PacerStop
 from forerun.methods import AR, Lookahead, Method, Ouroboros, PacerOuroboros, Parts, method
 from forerun.methods.phrases import SOURCES
 from forerun.model import CausalLM
+from forerun.nn.pre_verifier import PreVerifier
 from forerun.sampling import Sampler, Verdict
 
 V = 4
@@ -293,6 +295,11 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
     assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
 
 
+@cache
+def small_layer() -> PreVerifier:
+    return random_layer(draft_size=4, token_size=4, target_size=4)
+
+
 def drafter(
     width: int = 2,
     guesses: int = 3,
@@ -303,7 +310,7 @@ def drafter(
     gamma: int = 5,
     **options,
 ) -> OuroborosDrafter:
-    layer = random_layer(draft_size=4, token_size=4, target_size=4) if pacer else None
+    layer = small_layer() if pacer else None
     embeddings = torch.nn.Embedding(4, 4)
     return kind(
         TableLM(DRAFT),  # type: ignore[arg-type]

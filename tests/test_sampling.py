@@ -184,11 +184,16 @@ MUTATIONS = {
 }
 
 
+def is_broken(make: Callable[[np.random.Generator], Draft]) -> bool:
+    """Most are so far off that a few trials tell."""
+    return any(fit(make, trials=trials) < BROKEN for trials in (TRIALS // 4, TRIALS))
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, old, new, kind = MUTATIONS[mutation]
     monkeypatch.setattr(sampling, name, mutant(name, old, new))
-    assert fit(DRAFTS[kind]) < BROKEN
+    assert is_broken(DRAFTS[kind])
 
 
 def test_a_draft_that_lies_about_its_distributions_is_seen() -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import commands
 import httpx
 import pytest
 from serving import models, tiny_tokenizer
@@ -76,9 +77,7 @@ def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> Non
         seen = set()
         until(lambda: seen.add(health(url)) or 200 in seen)
         assert httpx.get(url + "/v1/models", trust_env=False).json()["data"][0]["id"] == "named"
-        other = subprocess.run(
-            [*COMMAND, "--port", url.rpartition(":")[2], "--target", str(folder)], capture_output=True, text=True
-        )
+        other = commands.run("serve", "--port", url.rpartition(":")[2], "--target", str(folder))
         assert other.returncode == 2 and "cannot listen on 127.0.0.1" in other.stderr
         assert other.stderr.count("\n") == 1
         # An answer that is under way is given to its end while others are refused.
@@ -154,12 +153,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    done = subprocess.run(
-        [*COMMAND, "--port", str(free_port()), "--target", str(tmp_path), "--method", "ar"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = commands.run("serve", "--port", str(free_port()), "--target", str(tmp_path), "--method", "ar")
     assert done.returncode == 2 and "cannot load" in done.stderr.splitlines()[-1]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import commands
 import pytest
 from toys import noisy_copy, tiny, tiny_tokenizer
 
@@ -173,8 +173,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "own.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
     pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1"]
     more = ["--methods", "sd,lookup", "--dataset", str(folder / "own.jsonl"), "--rounds", "1"]
-    command = [sys.executable, "-m", "forerun", "bench", *pair, *more, "--max-new-tokens", "24"]
-    done = subprocess.run([*command, "--out", str(folder / "out")], capture_output=True, text=True, timeout=280)
+    done = commands.run("bench", *pair, *more, "--max-new-tokens", "24", "--out", str(folder / "out"))
     assert done.returncode == 0, done.stderr
     return folder / "out"
 

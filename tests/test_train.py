@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_train_pair_goes_on_after_sigkill(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = commands.run(*command[len(COMMAND) :])
     assert done.returncode == 0, done.stderr
     assert "resuming target at step" in done.stdout
     results = json.loads((out / "pair" / "results.json").read_text())
@@ -212,7 +213,7 @@ def test_train_pair_goes_on_after_sigkill(tmp_path: Path) -> None:
         decoder.generate("def alpha", max_new_tokens=40).tokens == plain.generate("def alpha", max_new_tokens=40).tokens
     )
 
-    other = subprocess.run([*command, "--set", "draft_steps=21"], capture_output=True, text=True, timeout=60)
+    other = commands.run(*command[len(COMMAND) :], "--set", "draft_steps=21")
     assert other.returncode == 2
     assert "other settings" in other.stderr
 
@@ -263,8 +264,7 @@ def test_train_draft_for_any_target(tmp_path: Path) -> None:
     assert (
         result.tokens == forerun.load(tmp_path / "target", method="ar").generate("def alpha", max_new_tokens=30).tokens
     )
-    again = [part if part != "16" else "18" for part in command]
-    other = subprocess.run(again, capture_output=True, text=True, timeout=60)
+    other = commands.run(*(part if part != "16" else "18" for part in command[len(COMMAND) :]))
     assert other.returncode == 2
     assert "other settings" in other.stderr
 

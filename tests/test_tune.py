@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import commands
 import pytest
 import torch
+from homes import home_at
 from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 
 from forerun import load, profiles
@@ -228,8 +230,9 @@ def test_less_is_decoded_where_forwards_are_slow_or_the_budget_is_small() -> Non
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+    home = home_at(tmp_path / "home")
+    monkeypatch.setenv("FORERUN_HOME", str(home))
+    return home
 
 
 def a_choice(method: Method, temperature: float = 0.0) -> Choice:
@@ -425,13 +428,7 @@ def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.Mo
 
 
 def forerun(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "forerun", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"FORERUN_HOME": str(home)},
-    )
+    return commands.run(*arguments, env=os.environ | {"FORERUN_HOME": str(home)})
 
 
 @pytest.fixture
@@ -515,7 +512,13 @@ def test_tune_with_a_head(folder: Path, own_home: Path, tmp_path: Path) -> None:
 def test_tune_for_sampling_without_a_draft(folder: Path, tmp_path: Path) -> None:
     drawing = ["--temperature", "0.8", "--top-p", "0.9"]
     asked = ["--target", str(folder / "target"), "--data", str(folder / "own.jsonl"), "--threads", "1", "--budget", "1"]
-    done = forerun(tmp_path, "tune", *asked, *drawing)
+    done = subprocess.run(
+        [sys.executable, "-m", "forerun", "tune", *asked, *drawing],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"FORERUN_HOME": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "profiles").iterdir()
     profile = read(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -201,6 +202,7 @@ class TableLM:
     keeps_hidden = keeps_prompt = False
     hidden = prompt_hidden = prefixes = None
     prefilled = 0
+    clock = staticmethod(perf_counter)
 
     def __init__(self, table: Tensor) -> None:
         self.table = table  # [V, V, V]

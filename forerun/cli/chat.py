@@ -27,6 +27,7 @@ LOCAL = (
     "weights",
     "draft_weights",
     "draft_vocabulary",
+    "draft_tokens",
     "device",
     "threads",
 )
@@ -60,6 +61,7 @@ def chat(
     weights: common.WeightsOption = None,
     draft_weights: common.DraftWeightsOption = None,
     draft_vocabulary: common.DraftVocabularyOption = None,
+    draft_tokens: common.DraftTokensOption = None,
     device: common.DeviceOption = None,
     threads: common.ThreadsOption = None,
     url: Annotated[

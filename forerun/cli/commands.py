@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import bench, chat, demo, fetch, generate, info, serve, simulate, train, tune
+from forerun.cli import batch_jobs, bench, chat, demo, fetch, generate, info, serve, simulate, train, tune
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of their output.",
@@ -15,6 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("batch")(batch_jobs.batch)
 app.command("bench")(bench.bench)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)

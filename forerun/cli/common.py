@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.kinds import check_kind
+from forerun.kinds import WAYS, check_kind, check_way
 from forerun.methods import METHODS, Method, method, parse_value
 from forerun.params import SamplingParams
 
@@ -68,6 +68,11 @@ def _kind(value: str | None) -> str | None:
     return value
 
 
+def _way(value: str | None) -> str | None:
+    check_way(value)
+    return value
+
+
 WeightsOption = Annotated[
     str | None,
     typer.Option(
@@ -85,6 +90,15 @@ DraftVocabularyOption = Annotated[
     typer.Option(
         help="The draft proposes so many tokens only, the most frequent ones, and those of the text: faster, and as "
         "lossless. Default: as the draft's folder says. 0: all tokens."
+    ),
+]
+DraftTokensOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=_way,
+        metavar="|".join(WAYS),
+        help="How a draft with another tokenizer drafts: the tokens that both have, or by text. By default what their "
+        "tokens suggest, which is said.",
     ),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
@@ -124,8 +138,10 @@ _LOADING = (
     "weights",
     "draft_weights",
     "draft_vocabulary",
+    "draft_tokens",
     "device",
     "device_map",
+    "tensor_parallel",
     "trust_remote_code",
     "guard",
     "pre_verifier",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -51,10 +52,15 @@ def generate(
     weights: common.WeightsOption = None,
     draft_weights: common.DraftWeightsOption = None,
     draft_vocabulary: common.DraftVocabularyOption = None,
+    draft_tokens: common.DraftTokensOption = None,
     device: common.DeviceOption = None,
     device_map: Annotated[
         str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
     ] = None,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option("--tensor-parallel", help="Split the target among the processes that torchrun started."),
+    ] = False,
     threads: common.ThreadsOption = None,
     trust_remote_code: common.TrustOption = False,
     as_json: common.JsonOption = False,
@@ -82,6 +88,13 @@ def generate(
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
         raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
     check_extra(response_format)
+    if tensor_parallel:
+        if phrases is not None or profile is not None:
+            raise ValueError(
+                "--tensor-parallel cannot stand beside --phrases and --profile: those are files of one process"
+            )
+        if file is None and prompt in (None, "-"):
+            raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
     text = read_prompt(prompt, file)
     quiet(threads)
     from forerun.api import load
@@ -99,28 +112,33 @@ def generate(
         if sys.stderr.isatty() and has_template(tokenizer):
             print("forerun: this model has a chat template; --chat uses it", file=sys.stderr)
     check_form(response_format, tokenizer)
-    decoder = load(
-        target,
-        method=settings if is_named else None,
-        tokenizer=tokenizer,
-        phrases=phrases if phrases is not None and phrases.exists() else None,
-        **options,
-    )
-    reading = decoder.progress = Reading()
-    if as_json:
-        result = decoder.chat(as_message(text), params, system=system) if chat else decoder.generate(text, params)
-        reading.erase()
+    with ExitStack() as stack:
+        if tensor_parallel:
+            from forerun.runtime.tensor_parallel import together
+
+            stack.enter_context(together())
+        decoder = load(
+            target,
+            method=settings if is_named else None,
+            tokenizer=tokenizer,
+            phrases=phrases if phrases is not None and phrases.exists() else None,
+            **options,
+        )
+        reading = decoder.progress = Reading()
+        if as_json:
+            result = decoder.chat(as_message(text), params, system=system) if chat else decoder.generate(text, params)
+            reading.erase()
+            if phrases is not None:
+                decoder.save_phrases(phrases)
+            if profile is not None:
+                plot_steps(result.steps, profile)
+            print(json.dumps(as_object(result, decoder.method_for(greedy=not temperature).name)))
+            return
+
+        chunks = decoder.stream_chat(as_message(text), params, system=system) if chat else decoder.stream(text, params)
+        answer = show(chunks, reading)
         if phrases is not None:
             decoder.save_phrases(phrases)
         if profile is not None:
-            plot_steps(result.steps, profile)
-        print(json.dumps(as_object(result, decoder.method_for(greedy=not temperature).name)))
-        return
-
-    chunks = decoder.stream_chat(as_message(text), params, system=system) if chat else decoder.stream(text, params)
-    answer = show(chunks, reading)
-    if phrases is not None:
-        decoder.save_phrases(phrases)
-    if profile is not None:
-        plot_steps(answer.steps, profile)
-        print(profile_line(answer.steps), file=sys.stderr)
+            plot_steps(answer.steps, profile)
+            print(profile_line(answer.steps), file=sys.stderr)

@@ -74,12 +74,20 @@ def serve(
     weights: common.WeightsOption = None,
     draft_weights: common.DraftWeightsOption = None,
     draft_vocabulary: common.DraftVocabularyOption = None,
+    draft_tokens: common.DraftTokensOption = None,
     device: common.DeviceOption = None,
     threads: common.ThreadsOption = None,
     trust_remote_code: common.TrustOption = False,
     log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Lines of the log are JSON.")] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="The log has prompts too.")] = False,
+    ray: Annotated[
+        str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; 2 by default.")] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="So many while requests wait; as many as --replicas by default.")
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(callback=_read_config, is_eager=True, help="A TOML file with these names; options here win."),
@@ -89,6 +97,7 @@ def serve(
     missing = [each for each in ("fastapi", "uvicorn", "prometheus_client") if find_spec(each) is None]
     if missing:
         raise ValueError(f"forerun serve needs {', '.join(missing)}: pip install 'forerun[serve]'")
+    least, most = _replicas(ray, replicas, max_replicas)
     if log_level not in LEVELS:
         raise ValueError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
     for name, seconds in (("max-seconds", max_seconds), ("drain", drain)):
@@ -108,26 +117,56 @@ def serve(
     quiet(threads)
     from forerun.server.run import serve
     from forerun.server.service import Settings
+    from forerun.server.worker import Worker
+
+    shown = model_name or (Path(name).name if Path(name).exists() else name)
+    serving = Settings(
+        model=shown,
+        api_key=api_key,
+        allow_origin=tuple(allow_origin or ()),
+        max_body=max_body,
+        max_seconds=max_seconds,
+        log_prompts=log_prompts,
+    )
+    how: dict[str, Any] = {"drain": drain, "log_level": log_level, "log_json": log_json}
+    chosen = settings if is_named else None
+    if ray is not None:
+        from forerun.scale.engines import Loader, engines
+        from forerun.scale.replicas import cluster, fleet
+
+        options |= {each: _as_text(options[each]) for each in ("draft", "head", "pre_verifier") if options[each]}
+        loader, cpus = Loader(_as_text(name), chosen, options, threads), threads or 1
+        made = engines(loader, least=least, most=most, rows=max_rows, room=max_rows + max_queue, cpus=cpus)
+        with cluster(ray, cpus * most):
+            serve(fleet(made), serving, found, **how)
+        return
 
     def make() -> Any:
         quiet(threads)  # torch's threads are set in the thread that computes
         from forerun.api import load
 
-        return load(name, method=settings if is_named else None, **options)
+        return load(name, method=chosen, **options)
 
-    shown = model_name or (Path(name).name if Path(name).exists() else name)
-    serve(
-        make,
-        Settings(
-            model=shown,
-            api_key=api_key,
-            allow_origin=tuple(allow_origin or ()),
-            max_body=max_body,
-            max_seconds=max_seconds,
-            log_prompts=log_prompts,
-        ),
-        found,
-        drain=drain,
-        log_level=log_level,
-        log_json=log_json,
-    )
+    serve(Worker(make), serving, found, **how)
+
+
+def _replicas(ray: str | None, replicas: int | None, most: int | None) -> tuple[int, int]:
+    """How many engines a cluster is to have, at least and at most. Raises ValueError."""
+    if ray is None:
+        for option, value in (("replicas", replicas), ("max-replicas", most)):
+            if value is not None:
+                raise ValueError(f"--{option} is for --ray")
+        return 1, 1
+    if ray == "":
+        raise ValueError("--ray takes local, auto or HOST:PORT")
+    if find_spec("ray") is None:
+        raise ValueError("forerun serve --ray needs ray: pip install 'forerun[ray]'")
+    least = replicas or min(2, most or 2)
+    if most is not None and most < least:
+        raise ValueError(f"--max-replicas must be at least --replicas, {least}, not {most}")
+    return least, most or least
+
+
+def _as_text(name: str | Path) -> str:
+    """A folder's whole name: replicas run elsewhere."""
+    return str(Path(name).resolve() if Path(name).exists() else name)

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from forerun.bench.roofline import GPUS, read_costs
+from forerun.cli.fleet import plan_fleet
 
 
 def simulate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of `forerun bench --out`.")],
+    run: Annotated[Path | None, typer.Argument(help="Folder of a run of `forerun bench --out`.")] = None,
     costs: Annotated[
         str | None,
         typer.Option(
@@ -23,13 +24,51 @@ def simulate(
         Path | None,
         typer.Option(help="Without --costs: another run, to learn from it what takes time beside forwards."),
     ] = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(help="Instead of a run: arrivals as JSON lines, or a server's log of --log-json (docs/scale.md)."),
+    ] = None,
+    first_ms: Annotated[float, typer.Option(help="--fleet: 99 % of first tokens come within.")] = 1000.0,
+    token_ms: Annotated[float, typer.Option(help="--fleet: 99 % of requests have a mean time a token within.")] = 100.0,
+    replicas: Annotated[int | None, typer.Option(help="--fleet: what so many do, in place of a target.")] = None,
+    rows: Annotated[int | None, typer.Option(help="--fleet: of a replica; default: 1, 2, 4 .. 64 are tried.")] = None,
+    kv: Annotated[int | None, typer.Option(help="--fleet: positions that a replica's KV has room for.")] = None,
+    gamma: Annotated[
+        int, typer.Option(help="--fleet: tokens drafted a step; drafts cost nothing where the table has none.")
+    ] = 0,
+    tau: Annotated[float | None, typer.Option(help="--fleet: tokens a step; default: the trace's own, else 1.")] = None,
+    step_ms: Annotated[float, typer.Option(help="--fleet: of a step beyond its forwards.")] = 0.0,
+    load: Annotated[float, typer.Option(help="--fleet: so many times the trace's requests a second.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
     """Compute a run's speedups from its steps. With --costs: those on another machine. Without: beside the measured
     ones, for prompts from which nothing was learnt.
 
     Methods that go by costs act otherwise at others: record the run with `forerun bench --costs` of the same table.
+
+    With --fleet: how many replicas, rows and positions of KV recorded arrivals need.
     """
+    if (run is None) == (fleet is None):
+        raise ValueError("give a run's folder or --fleet TRACE, one of them")
+    if fleet is not None:
+        if learn is not None:
+            raise ValueError("--learn is for a run, not for --fleet")
+        plan_fleet(
+            fleet,
+            costs=costs,
+            first_ms=first_ms,
+            token_ms=token_ms,
+            replicas=replicas,
+            rows=rows,
+            kv=kv,
+            gamma=gamma,
+            tau=tau,
+            step_ms=step_ms,
+            load=load,
+            as_json=as_json,
+        )
+        return
+    assert run is not None
     table = read_costs(costs) if costs is not None else None
     if table is not None and learn is not None:
         raise ValueError("--learn is of no use with --costs: give one of them")

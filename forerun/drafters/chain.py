@@ -72,21 +72,41 @@ class ChainDrafter:
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self._present.add(seq.id)
         self.policy.admit(seq)
-        context = self.model.context
+        context, tokens = self.model.context, self._text(seq)
         # After a prompt that the draft cannot read, or that fills its context, nothing will ever be drafted.
-        if (not context or len(seq.tokens) <= context) and self._knows(seq.tokens):
-            yield from self.model.prefill(seq.tokens[:-1], chunk)
+        if (not context or len(tokens) <= context) and self._knows(tokens):
+            yield from self.model.prefill(tokens[:-1], chunk)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
 
     def drop(self, seq: Generation) -> None:
         if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:
-            self.model.park(seq.id, seq.tokens)
+            self.model.park(seq.id, self._text(seq))
         self.model.drop(seq.id)
         self.policy.drop(seq)
         self._open.discard(seq.id)
         self._present.discard(seq.id)
         if not self._present:
             self.model.forget_prompt()
+
+    # What drafts with another tokenizer have otherwise (`forerun.drafters.translated`).
+
+    def _text(self, seq: Generation) -> list[int]:
+        """A sequence's tokens, as the model has them."""
+        return seq.tokens
+
+    def _pending(self, chain: Chain) -> list[int]:
+        """What the model has not run of a draft in the making."""
+        return chain.pending(self.model.length(chain.seq.id))
+
+    def _is_argmax(self, seq: Generation) -> bool:
+        """Whether its drafts are what the model itself holds most probable."""
+        return seq.sampler.is_argmax
+
+    def _roll(
+        self, ids: Sequence[int], pending: Sequence[Sequence[int]], count: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """`CausalLM.roll`; tokens and logits are those of drafts."""
+        return self.model.roll(ids, pending, count, self.vocab_size)
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
@@ -112,13 +132,13 @@ class ChainDrafter:
             assert rule is not None
             # The first forward catches up with what the target committed, the others run the last draft token.
             ids = [chain.seq.id for chain in going]
-            pending = [chain.pending(self.model.length(chain.seq.id)) for chain in going]
+            pending = [self._pending(chain) for chain in going]
             # Tokens that are the argmax need not be looked at before the next one is drafted.
-            argmax = all(chain.seq.sampler.is_argmax for chain in going)
+            argmax = all(self._is_argmax(chain.seq) for chain in going)
             done = len(going[0].tokens)
             ahead = min(rule.certain(done), *(chain.depth - done for chain in going)) if argmax else 1
             begun = perf_counter()
-            best, logits, hidden = self.model.roll(ids, pending, ahead, self.vocab_size)
+            best, logits, hidden = self._roll(ids, pending, ahead)
             forward_seconds += perf_counter() - begun
             forwards += ahead
             known = best.T.tolist() if argmax else None

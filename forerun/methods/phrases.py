@@ -45,6 +45,10 @@ class _Phrases(Sampling, Drafting):
                 raise ValueError(f"sources must be of {'+'.join(SOURCES)}, not {source!r}")
 
     @property
+    def any_tokenizer(self) -> bool:
+        return False  # a phrase is one of both
+
+    @property
     def phrases(self) -> tuple[int, int]:
         return self.ngram - 1, max(self.guesses, self.suffixes, 1)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forerun.model import CausalLM
     from forerun.nn.pre_verifier import PreVerifier
     from forerun.runtime.heads import HiddenLM
+    from forerun.vocabularies import Translation
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Parts:
             number of tokens.
         head: what drafts from hidden states, of methods that need one.
         guarded: puts a guard of its own around a part of a drafter; None where there are to be none.
+        translation: how a draft with another tokenizer drafts; None for the target's.
     """
 
     target: CausalLM
@@ -42,6 +44,7 @@ class Parts:
     pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = None
     head: HiddenLM | None = None
     guarded: Callable[[Drafter], Drafter] | None = None
+    translation: Translation | None = None
 
     def pool(self, shape: tuple[int, int]) -> PhrasePool | None:
         """The pool of phrases of that length and number a token, None where phrases are not to outlive a sequence."""
@@ -91,6 +94,11 @@ class Settings:
         return False
 
     @property
+    def any_tokenizer(self) -> bool:
+        """Whether its draft model may have another tokenizer than the target."""
+        return not self.needs_draft
+
+    @property
     def phrases(self) -> tuple[int, int] | None:
         return None
 
@@ -104,6 +112,10 @@ class Drafting(Settings):
 
     needs_draft: ClassVar[bool] = True
 
+    @property
+    def any_tokenizer(self) -> bool:
+        return self.layer is None and not self.greedy_only  # layers and oracles know a pair of one tokenizer
+
     def policy(self, parts: Parts) -> LengthPolicy:
         raise NotImplementedError
 
@@ -111,7 +123,13 @@ class Drafting(Settings):
         from forerun.drafters.chain import ChainDrafter
 
         assert parts.draft is not None
-        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block")
+        block = self.verification == "block"
+        if parts.translation is not None:
+            from forerun.drafters.translated import translated
+
+            assert self.any_tokenizer
+            return translated(parts.draft, self.policy(parts), parts.target.vocab_size, parts.translation, block)
+        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, block)
 
 
 @dataclass(frozen=True)

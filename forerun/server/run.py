@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,7 +15,6 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.decoder import Decoder
 from forerun.server.app import create_app
 from forerun.server.errors import ApiError
 from forerun.server.service import Service, Settings
@@ -110,7 +108,7 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    make: Callable[[], Decoder],
+    worker: Worker,
     settings: Settings,
     found: socket.socket,
     *,
@@ -118,12 +116,11 @@ def serve(
     log_level: str = "info",
     log_json: bool = False,
 ) -> None:
-    """Serves on a socket until a signal ends it. `make` loads the decoder, behind the first answers of /health.
+    """Serves on a socket until a signal ends it. The worker gets its decoder behind the first answers of /health.
 
-    Raises what `make` raises.
+    Raises what the worker fails with.
     """
     set_up_log(log_level, log_json)
-    worker = Worker(make)
     app = create_app(worker, settings)
     config = uvicorn.Config(
         app,

@@ -1,0 +1,179 @@
+"""Drafting with a model of another tokenizer (Timor et al., arXiv 2502.05202): by shared tokens, or by text.
+
+The paper's TLI draws from the draft's distribution at the tokens that both have, its SLEM cuts the draft's text into
+the target's tokens. Both leave the target's distribution as it is: the acceptance rule gets the distribution that was
+drawn from, and tokens made of text are point masses. So what the draft misreads can cost acceptance, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forerun.draft import Draft
+from forerun.drafters.chain import Chain, ChainDrafter
+from forerun.drafters.reading import Reader
+from forerun.engine import Proposal
+from forerun.generation import Generation
+from forerun.lengths import LengthPolicy
+from forerun.model import CausalLM
+from forerun.prefix import common
+from forerun.vocabularies import Translation
+
+
+class TranslatedDrafter(ChainDrafter):
+    """A chain drafter whose model reads sequences in its own tokens. When the target has committed a text that the
+    model would cut otherwise, its row is cropped to what is still right."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        policy: LengthPolicy,
+        vocab_size: int,
+        translation: Translation,
+        block: bool = True,
+    ) -> None:
+        assert not policy.wants_draft and not policy.wants_target  # such a layer belongs to a pair of one tokenizer
+        super().__init__(model, policy, vocab_size, block)
+        self.translation = translation
+        self._readers: dict[int, Reader] = {}
+        self._held: dict[int, list[int]] = {}  # what each row of the model has run
+
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        reader = self._readers[seq.id] = Reader(self.translation)
+        reader.read(seq.tokens)
+        yield from super().admit(seq, hidden, chunk)
+        self._held[seq.id] = reader.tokens[:-1]
+
+    def drop(self, seq: Generation) -> None:
+        super().drop(seq)
+        self._readers.pop(seq.id, None)
+        self._held.pop(seq.id, None)
+
+    def _text(self, seq: Generation) -> list[int]:
+        return self._readers[seq.id].tokens
+
+    def _knows(self, tokens: Sequence[int]) -> bool:
+        return max(tokens, default=0) < self.model.vocab_size
+
+    def _depth(self, seq: Generation) -> int:
+        if seq.id not in self.model or not self._settle(seq) or not self._knows(self._text(seq)):
+            return 0
+        context = self.model.context
+        return min(seq.room - 1, context - len(self._text(seq)) + 1 if context else seq.room)
+
+    def _settle(self, seq: Generation) -> bool:
+        """Reads what the target has committed, and keeps as much of the model's row as is still right, but not the last
+        token, which is to be run. Whether there is anything to draft behind."""
+        reader, held = self._readers[seq.id], self._held[seq.id]
+        is_read = reader.read(seq.tokens)
+        right = len(held) if reader.tokens[: len(held)] == held else common(held, reader.tokens)
+        right = min(right, max(0, len(reader.tokens) - 1))
+        if right < len(held):
+            self.model.crop([seq.id], [right])
+            del held[right:]
+        return is_read and bool(reader.tokens)
+
+    def _crop(self, seqs: list[Generation]) -> None:
+        for seq in seqs:
+            if seq.id in self._open:
+                self._settle(seq)
+                self._open.discard(seq.id)
+
+    def _pending(self, chain: Chain) -> list[int]:
+        text, length = self._text(chain.seq), len(self._held[chain.seq.id])
+        return [*text[length:], *self._own(chain.tokens[max(0, length - len(text)) :])]
+
+    def _own(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Drafted tokens, as the model has them."""
+        raise NotImplementedError
+
+    def _ran(self, ids: Sequence[int], chains: Sequence[Sequence[int]]) -> None:
+        for id, chain in zip(ids, chains, strict=True):
+            self._held[id] += chain
+
+
+class SharedDrafter(TranslatedDrafter):
+    """Drafts the tokens that both have, by the draft's distribution at these. Everything that a sequence asks of its
+    tokens, and a length policy, sees that distribution, at the target's tokens."""
+
+    def __init__(
+        self, model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool = True
+    ) -> None:
+        super().__init__(model, policy, vocab_size, translation, block)
+        known = sorted(translation.shared.items())
+        self._ids = {ours: theirs for ours, theirs in known if ours < vocab_size and theirs < model.vocab_size}
+        self._ours = torch.tensor([*self._ids], device=model.device)
+        self._theirs = torch.tensor([*self._ids.values()], device=model.device)
+
+    def _own(self, tokens: Sequence[int]) -> Sequence[int]:
+        return [self._ids[token] for token in tokens]
+
+    def _goes_on(self, chain: Chain) -> bool:
+        token = chain.tokens[-1]  # a processor may have forced one that the draft has not got
+        return len(chain.tokens) < chain.depth and token not in chain.seq.eos and token in self._ids
+
+    def _roll(
+        self, ids: Sequence[int], pending: Sequence[Sequence[int]], count: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        best, logits = [], []
+        for _ in range(count):
+            _, (found,), _ = self.model.roll(ids, pending, 1, self.model.vocab_size)
+            self._ran(ids, pending)
+            found = found[:, self._theirs]
+            places = found.argmax(-1)
+            best.append(self._ours[places])
+            logits.append(found.new_full((len(ids), self.vocab_size), -torch.inf).index_copy_(1, self._ours, found))
+            pending = self._theirs[places][:, None].tolist() if len(best) < count else []
+        return torch.stack(best, 1), logits, []
+
+
+class TextDrafter(TranslatedDrafter):
+    """Drafts what the model holds most probable, as text, and has the target's tokenizer cut it. Point masses are
+    accepted as often as the target would choose them: a sampled text would be right less often than the best one. The
+    length policy sees the draft's own tokens; a draft's verdict counts the target's."""
+
+    def __init__(
+        self, model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool = True
+    ) -> None:
+        super().__init__(model, policy, model.vocab_size, translation, block)
+        self.target_size = vocab_size
+
+    def _own(self, tokens: Sequence[int]) -> Sequence[int]:
+        return tokens
+
+    def _goes_on(self, chain: Chain) -> bool:
+        # Behind a special token there is no text to go on with.
+        return len(chain.tokens) < chain.depth and self.translation.draft.of(chain.tokens[-1]) is not None
+
+    def _is_argmax(self, seq: Generation) -> bool:
+        return True
+
+    def _roll(
+        self, ids: Sequence[int], pending: Sequence[Sequence[int]], count: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        found = super()._roll(ids, pending, count)
+        self._ran(ids, pending)
+        self._ran(ids, found[0][:, :-1].tolist())
+        return found
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        proposal = super().propose(seqs)
+        drafts = [self._written(seq, draft.tokens[1:]) for seq, draft in zip(seqs, proposal.drafts, strict=True)]
+        return replace(proposal, drafts=drafts)
+
+    def _written(self, seq: Generation, said: Sequence[int]) -> Draft:
+        chain = self.translation.write(seq.tokens, said)[: max(0, seq.room - 1)] if said else []
+        known = next((i for i, token in enumerate(chain) if token >= self.target_size), len(chain))
+        return Draft.chain(seq.tokens[-1], seq.sampler.fitting(seq.tokens, chain[:known]))
+
+
+def translated(
+    model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool
+) -> TranslatedDrafter:
+    """The chain drafter of a translation's way."""
+    kind = SharedDrafter if translation.way == "shared" else TextDrafter
+    return kind(model, policy, vocab_size, translation, block)

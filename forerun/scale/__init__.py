@@ -1,0 +1,1 @@
+"""Beyond one process: batch jobs and replicas."""

@@ -1,0 +1,212 @@
+"""The output of a batch job: files that only grow, so that a job which was killed goes on where it was."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, BinaryIO
+
+from forerun.files import write_text
+from forerun.scale.batch_file import BadLine, Input, Line
+
+PART = 10_000  # records of a file
+SYNC = 1.0  # seconds, at most, of records that a machine without power may lose
+
+
+@dataclass
+class Counts:
+    """What records add up to. `steps`: forwards of the target, as each answer saw them."""
+
+    answered: int = 0
+    refused: int = 0
+    bad_lines: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+
+    @property
+    def records(self) -> int:
+        return self.answered + self.refused + self.bad_lines
+
+    @property
+    def tau(self) -> float:
+        return self.completion_tokens / max(1, self.steps)
+
+    def add(self, record: dict[str, Any]) -> None:
+        response = record["response"]
+        if response is None:
+            self.bad_lines += 1
+        elif response["status_code"] != 200:
+            self.refused += 1
+        else:
+            self.answered += 1
+            usage, metrics = response["body"]["usage"], response["body"]["metrics"]
+            self.prompt_tokens += usage["prompt_tokens"]
+            self.completion_tokens += usage["completion_tokens"]
+            self.steps += metrics["speculative_decoding"]["num_spec_steps"]
+
+
+class Folder:
+    """Records of a job, one a line of its input, in part-*.jsonl. Only one process at a time can have it.
+
+    A record is in the file when `answer` or `refuse` returns: who kills the process takes none back. At most the
+    last one is torn, when the process or the disk ends within it; it is cut off by the next run.
+
+    Attributes:
+        done: numbers of the lines that have their record.
+        counts: of all records, new: of those of this run.
+    """
+
+    def __init__(self, path: Path, source: Input, settings: dict[str, Any]) -> None:
+        """Raises ValueError for a folder of something else: of another input, other settings or no job at all, and
+        for one that another process writes to, or whose records are damaged."""
+        self.path, self._source = path, source
+        self._job = json.loads(json.dumps({"input": source.fingerprint, "lines": len(source), "settings": settings}))
+        self._wanted = set(source.numbers)
+        self.done: set[int] = set()
+        self.counts, self.new = Counts(), Counts()
+        self._file: BinaryIO | None = None
+        self._in_part, self._synced = 0, perf_counter()
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; the output goes into a folder")
+        self._check()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("ab")
+        except OSError as error:
+            raise ValueError(f"cannot write to {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ValueError(f"another process is at this job: {path}") from None
+        self._check()
+        self._parts = sorted(path.glob("part-*.jsonl"))
+        for part in self._parts:
+            self._read(part)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.done) == len(self._source)
+
+    def _check(self) -> None:
+        """Whether the folder is this job's, or free."""
+        known = self.path / "job.json"
+        if not known.exists():
+            ours = (".lock", "job.json.")
+            if self.path.exists() and not all(each.name.startswith(ours) for each in self.path.iterdir()):
+                raise ValueError(f"{self.path} is not empty, and has no job of forerun batch: give another folder")
+            return
+        try:
+            found = json.loads(known.read_bytes())
+            then, now = found["settings"], self._job["settings"]
+            is_same = found["input"] == self._job["input"]
+        except (OSError, ValueError, TypeError, KeyError):
+            raise ValueError(f"{known} is damaged: give another folder") from None
+        if not is_same:
+            raise ValueError(f"{self.path} belongs to another input than {self._source.path}: give another folder")
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name) != now.get(name):
+                raise ValueError(
+                    f"{self.path} belongs to a job with {name} {json.dumps(then.get(name))}, not "
+                    f"{json.dumps(now.get(name))}: give another folder"
+                )
+
+    def _read(self, part: Path) -> None:
+        """Takes the records of an earlier run in, and cuts off the last one where it is torn."""
+        whole = self._in_part = 0
+        with part.open("r+b") as file:
+            for count, raw in enumerate(file, 1):
+                try:
+                    if not raw.endswith(b"\n"):
+                        raise ValueError("torn")
+                    record = json.loads(raw)
+                    number = record["line"]
+                    if number not in self._wanted or number in self.done:
+                        raise ValueError("not of this job, or there twice")
+                    self.counts.add(record)
+                except (ValueError, TypeError, KeyError):
+                    if file.read(1):  # something stands behind it: that was not us
+                        raise ValueError(f"{part} is damaged in line {count}: take that line out") from None
+                    file.truncate(whole)
+                    break
+                self.done.add(number)
+                whole += len(raw)
+                self._in_part = count
+
+    # Writing.
+
+    def answer(self, line: Line, status: int, request_id: str, body: bytes) -> None:
+        """Keeps what the server says to a line; `body` is JSON without a line end."""
+        response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, json.dumps(request_id).encode(), body)
+        self._append(line.number, line.custom_id, response, None)
+
+    def refuse(self, line: BadLine) -> None:
+        """Keeps what is wrong with a line."""
+        error = {"code": line.code, "message": f"line {line.number}: {line.message}", "line": line.number}
+        self._append(line.number, line.custom_id, b"null", error)
+
+    def _append(self, number: int, custom_id: str | None, response: bytes, error: dict[str, Any] | None) -> None:
+        assert number not in self.done
+        head = {"id": f"batch_req_{self._source.fingerprint[:12]}_{number}", "line": number, "custom_id": custom_id}
+        record = b'%s,"response":%s,"error":%s}\n' % (
+            json.dumps(head, separators=(",", ":")).encode()[:-1],
+            response,
+            json.dumps(error, separators=(",", ":")).encode(),
+        )
+        if self._file is None or self._in_part >= PART:
+            self._next_part()
+        assert self._file is not None
+        self._file.write(record)
+        self._file.flush()
+        if perf_counter() - self._synced > SYNC:
+            os.fsync(self._file.fileno())
+            self._synced = perf_counter()
+        self.done.add(number)
+        self._in_part += 1
+        found = json.loads(record)
+        self.counts.add(found)
+        self.new.add(found)
+
+    def _next_part(self) -> None:
+        """Opens the file that the next record goes into. The folder becomes the job's with the first one."""
+        if not (self.path / "job.json").exists():
+            write_text(self.path / "job.json", json.dumps(self._job, indent=1) + "\n")
+        if self._file is not None:
+            self._end_part()
+        if self._in_part >= PART or not self._parts:
+            self._parts.append(self.path / f"part-{len(self._parts):05}.jsonl")
+            self._in_part = 0
+        self._file = self._parts[-1].open("ab")
+
+    def _end_part(self) -> None:
+        assert self._file is not None
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+
+    def close(self) -> None:
+        """Gives the folder free for others."""
+        if self._file is not None:
+            self._end_part()
+        self._lock.close()
+
+    def summarise(self, seconds: float) -> dict[str, Any]:
+        """Writes summary.json, of a job that is complete; where this run had nothing to do, it stays as it is.
+
+        `seconds`: of this run.
+        """
+        assert self.complete
+        path = self.path / "summary.json"
+        if not self.new.records and path.exists():
+            return dict(json.loads(path.read_bytes()))
+        tokens = self.new.completion_tokens
+        run = {"records": self.new.records, "seconds": round(seconds, 3), "completion_tokens": tokens}
+        run["tokens_per_second"] = round(tokens / seconds, 3) if seconds else 0.0
+        found = {"lines": len(self._source), **asdict(self.counts), "tau": round(self.counts.tau, 4), "last_run": run}
+        write_text(path, json.dumps(found, indent=1) + "\n")
+        return found

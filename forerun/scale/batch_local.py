@@ -1,0 +1,156 @@
+"""A batch job on one engine: the server without its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from time import perf_counter
+from typing import Any, Self
+
+from starlette.types import ASGIApp, Message
+
+from forerun.decoder import Decoder
+from forerun.scale.batch_file import BadLine, Line
+from forerun.scale.batch_folder import Folder
+from forerun.server.app import create_app
+from forerun.server.service import Settings
+from forerun.server.worker import Worker
+
+_LOG = logging.getLogger("forerun.batch")
+
+AGES = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
+PAUSE = 0.1  # seconds before a line is tried again that found too many others being read
+
+
+def window(max_rows: int) -> int:
+    """Lines that are asked at once: those that have a row, and as many again that are read and wait for one."""
+    return max_rows + min(max_rows, 64)
+
+
+class Answerer:
+    """The server's app with an engine, asked in its own process: checks, answers and errors are the server's.
+
+    Use it as an asynchronous context manager; entering raises what `make` raises.
+    """
+
+    def __init__(self, make: Callable[[], Decoder], model: str) -> None:
+        """`make` loads the decoder; it is called in the thread that computes. `model`: its name in answers."""
+        self.worker = Worker(make)
+        self._app = create_app(self.worker, Settings(model=model, max_seconds=AGES))
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        failed = asyncio.Event()
+        self.worker.on_failure = failed.set
+        await self._open.enter_async_context(self._app.router.lifespan_context(self._app))
+        waits = [asyncio.ensure_future(each.wait()) for each in (self.worker.ready, failed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+        if self.worker.failed is not None:
+            await self._open.aclose()
+            raise self.worker.failed
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._open.aclose()
+
+    async def ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
+        """Status, request id and body of the server's response. Raises what ended the engine's thread."""
+        while True:
+            found = await _post(self._app, url, body)
+            if self.worker.failed is not None:
+                raise self.worker.failed
+            if found[0] != 503 or json.loads(found[2])["error"]["code"] != "queue_full":
+                return found
+            await asyncio.sleep(PAUSE)
+
+
+async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
+    """One request, as a web server hands it to an app."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    status, request_id, parts = 0, "", []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # the reader never goes away
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = dict(message["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        else:
+            parts.append(message.get("body", b""))
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": None,
+        "server": None,
+    }
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        if not status:
+            raise
+        _LOG.exception("a line failed")  # what the server would say in its log, behind its 500
+    return status, request_id, b"".join(parts)
+
+
+def run(
+    make: Callable[[], Decoder],
+    model: str,
+    max_rows: int,
+    lines: Iterable[Line | BadLine],
+    folder: Folder,
+    on_record: Callable[[], None],
+) -> float:
+    """Answers lines on one engine; its rows are filled again as they become free. Returns seconds without loading.
+
+    Raises what `make` raises, and what ends the engine's thread.
+    """
+    return asyncio.run(_run(make, model, max_rows, iter(lines), folder, on_record))
+
+
+async def _run(
+    make: Callable[[], Decoder],
+    model: str,
+    max_rows: int,
+    lines: Iterable[Line | BadLine],
+    folder: Folder,
+    on_record: Callable[[], None],
+) -> float:
+    async with Answerer(make, model) as answerer:
+        begun = perf_counter()
+
+        async def work() -> None:
+            for line in lines:  # all of them take from the same lines
+                if isinstance(line, BadLine):
+                    folder.refuse(line)
+                else:
+                    folder.answer(line, *await answerer.ask(line.url, line.body))
+                on_record()
+
+        tasks = [asyncio.ensure_future(work()) for _ in range(window(max_rows))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return perf_counter() - begun

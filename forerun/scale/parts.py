@@ -1,0 +1,162 @@
+"""What travels between the app and its replicas, and how a replica goes on with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+
+from forerun.decoder import Decoder
+from forerun.engine import Engine, Step
+from forerun.generation import Request
+from forerun.params import SamplingParams
+from forerun.requests import requests
+from forerun.server.errors import ApiError
+from forerun.server.worker import Worker
+
+BEAT = 2.0  # seconds without a step, behind which a replica says that it is there
+
+Found = list[tuple[int, Step]]  # which part, and its step
+
+
+@dataclass(frozen=True)
+class Part:
+    """A request that can be sent.
+
+    Attributes:
+        tokens: the prompt.
+        emitted: what came behind it, on replicas that are gone.
+        params: what the request was made of; the other attributes are those of `Request`, and win.
+    """
+
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    eos: frozenset[int]
+    seed: int | None
+    stream: int
+    plain: bool
+    logprobs: int | None
+    prompt_logprobs: bool
+    emitted: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, seed: int) -> Part:
+        """`seed`: for what is sampled and has none, as it could not go on elsewhere."""
+        assert request.params is not None
+        own = request.seed if request.sampler.greedy or request.seed is not None else seed
+        more = {"plain": request.plain, "logprobs": request.logprobs, "prompt_logprobs": request.prompt_logprobs}
+        return cls(tuple(request.tokens), request.params, request.eos, own, request.stream, **more)  # type: ignore[arg-type]
+
+
+def remade(parts: Sequence[Part], decoder: Decoder) -> list[Request]:
+    """The requests of parts with one prompt and one body. Raises what `forerun.requests.requests` does.
+
+    They are made for the prompt alone: so penalties and grammars count what was emitted as output. Then they go on
+    behind it. Seeds need nothing: what is sampled depends on the position.
+    """
+    first = parts[0]
+    made = requests([first.tokens] * len(parts), first.params, decoder.target, decoder.tokenizer)
+    return [
+        replace(
+            each,
+            tokens=[*part.tokens, *part.emitted],
+            max_new_tokens=each.max_new_tokens - len(part.emitted),
+            eos=part.eos,
+            seed=part.seed,
+            stream=part.stream,
+            plain=part.plain,
+            logprobs=part.logprobs,
+            prompt_logprobs=part.prompt_logprobs and not part.emitted,
+        )
+        for each, part in zip(made, parts, strict=True)
+    ]
+
+
+async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
+    """The steps of parts with one prompt, and empty lists at the beginning and in between.
+
+    Raises ApiError for what ends the body, and what the worker failed with where it can do no more.
+    """
+    yield []
+    assert worker.decoder is not None
+    reading = asyncio.ensure_future(worker.ask(remade, parts, worker.decoder))  # a grammar may take seconds
+    while not (await asyncio.wait([reading], timeout=BEAT))[0]:
+        yield []
+    try:
+        job = worker.submit(reading.result(), perf_counter())
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
+    try:
+        while job.open or not job.queue.empty():
+            try:
+                found = [await asyncio.wait_for(job.queue.get(), BEAT)]
+            except TimeoutError:
+                yield []
+                continue
+            while not job.queue.empty():
+                found.append(job.queue.get_nowait())
+            steps = [(each[0], each[1]) for each in found if not isinstance(each, ApiError)]
+            if steps:
+                yield steps
+            for each in found:
+                if isinstance(each, ApiError):
+                    raise worker.failed or each
+    finally:
+        worker.cancel(job)
+
+
+@dataclass(frozen=True)
+class Face:
+    """What the app has to know of the model that replicas have.
+
+    Attributes:
+        room: requests that a replica holds, running and waiting; None for any number.
+        positions: of keys and values that a request may take; None for any number.
+        spread: those that it takes beside its tokens.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    config: GenerationConfig
+    context: int | None
+    vocab_size: int
+    room: int | None
+    positions: int | None
+    spread: int
+
+    @classmethod
+    def of(cls, decoder: Decoder, engine: Engine) -> Face:
+        target, room = decoder.target, None if engine.max_queue is None else engine.max_rows + engine.max_queue
+        positions = None
+        if engine.kv_memory is not None:  # the most that fit: they fit up to some number, and no more from there on
+            low, high = 0, target.context or 2**24
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if target.fits(0, middle, engine.kv_memory) else (low, middle - 1)
+            positions = low
+        spread = engine.drafter.spread
+        config = target.model.generation_config
+        return cls(decoder.tokenizer, config, target.context, target.vocab_size, room, positions, spread)
+
+    def decoder(self) -> Decoder:
+        """What reads bodies in the app's place of a Decoder. It cannot decode."""
+
+        def processors(config: Any, prompt_length: int, extra: Any = None) -> LogitsProcessorList:
+            return LogitsProcessorList(extra or [])
+
+        target = SimpleNamespace(
+            context=self.context,
+            vocab_size=self.vocab_size,
+            model=SimpleNamespace(generation_config=self.config),
+            processors=processors,
+        )
+        return cast(Decoder, SimpleNamespace(target=target, tokenizer=self.tokenizer))
+
+    def reserve(self, request: Request) -> int:
+        """Positions of keys and values that a request takes."""
+        limit = len(request.tokens) + request.max_new_tokens
+        return max(min(limit, self.context or limit), len(request.tokens) + 1) + self.spread

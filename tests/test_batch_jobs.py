@@ -1,0 +1,345 @@
+"""Batch jobs: every line of the input gets one record, whatever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from serving import make_decoder, models
+
+from forerun.api import load
+from forerun.cli.batch_jobs import batch
+from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, Line, read_line, scan
+from forerun.scale.batch_folder import Folder
+from forerun.server import schemas
+
+COMMAND = [sys.executable, "-m", "forerun", "batch"]
+PROMPTS = [f"for i in range({i}): print" for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    models()[0].save_pretrained(found)
+    make_decoder().tokenizer.save_pretrained(found)  # type: ignore[union-attr]
+    return found
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines))
+    return path
+
+
+def asked(custom_id: str, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def many(path: Path, tokens: int) -> Path:
+    lines = [asked(f"r{i}", prompt=each, max_tokens=tokens, temperature=0) for i, each in enumerate(PROMPTS)]
+    return write(path, lines)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """All of them, a torn one left out."""
+    raw = b"".join(part.read_bytes() for part in sorted(out.glob("part-*.jsonl")))
+    return [json.loads(each) for each in raw.splitlines(keepends=True) if each.endswith(b"\n")]
+
+
+def until(condition: Callable[[], Any], process: subprocess.Popen[Any] | None = None) -> None:
+    end = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < end and (process is None or process.poll() is None)
+        time.sleep(0.02)
+
+
+def check_whole(out: Path, model: Path, tokens: int) -> None:
+    """One record a prompt, with what the model alone says, greedily."""
+    found = {each["custom_id"]: each for each in records(out)}
+    assert len(records(out)) == len(found) == len(PROMPTS)
+    wanted = load(model, method="ar").generate(PROMPTS, max_new_tokens=tokens)
+    for i, each in enumerate(wanted):
+        choice = found[f"r{i}"]["response"]["body"]["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (each.text, each.finish_reason)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("x", "invalid_json", "the line is not JSON (column 1)"),
+        ("[" * 100_000, "invalid_json", "the line is not JSON"),
+        ("3", "invalid_line", "must be an object, not a number"),
+        ("null", "invalid_line", "must be an object, not null"),
+        ({}, "invalid_line", "must have prompt or messages, or custom_id"),
+        ({"prompt": "a", "messages": []}, "invalid_line", "must have prompt or messages"),
+        ({"prompt": "a", "id": 3}, "invalid_id", "id must be a string of 1 to 512 characters"),
+        ({"prompt": "a", "stream": True}, "unsupported_parameter", "stream is not supported in a batch"),
+        ({"custom_id": "a"}, "missing_method", "method is missing"),
+        ({"body": {}}, "missing_custom_id", "custom_id is missing"),
+        ({**asked("a"), "method": "GET"}, "invalid_method", "must be POST, not 'GET'"),
+        (asked("a", "/v1/embeddings"), "invalid_url", "must be /v1/chat/completions or /v1/completions, not '/v1/emb"),
+        ({**asked("a"), "body": []}, "invalid_body", "body must be an object, not a list"),
+        (asked(""), "invalid_custom_id", "custom_id must be a string"),
+    ],
+)
+def test_a_bad_line_is_named(line: Any, code: str, message: str) -> None:
+    found = read_line(7, (line if isinstance(line, str) else json.dumps(line)).encode(), None, {})
+    assert isinstance(found, BadLine)
+    assert found.code == code and message in found.message and found.number == 7
+
+
+def test_a_line_of_bytes_that_are_no_text_is_bad() -> None:
+    assert isinstance(read_line(1, b'{"prompt": "\xff"}', None, {}), BadLine)
+
+
+def test_lines_get_what_they_do_not_say() -> None:
+    defaults = {"max_tokens": 5, "seed": 2**62 - 1}
+
+    def body(line: dict[str, Any]) -> dict[str, Any]:
+        found = read_line(3, json.dumps(line).encode(), None, defaults)
+        assert isinstance(found, Line)
+        return dict(json.loads(found.body))
+
+    assert body({"prompt": "a", "id": "x"}) == {"prompt": "a", "max_tokens": 5, "seed": 2}
+    assert body({"messages": [], "max_completion_tokens": 9, "seed": 4}) == {
+        "messages": [],
+        "max_completion_tokens": 9,
+        "seed": 4,
+    }
+    assert body(asked("a", CHAT, max_tokens=None))["max_tokens"] == 5
+
+
+def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": "user", "content": "the cat"}]
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            asked("chat \ud83d\ude00", CHAT, messages=messages, max_tokens=8, temperature=0, logprobs=True),
+            {"prompt": "def add", "id": "plain", "max_tokens": 6, "temperature": 0},
+            "",
+            "not json",
+            {"messages": messages, "temperature": -3},
+            asked("plain", prompt="another name, and it is one line up"),
+            {"prompt": "the mat", "temperature": 0},
+            asked("chat \ud83d\ude00", prompt="a"),
+            asked("n", prompt=["aa", "ab"], n=2, max_tokens=3, seed=1, model="tiny"),
+            asked("other", prompt="aa", model="gpt-4o"),
+        ],
+    )
+    out = tmp_path / "out"
+    batch(source, out, target=str(model), method="lookup", model_name="tiny")
+    found = {each["line"]: each for each in records(out)}
+    assert sorted(found) == [1, 2, 4, 5, 6, 7, 8, 9, 10] and len(records(out)) == 9
+    assert len({each["id"] for each in found.values()}) == 9
+
+    status = {number: each["response"] and each["response"]["status_code"] for number, each in found.items()}
+    assert status == {1: 200, 2: 200, 4: None, 5: 400, 6: None, 7: 200, 8: None, 9: 200, 10: 404}
+    assert found[1]["custom_id"] == "chat \U0001f600" and found[2]["custom_id"] == "plain"
+    for each in found.values():
+        assert (each["response"] is None) != (each["error"] is None)
+        if each["error"] is not None:
+            assert each["error"]["line"] == each["line"] and f"line {each['line']}: " in each["error"]["message"]
+    assert found[4]["error"]["code"] == "invalid_json"
+    assert found[6]["error"]["message"].endswith("custom_id 'plain' stands on line 2 already")
+    assert found[8]["error"]["code"] == "duplicate_custom_id" and found[8]["custom_id"] is None
+    assert found[5]["response"]["body"]["error"]["param"] == "temperature"
+    assert found[10]["response"]["body"]["error"]["code"] == "model_not_found"
+
+    decoder = load(model, method="ar")
+    chat = schemas.ChatCompletion.model_validate(found[1]["response"]["body"])
+    assert chat.choices[0].message.content == decoder.chat(messages, max_new_tokens=8).text
+    assert chat.choices[0].logprobs is not None and found[1]["response"]["request_id"]
+    text = schemas.TextCompletion.model_validate(found[2]["response"]["body"])
+    assert text.choices[0].text == decoder.generate("def add", max_new_tokens=6).text
+    assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 16
+    assert len(found[9]["response"]["body"]["choices"]) == 4
+
+    summary = json.loads((out / "summary.json").read_text())
+    usages = [found[number]["response"]["body"]["usage"] for number in (1, 2, 7, 9)]
+    assert (summary["lines"], summary["answered"], summary["refused"], summary["bad_lines"]) == (9, 4, 2, 3)
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert summary[name] == sum(each[name] for each in usages)
+    assert summary["tau"] == round(summary["completion_tokens"] / summary["steps"], 4) >= 1
+    assert summary["last_run"]["records"] == 9
+    assert "9 lines: 4 answered, 2 refused, 3 bad" in capsys.readouterr().out
+
+    before = (out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes()
+    batch(source, out, target=str(model), method="lookup", model_name="tiny")  # has nothing to do
+    assert before == ((out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes())
+    for options, message in (
+        ({"method": "ar", "model_name": "tiny"}, r'belongs to a job with method \{"name": "lookup"'),
+        ({"method": "lookup", "model_name": "tiny", "seed": 3}, "a job with seed null, not 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch(source, out, target=str(model), **options)  # type: ignore[arg-type]
+    write(source, ["{}"])
+    with pytest.raises(ValueError, match="belongs to another input"):
+        batch(source, out, target=str(model), method="lookup", model_name="tiny")
+
+
+def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "the cat"}] * 6)
+    texts = []
+    for rows in (1, 5):
+        out = tmp_path / f"out{rows}"
+        batch(source, out, target=str(model), method="lookup", seed=5, max_new_tokens=20, max_rows=rows)
+        texts.append({each["line"]: each["response"]["body"]["choices"][0]["text"] for each in records(out)})
+    assert texts[0] == texts[1] and len(set(texts[0].values())) == 6
+
+
+@pytest.mark.timeout(700)
+def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
+    source, out = many(tmp_path / "in.jsonl", 160), tmp_path / "out"
+    options = ["--target", str(model), "--method", "lookup", "--max-rows", "2", "--threads", "1"]
+    with subprocess.Popen([*COMMAND, str(source), str(out), *options], stderr=subprocess.PIPE) as process:
+        until(lambda: len(records(out)) >= 3, process)
+        with pytest.raises(ValueError, match="another process is at this job"):
+            batch(source, out, target=str(model), method="lookup", max_rows=2)
+        process.send_signal(signal.SIGKILL)
+    before = records(out)
+    assert 3 <= len(before) < len(PROMPTS)
+    with (out / "part-00000.jsonl").open("ab") as file:  # as if it had been killed within a record
+        file.write(b'{"id":"batch_req_1","line":')
+    batch(source, out, target=str(model), method="lookup")
+    assert records(out)[: len(before)] == before
+    check_whole(out, model, 160)
+    assert json.loads((out / "summary.json").read_text())["last_run"]["records"] == len(PROMPTS) - len(before)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_folder_free(model: Path, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [{"prompt": "the cat", "max_tokens": 2}]), tmp_path / "out"
+    with pytest.raises(ValueError, match="unknown dtype"):
+        batch(source, out, target=str(model), method="lookup", dtype="float12")
+    batch(source, out, target=str(model), method="lookup")
+    assert len(records(out)) == 1
+
+
+def test_folders_and_files_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .*nothing\.jsonl: No such file"):
+        scan(tmp_path / "nothing.jsonl")
+    with pytest.raises(ValueError, match="Is a directory"):
+        scan(tmp_path)
+    with pytest.raises(ValueError, match="has no lines"):
+        scan(write(tmp_path / "empty.jsonl", ["", "  "]))
+    source = scan(write(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3))
+    with pytest.raises(ValueError, match="is a file; the output goes into a folder"):
+        Folder(source.path, source, {})
+    with pytest.raises(ValueError, match="is not empty, and has no job"):
+        Folder(tmp_path, source, {})
+    out = tmp_path / "out"
+    folder = Folder(out, source, {"seed": 1})
+    folder.refuse(BadLine(2, None, "code", "why"))
+    with pytest.raises(ValueError, match="another process is at this job"):
+        Folder(out, source, {"seed": 1})
+    folder.close()
+    part = out / "part-00000.jsonl"
+    record = part.read_bytes()
+    part.write_bytes(record + b"\0\0\n" + record.replace(b'"line":2', b'"line":3'))
+    with pytest.raises(ValueError, match=r"part-00000\.jsonl is damaged in line 2: take that line out"):
+        Folder(out, source, {"seed": 1})
+    part.write_bytes(record + record)  # a line that is there twice, at the end
+    again = Folder(out, source, {"seed": 1})
+    assert again.done == {2} and part.read_bytes() == record
+    again.close()
+    (out / "job.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"job\.json is damaged"):
+        Folder(out, source, {"seed": 1})
+
+
+def test_records_go_into_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.scale.batch_folder.PART", 2)
+    source = scan(write(tmp_path / "in.jsonl", ["x"] * 7))
+    out = tmp_path / "out"
+    for stop in (3, 7):
+        folder = Folder(out, source, {})
+        for line in source.lines(set(folder.done), {}):
+            if line.number <= stop:
+                assert isinstance(line, BadLine)
+                folder.refuse(line)
+        folder.close()
+    assert folder.complete and folder.counts.bad_lines == 7 and folder.new.bad_lines == 4
+    assert [len(part.read_bytes().splitlines()) for part in sorted(out.glob("part-*"))] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"actors": 2}, "--actors is for --ray"),
+        ({"ray": ""}, "--ray takes local, auto or HOST:PORT"),
+        ({"seed": -1}, "seed must be 0 or more"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"target": "./nothing"}, "no model folder './nothing' for the target"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.cli.batch_jobs.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=message):
+        batch(write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.cli.batch_jobs.find_spec", lambda name: None if name == "ray" else name)
+    with pytest.raises(ValueError, match=r"forerun batch needs ray: pip install 'forerun\[ray\]'"):
+        batch(tmp_path / "in.jsonl", tmp_path / "out", ray="local")
+
+
+def marked(mark: str, title: bytes = b"") -> list[int]:
+    """Processes with a mark in their environment and that title."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            if title in (each / "cmdline").read_bytes() and mark.encode() in (each / "environ").read_bytes():
+                found.append(int(each.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_a_job_on_ray_loses_an_actor_and_its_driver(model: Path, tmp_path: Path) -> None:
+    source, out, mark = many(tmp_path / "in.jsonl", 250), tmp_path / "out", uuid4().hex
+    options = ["--target", str(model), "--method", "lookup", "--max-rows", "1", "--threads", "1", "--ray", "local"]
+    command = [*COMMAND, str(source), str(out), *options]
+    log, env = tmp_path / "log", os.environ | {"FORERUN_TEST_MARK": mark}
+
+    def run(condition: Callable[[], Any]) -> subprocess.Popen[bytes]:
+        """A job that has come so far. Ray gives its processes 30 seconds to start: on a loaded machine, try again."""
+        for _ in range(8):
+            with log.open("wb") as file:
+                process = subprocess.Popen(command, stderr=file, stdout=file, env=env)
+            until(lambda each=process: condition() or each.poll() is not None)  # type: ignore[misc]
+            if condition():
+                break
+            assert "no cluster at" in log.read_text()
+        return process
+
+    process = run(lambda: records(out))
+    actors = marked(mark, b"ray::MapWorker")
+    assert actors
+    os.kill(actors[0], signal.SIGKILL)
+    before = len(records(out))
+    until(lambda: len(records(out)) > before, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(records(out)) < len(PROMPTS)
+    until(lambda: not marked(mark))  # nothing of the cluster stays behind
+    process = run(lambda: (out / "summary.json").exists())
+    assert process.wait(120) == 0
+    check_whole(out, model, 250)
+    assert Counter(each["line"] for each in records(out)).most_common(1)[0][1] == 1
+    assert f"{len(PROMPTS)} lines: {len(PROMPTS)} answered" in log.read_text()

@@ -1,0 +1,404 @@
+"""Many engines behind one app: answers that go on elsewhere are those of a single engine. Most tests stand on engines
+in this process, which are lost on purpose; the last ones on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import NAME, make_decoder
+from typer.testing import CliRunner
+
+from forerun.cli.commands import app as cli
+from forerun.scale import fleet as fleets
+from forerun.scale.fleet import Fleet, LostError
+from forerun.scale.parts import Face, Found, Part, decoded
+from forerun.server.app import create_app
+from forerun.server.service import Settings
+from forerun.server.worker import Worker
+
+PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
+LONG = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
+
+
+class Engines:
+    """Replicas in this process. Each loses its callers after so many lists of steps, as if it had died."""
+
+    def __init__(self, count: int = 2, lists: int | None = None, make: Any = make_decoder) -> None:
+        self.workers = {f"r{i}": Worker(make) for i in range(count)}
+        self.lists = lists  # None for any number
+        self.silent: set[str] = set()
+        self.asked: list[tuple[str, tuple[Part, ...]]] = []
+
+    async def face(self) -> Face:
+        for worker in self.workers.values():
+            worker.start()
+        for worker in self.workers.values():
+            while not worker.ready.is_set():
+                assert worker.failed is None, worker.failed
+                await asyncio.sleep(0.01)
+        assert worker.decoder is not None
+        return Face.of(worker.decoder, worker.engine)
+
+    def names(self) -> list[str]:
+        return list(self.workers)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        return {name: {"running": 1, "waiting": 2, "hits": 3, "used": 1, "allocated": 4} for name in self.workers}
+
+    async def decode(self, name: str, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
+        self.asked.append((name, tuple(parts)))
+        if name in self.silent:
+            await asyncio.sleep(600)
+        left = self.lists
+        stream = decoded(self.workers[name], parts)
+        try:
+            async for found in stream:
+                if found and left is not None:
+                    if not left:
+                        raise LostError("killed")
+                    left -= 1
+                yield found
+        finally:
+            await stream.aclose()
+
+
+@asynccontextmanager
+async def client(worker: Worker, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(worker, Settings(NAME, **settings))
+    async with app.router.lifespan_context(app):
+        while not worker.ready.is_set():
+            assert worker.failed is None, worker.failed
+            await asyncio.sleep(0.01)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://fleet", timeout=120) as found:
+            yield found
+    replicas = getattr(worker, "_replicas", None)
+    for each in replicas.workers.values() if isinstance(replicas, Engines) else ():
+        await each.stop()
+
+
+def ask(worker: Worker, act: Callable[[httpx.AsyncClient], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        async with client(worker, **settings) as http:
+            return await act(http)
+
+    return asyncio.run(main())
+
+
+def answers(worker: Worker, bodies: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """All at once."""
+
+    async def act(http: httpx.AsyncClient) -> list[Any]:
+        found = await asyncio.gather(*(http.post(path, json=body) for path, body in bodies))
+        return [each.json() for each in found]
+
+    return ask(worker, act)
+
+
+def chunks(text: str) -> list[Any]:
+    """The events of a stream; the last one is [DONE]."""
+    found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert found[-1] == "[DONE]"
+    return [json.loads(each) for each in found[:-1]]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses come thick and fast."""
+    for name, value in (("LOSSES", 1000), ("AWAY", 0.02), ("LOOK", 0.01)):
+        monkeypatch.setattr(fleets, name, value)
+
+
+def same(one: Any, other: Any) -> None:
+    """Log probabilities are computed in other shapes when a text goes on elsewhere."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for each, its in zip(one, other, strict=True):
+            same(each, its)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, abs=1e-3)
+    else:
+        assert one == other
+
+
+SAMPLED = LONG | {"temperature": 1.0, "seed": 7}
+PARAMETERS = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 7, "top_p": 0.9},
+    "penalties": {"temperature": 1.0, "seed": 8, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+    "greedy penalties": {"frequency_penalty": 2.0, "repetition_penalty": 1.3},
+    "choices": {"temperature": 1.0, "seed": 9, "n": 3, "logprobs": 2, "echo": True},
+    "prompts": {"prompt": ["the cat", "def add(", "for i in"], "temperature": 1.0, "seed": 1},
+    "biases": {"logit_bias": {"70": 3.0}, "logprobs": 1},
+    "plain": {"forerun_method": "ar"},
+}
+
+
+def test_answers_that_lose_their_replicas_are_those_of_one_engine(quick: None) -> None:
+    bodies = [(PLAIN, LONG | {"prompt": "the cat sat on"} | each) for each in PARAMETERS.values()]
+    bodies.append((CHAT, SAMPLED | {"messages": [{"role": "user", "content": "mat"}], "logprobs": True}))
+    if find_spec("llguidance"):
+        form = {"type": "regex", "regex": "(cat|mat|sat){9}"}
+        bodies.append((PLAIN, LONG | {"prompt": "the", "ignore_eos": False, "response_format": form}))
+    wanted = answers(Worker(make_decoder), bodies)
+    stop = wanted[0]["choices"][0]["text"][8:12]  # a text in the middle of the greedy answer
+    stopping = [(PLAIN, bodies[0][1] | {"stop": stop})]
+    wanted += answers(Worker(make_decoder), stopping)
+
+    engines = Engines(lists=2)
+    fleet = Fleet(engines)
+    found = answers(fleet, bodies + stopping)
+    assert fleet.resumed > len(bodies)
+    assert not +fleet.loads
+    for one, other in zip(found, wanted, strict=True):
+        assert "choices" in one, one
+        for each, its in zip(one["choices"], other["choices"], strict=True):
+            same(each, its)
+        for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert one["usage"][key] == other["usage"][key]
+        speculation = one["metrics"]["speculative_decoding"]
+        assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
+        cut = (
+            speculation["num_spec_steps"] + speculation["num_accepted_draft_tokens"] - one["usage"]["completion_tokens"]
+        )
+        assert cut >= 0
+    assert found[-1]["choices"][0]["finish_reason"] == "stop"
+    assert all(each.seed is not None for _, parts in engines.asked for each in parts if each.params.temperature)
+
+
+def test_without_a_seed_it_goes_on_as_well_with_one_that_was_drawn(quick: None) -> None:
+    engines = Engines(lists=2)
+    body = LONG | {
+        "prompt": "the cat",
+        "temperature": 1.0,
+        "n": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+    async def act(http: httpx.AsyncClient) -> str:
+        return (await http.post(PLAIN, json=body)).text
+
+    fleet = Fleet(engines)
+    *events, usage = chunks(ask(fleet, act))
+    assert usage["usage"]["completion_tokens"] == 2 * body["max_tokens"]
+    assert [each["choices"][0]["finish_reason"] for each in events].count("length") == 2
+    seeds = {(each.seed, each.stream) for _, parts in engines.asked for each in parts}
+    assert len(seeds) == 2 and None not in {seed for seed, _ in seeds}
+    assert len(fleet.recovered) == fleet.resumed > 0
+
+
+def test_an_answer_that_loses_every_replica_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "AWAY", 0.0)
+    engines = Engines(lists=0)
+    body = LONG | {"prompt": "the cat"}
+
+    async def act(http: httpx.AsyncClient) -> Any:
+        stream = chunks((await http.post(PLAIN, json=body | {"stream": True})).text)
+        return stream, await http.post(PLAIN, json=body)
+
+    (*_, last), whole = ask(Fleet(engines), act)
+    assert last["error"]["code"] == "replica_lost"
+    assert whole.status_code == 500 and whole.json()["error"]["code"] == "replica_lost"
+    assert len(engines.asked) == 2 * (fleets.LOSSES + 1)
+
+
+def test_a_replica_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "SILENCE", 3.0)
+    engines = Engines()
+    engines.silent = {"r0"}
+    bodies = [(PLAIN, LONG | {"prompt": f"{i} the cat"}) for i in range(6)]
+    fleet = Fleet(engines)
+    found = answers(fleet, bodies)
+    assert all(each["choices"][0]["finish_reason"] == "length" for each in found)
+    assert "r0" in {name for name, _ in engines.asked} and fleet.resumed
+
+
+def test_prompts_with_one_beginning_meet_and_errors_keep_their_shape() -> None:
+    shared = list(range(3, 80))
+
+    async def act(http: httpx.AsyncClient) -> Any:
+        for i in range(4):
+            await http.post(PLAIN, json=LONG | {"prompt": [*shared, 100 + i]})
+        bad = [
+            {"prompt": "a", "n": 128, "max_tokens": 0},
+            {"prompt": "a", "n": 100},
+            {"prompt": "a", "max_tokens": 500},
+        ]
+        bad.append({"prompt": "a", "response_format": {"type": "regex", "regex": "("}})
+        found = [await http.post(PLAIN, json=body) for body in bad]
+        return found, (await http.get("/health")).status_code, (await http.get("/metrics")).text
+
+    engines = Engines(3, make=lambda: make_decoder(max_rows=4, max_queue=60, kv_memory=100_000))
+    found, health, figures = ask(Fleet(engines), act)
+    assert len(engines.asked) == 4 and len({name for name, _ in engines.asked}) == 1
+    assert [each.status_code for each in found] == [400] * 4
+    assert [each.json()["error"]["param"] for each in found] == ["max_tokens", "n", "max_tokens", "response_format"]
+    assert health == 200
+    for line in (
+        "forerun:num_requests_running 3.0",
+        "forerun:num_requests_waiting 6.0",
+        "forerun:prefix_cache_hits_total 9.0",
+    ):
+        assert line in figures
+    assert "forerun:kv_cache_usage_perc 0.25" in figures
+
+
+def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_them() -> None:
+    engines = Engines(make=lambda: make_decoder(max_rows=1, max_queue=1))
+    fleet = Fleet(engines)
+
+    async def act(http: httpx.AsyncClient) -> Any:
+        body = LONG | {"prompt": "the cat", "max_tokens": 400}
+        asked = [asyncio.ensure_future(http.post(PLAIN, json=body)) for _ in range(4)]
+        while sum(fleet.loads.values()) < 4:
+            await asyncio.sleep(0.01)
+        assert set(fleet.loads.values()) == {2}
+        refused = await http.post(PLAIN, json=body)
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        while +fleet.loads or any(worker.engine.busy for worker in engines.workers.values()):
+            await asyncio.sleep(0.01)
+        return refused
+
+    refused = ask(fleet, act)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "queue_full"
+    assert refused.headers["Retry-After"]
+
+
+def test_what_the_model_cannot_do_is_told_before_a_replica_is_there() -> None:
+    class Failing(Engines):
+        async def face(self) -> Face:
+            raise ValueError("no such model")
+
+    fleet, failed = Fleet(Failing(0)), []
+
+    async def main() -> None:
+        app = create_app(fleet, Settings(NAME))
+        fleet.on_failure = lambda: failed.append(fleet.failed)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as http:
+                assert (await http.get("/health")).status_code == 503
+            await asyncio.sleep(0.1)
+
+    asyncio.run(main())
+    assert isinstance(failed[0], ValueError)
+
+
+def test_the_config_in_the_docs_is_one_and_others_are_refused() -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    import yaml
+
+    from forerun.scale.replicas import Args, app
+
+    text = (Path(__file__).parents[1] / "docs" / "replicas.md").read_text()
+    [config] = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])["applications"]
+    assert config["import_path"] == f"{app.__module__}:{app.__name__}"
+    assert app(Args(**config["args"])) is not None
+    for wrong in ({"replica": 2}, {"replicas": 0}, {"replicas": 3, "max_replicas": 2}, {"serve": {"strange": 1}}):
+        with pytest.raises(ValueError):
+            app(Args(**wrong))
+
+
+def test_options_of_replicas_are_checked_before_anything_is_loaded() -> None:
+    found = CliRunner().invoke(cli, ["serve", "--replicas", "2"])
+    assert isinstance(found.exception, ValueError) and str(found.exception) == "--replicas is for --ray"
+    found = CliRunner().invoke(cli, ["serve", "--ray", ""])
+    assert isinstance(found.exception, ValueError) and str(found.exception) == "--ray takes local, auto or HOST:PORT"
+    if find_spec("ray"):
+        found = CliRunner().invoke(cli, ["serve", "--ray", "local", "--replicas", "3", "--max-replicas", "2"])
+        assert isinstance(found.exception, ValueError)
+        assert str(found.exception) == "--max-replicas must be at least --replicas, 3, not 2"
+
+
+def slow_decoder() -> Any:
+    """One whose answers take seconds, so that there is a middle to be killed in."""
+    decoder = make_decoder()
+    engine, step = decoder.engine, decoder.engine.step
+
+    def slowly() -> Any:
+        time.sleep(0.03)
+        return step()
+
+    engine.step = slowly
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A Ray cluster on this machine, which can import the tests."""
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    here = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent)]))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # its monitor would kill where the machine is full
+        patch.setenv("RAY_worker_niceness", "0")
+        small = {"num_cpus": 2, "object_store_memory": 100 * 10**6, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=small)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield ray
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
+    from forerun.scale.engines import engines
+    from forerun.scale.replicas import fleet
+
+    bodies = [LONG | {"prompt": f"{i} the cat sat on", "max_tokens": 100} for i in range(6)]
+    bodies = [each | ({"temperature": 1.0, "seed": i} if i % 2 else {}) for i, each in enumerate(bodies)]
+    wanted = answers(Worker(make_decoder), [(PLAIN, each) for each in bodies])
+    worker = fleet(engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1))
+
+    async def act(http: httpx.AsyncClient) -> Any:
+        while len(worker._there()) < 2:
+            await asyncio.sleep(0.05)
+        begun: set[int] = set()
+        count = worker.on_step
+
+        def hear(step: Any, at: float) -> None:
+            begun.add(step.id)
+            count(step, at)
+
+        worker.on_step = hear
+        streams = [asyncio.ensure_future(http.post(PLAIN, json=each | {"stream": True})) for each in bodies]
+        while len(begun) < len(bodies):
+            await asyncio.sleep(0.01)
+        assert len(worker.loads) == 2
+        victim = max(worker.loads, key=lambda name: worker.loads[name])
+        for each in ray_cluster.util.list_named_actors(all_namespaces=True):
+            if victim in each["name"]:
+                ray_cluster.kill(ray_cluster.get_actor(each["name"], namespace=each["namespace"]))
+        found = [chunks(each.text) for each in await asyncio.gather(*streams)]
+        assert victim not in worker._replicas.names()
+        return found
+
+    found = ask(worker, act)
+    assert worker.resumed >= 3 and len(worker.recovered) == worker.resumed
+    for events, other in zip(found, wanted, strict=True):
+        assert "error" not in events[-1]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert "".join(each["choices"][0]["text"] for each in events) == other["choices"][0]["text"]

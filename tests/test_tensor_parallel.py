@@ -1,0 +1,210 @@
+"""A target split among two processes says what it says in one. One job of torchrun does it all: it is slow to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forerun
+from forerun.cli import main
+from forerun.runtime import costs, tensor_parallel
+
+PROMPTS = ["def add(a, b):", "the cat sat"]
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 7},
+    "top_p": {"temperature": 1.2, "top_p": 0.9, "seed": 2},
+    "unseeded": {"temperature": 0.9},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "ar": {},
+    "sd": {"gamma": 3, "guard": True},  # by the first rank's clock
+    "pacer": {"pre_verifier": "layer", "guard": False},
+    "lyanna": {"head": "head", "width": 2, "guard": False},
+}
+TOKENS = 24
+COMMAND = ["def add(a, b):", "--method", "sd", "--gamma", "3", "--max-new-tokens", "100", "--temperature", "1"]
+COMMAND += ["--draft-weights", "float32", "--no-guard"]
+KILLED = "forerun: tensor parallel rank 0 of 2 stops: "
+
+pytestmark = pytest.mark.timeout(900)  # the job starts three processes that import torch
+needs_accelerate = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="accelerate, by which transformers splits weights, is not installed"
+)
+
+
+def decode(folder: Path, **options: Any) -> dict[str, Any]:
+    """Tokens by method and way."""
+    costs.SECONDS = 0.05
+    found: dict[str, Any] = {}
+    for name, settings in METHODS.items():
+        own = {key: folder / value if isinstance(value, str) else value for key, value in settings.items()}
+        own |= {} if name in ("ar", "lyanna") else {"draft": folder / "draft"}
+        decoder = forerun.load(folder / "target", method=name, max_rows=2, draft_weights="float32", **own, **options)
+        for way, asked in WAYS.items():
+            prompts = PROMPTS if way == "greedy" else PROMPTS[:1]
+            completions = decoder.generate(prompts, max_new_tokens=TOKENS, **asked)
+            found[f"{name} {way}"] = [completion.tokens for completion in completions]
+        found[f"{name} drafted"] = completions[0].stats.drafted
+    return found
+
+
+def rank(folder: Path) -> None:
+    """What each process of the job does."""
+    torch.set_num_threads(1)
+    own = int(os.environ["RANK"])
+    found = decode(folder, tensor_parallel=True)
+    (folder / f"rank{own}.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="weights in few bits cannot be split"):
+        forerun.load("embedded", tensor_parallel=True, method="ar")
+    with pytest.raises(ValueError, match="num_key_value_heads 1, which 2 ranks cannot share"):
+        forerun.load(folder / "odd", tensor_parallel=True, method="ar")
+    with pytest.raises(ValueError, match="give tensor_parallel or a device"):
+        forerun.load(folder / "target", tensor_parallel=True, device="cpu", method="ar")
+    sys.argv = ["forerun", "generate", *COMMAND, "--seed", "3", "--json", "--tensor-parallel"]
+    sys.argv += ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    if own == 1:  # killed from without between two forwards, in the middle of an output
+        meet, met = tensor_parallel.Ranks.meet, []
+
+        def counted(ranks: tensor_parallel.Ranks, place: bytes) -> float:
+            met.append(place)
+            if len(met) == 40:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return meet(ranks, place)
+
+        tensor_parallel.Ranks.meet = counted  # type: ignore[method-assign]
+    main()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from toys import noisy_copy, random_head, random_layer, tiny, tiny_tokenizer  # the ranks are quicker without
+
+    path = tmp_path_factory.mktemp("split")
+    vocabulary = len(tiny_tokenizer())
+    target = tiny("llama", 3, vocab=vocabulary)
+    draft = noisy_copy(target, 0.02)
+    for name, model in (("target", target), ("draft", draft), ("odd", target)):
+        model.save_pretrained(path / name)
+        tiny_tokenizer().save_pretrained(path / name)
+    config = path / "odd" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 1}))
+    random_layer(target, draft).save_pretrained(path / "layer")
+    random_head(forerun.model.CausalLM(target), hot=64).save_pretrained(path / "head")
+    return path
+
+
+@pytest.fixture(scope="module")
+def job(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]])}
+    return subprocess.run(
+        [*command, "-m", "tests.test_tensor_parallel", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        env=variables,
+        cwd=Path(__file__).parent.parent,
+    )
+
+
+@needs_accelerate
+@pytest.mark.slow
+def test_two_ranks_say_what_one_process_says(folder: Path, job: subprocess.CompletedProcess[str]) -> None:
+    found = [folder / f"rank{number}.json" for number in (0, 1)]
+    assert all(path.exists() for path in found), job.stderr
+    first, second = (json.loads(path.read_text()) for path in found)
+    assert first == second
+    alone = decode(folder, device="cpu", fast=False)
+    for name in METHODS:
+        for way in WAYS:
+            key = f"{name} {way}"
+            assert way == "unseeded" or first[key] == alone[key] == first[f"ar {way}"], key
+            assert all(len(tokens) == TOKENS for tokens in first[key])
+    assert all(first[f"{name} drafted"] > 0 for name in ("pacer", "lyanna"))
+
+
+@needs_accelerate
+@pytest.mark.slow
+def test_a_command_prints_once(folder: Path, job: subprocess.CompletedProcess[str]) -> None:
+    (line,) = job.stdout.splitlines()
+    decoder = forerun.load(folder / "target", method="ar", fast=False)
+    alone = decoder.generate(COMMAND[0], max_new_tokens=100, temperature=1.0, seed=3)
+    assert json.loads(line)["tokens"] == alone.tokens
+
+
+@needs_accelerate
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_with_one_line(job: subprocess.CompletedProcess[str]) -> None:
+    assert job.returncode != 0
+    (line,) = [line for line in job.stderr.splitlines() if line.startswith("forerun:")]
+    assert line.startswith(KILLED), line
+
+
+def test_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refused(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["forerun", "generate", *arguments, "--tensor-parallel"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr().err
+        assert ended.value.code == 2 and told.count("\n") == 1
+        return told
+
+    assert "needs 2 processes or more" in refused("hello", "--target", "embedded")
+    assert "stdin has one reader" in refused("-")
+    assert "--profile" in refused("hello", "--profile", "steps.svg")
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node 2"):
+        forerun.load(tensor_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("[../gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:1234", True),
+        ("NCCL communicator was aborted on rank 0", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_errors_of_the_network_are_told_apart(text: str, is_lost: bool) -> None:
+    with pytest.raises(RuntimeError) as caught, tensor_parallel.network():
+        raise RuntimeError(text)
+    assert isinstance(caught.value, tensor_parallel.RankLostError) == is_lost
+    assert not is_lost or str(caught.value).endswith(text.split("] ", 1)[-1])
+
+
+def test_ranks_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks see each other's place before anything is run."""
+    ranks = tensor_parallel.Ranks(0, 2, None, None)
+
+    def gathered(other: int) -> Callable[..., None]:
+        def gather(found: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
+            found[0].copy_(own)
+            found[1].copy_(own + torch.tensor([other, 5]))
+
+        return gather
+
+    monkeypatch.setattr(tensor_parallel.distributed, "all_gather", gathered(0))
+    assert ranks.clock() > 0
+    monkeypatch.setattr(tensor_parallel.distributed, "all_gather", gathered(1))
+    with pytest.raises(tensor_parallel.RankLostError, match="rank 1 was about to do something else"):
+        ranks.clock()
+
+
+if __name__ == "__main__":
+    rank(Path(sys.argv[1]))

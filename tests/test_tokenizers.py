@@ -1,0 +1,583 @@
+"""Drafts with another tokenizer: tokens as bytes, texts in the draft's tokens and back, and what comes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import Tensor
+from toys import TableLM, decode, joint_distribution, p_value, random_table, tiny, tiny_tokenizer, tokens_of
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.generation import logits_process as hf
+
+import forerun
+from forerun import Decoder
+from forerun.cli import main
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.reading import Reader
+from forerun.drafters.translated import TextDrafter, TranslatedDrafter
+from forerun.engine import Engine, Step
+from forerun.generation import Request
+from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Heuristic, Hybrid, Method, Parts, method
+from forerun.metrics import summarise
+from forerun.model import CausalLM
+from forerun.runtime.hot import prepare_draft
+from forerun.sampling import Sampler
+from forerun.vocabularies import Translation, Vocabulary, translate, whole
+from forerun.zoo import find_smollm2, resolve
+from forerun.zoo.tokenizer import train_tokenizer
+
+WAYS = ("shared", "text")
+LETTERS = "abcdefghijklmnopqrstuvwxyz().,:0123456789"
+TEXT = "the cat sat on the mat, def add(a, b): caf\u00e9 \u6771\u4eac"
+
+
+def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
+    """As SentencePiece has it: spaces are U+2581, characters that it lacks are bytes, a space comes before a text."""
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "a"), ("a", "t"), ("c", "at"), ("\u2581", "cat")]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *LETTERS]
+    names += ["".join(pair) for pair in merges]
+    vocabulary = {name: id for id, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces] if prefix else [spaces])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def bytelevel() -> PreTrainedTokenizerFast:
+    """Like the target's, but of other texts: another vocabulary with other numbers."""
+    return train_tokenizer(["of mice and men", "the cats and the mats", "def cat(a): pass"], vocab_size=285)
+
+
+def lowercasing() -> PreTrainedTokenizerFast:
+    tokenizer = bytelevel()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    return tokenizer
+
+
+def of_letters(letters: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of so many letters, in this order, and what is merged of them."""
+    names = [*letters.replace(" ", "\u0120"), *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, list(merges)))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+MAKERS = {"byte-level": bytelevel, "pieces": pieces, "lower case": lowercasing}
+
+
+@cache
+def translation(name: str, way: str) -> Translation:
+    """From the toys' byte-level tokenizer to another one."""
+    return translate(tiny_tokenizer(), MAKERS[name](), name, way)
+
+
+# Tokens as bytes.
+
+
+def test_tokens_are_the_bytes_that_they_stand_for() -> None:
+    ours = Vocabulary(tiny_tokenizer())
+    for text in (TEXT, " x\n\n  y", "\U0001f600"):
+        assert ours.spell(tiny_tokenizer().encode(text)) == text.encode()
+    theirs = Vocabulary(pieces())
+    for text in (TEXT, "x\n  y"):
+        assert theirs.spell(pieces().encode(text, add_special_tokens=False)) == b" " + text.encode()
+    assert theirs.of(theirs.ids[b"\n"]) == b"\n" and theirs.ids[b"\n"] == 3 + 10
+    assert theirs.of(0) is None and theirs.of(2) is None and theirs.of(10**6) is None
+    assert (theirs.end, ours.special) == (2, {"<|endoftext|>": 0})
+
+
+def test_of_several_tokens_with_the_same_bytes_one_counts() -> None:
+    tokenizer = pieces()
+    theirs = Vocabulary(tokenizer)
+    names = tokenizer.get_vocab()
+    assert theirs.ids[b"a"] == names["a"] and theirs.spelled[names["<0x61>"]] == b"a"
+    tokenizer.add_tokens([AddedToken("cat", normalized=False), AddedToken("  ", normalized=False)])
+    assert Vocabulary(tokenizer).ids[b"cat"] == names["cat"]  # no new one
+    assert Vocabulary(tokenizer).ids[b"  "] == len(names)
+    both = translate(tiny_tokenizer(), tokenizer, "d", "shared")
+    ours = Vocabulary(tiny_tokenizer())
+    assert both.shared[ours.ids[b"a"]] == names["a"]
+    assert len(set(both.shared.values())) == len(both.shared)
+    assert {ours.of(id) for id in both.shared if id} <= {theirs.of(id) for id in names.values()} | {b"  "}
+    assert both.shared[0] == 2 and all(ours.of(id) for id in both.shared if id)  # the ends of texts, no other special
+
+
+def test_texts_in_the_middle_of_others_get_no_space() -> None:
+    for maker in (bytelevel, pieces, lambda: pieces(prefix=False)):
+        found = Vocabulary(maker())
+        for text in (" the cat", "the cat", "\n", "\n\n the", "at", "\u6771", "  a"):
+            assert found.spell(found.encode(text)) == text.encode(), (maker, text)
+    low = Vocabulary(lowercasing())
+    assert low.spell(low.encode(" The CAT \ufb01n")) == b" the cat fin"
+
+
+def test_half_characters() -> None:
+    for text in ("", "a", "\u00e9", "\u6771", "\U0001f600", "ab\u6771"):
+        coded = text.encode()
+        assert whole(coded) == (coded, b"")
+    assert whole("a\u6771".encode()[:-1]) == (b"a", "\u6771".encode()[:-1])
+    assert whole("\U0001f600".encode()[:3]) == (b"", "\U0001f600".encode()[:3])
+    assert whole(b"a\x80") == (b"a\x80", b"") and whole(b"\x80" * 5) == (b"\x80" * 5, b"")
+
+
+@given(st.binary(max_size=8))
+def test_what_is_cut_off_is_the_beginning_of_a_character(text: bytes) -> None:
+    head, half = whole(text)
+    assert head + half == text and len(half) < 4
+    if half:
+        with pytest.raises(UnicodeDecodeError) as caught:
+            half.decode()
+        assert caught.value.reason == "unexpected end of data" or half[0] >= 0xF5 or len(half) > 1
+
+
+# Reading and writing.
+
+ours = st.lists(st.integers(0, 299), max_size=24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=ours, other=ours, cuts=st.lists(st.integers(0, 24), max_size=6), name=st.sampled_from(list(MAKERS)))
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_read_is_the_text(way: str, tokens: list[int], other: list[int], cuts: list[int], name: str) -> None:
+    """Whatever was read before, of this text or of another one with the same beginning."""
+    both = translation(name, way)
+    reader = Reader(both)
+    for count in cuts:
+        reader.read(tokens[:count] + other[count:] if count % 2 else tokens[:count])
+    is_read = reader.read(tokens)
+    text, found = both.target.spell(tokens), both.draft.spell(reader.tokens)
+    assert reader._ends[-1] == len(reader.tokens) and len(reader._ends) == len(reader._own) + 1
+    if is_read:
+        assert reader._own == tokens
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return
+    assert is_read
+    if name != "lower case":
+        assert found == text
+    elif text.isascii():
+        assert found.lower() == text.lower()
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=st.text("the cat\n\u00e9\u6771", max_size=9), said=st.text("the cat\n\u00e9\u6771", max_size=9))
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_written_is_what_was_said(name: str, before: str, said: str) -> None:
+    both = translation(name, "text")
+    tokens = tiny_tokenizer().encode(before)
+    found = both.write(tokens, both.draft.encode(said))
+    assert both.target.spell(found).decode() == said
+    ended = both.write(tokens, [*both.draft.encode(said), both.draft.end])
+    assert ended == [*found, 0]
+
+
+def test_tokens_that_both_have_are_read_one_by_one_and_others_from_the_beginning_of_their_word() -> None:
+    target, draft = of_letters("ab cd"), of_letters("dcba", [("a", "b"), ("ab", "c")])
+    both = translate(target, draft, "d", "shared")
+    assert both.shared == {0: 3, 1: 2, 3: 1, 4: 0}
+    merging = translate(draft, target, "d", "shared")
+    reader = Reader(merging)
+    assert reader.read([3, 2]) and reader.tokens == [0, 1]
+    assert reader.read([3, 2, 5]) and reader.tokens == [0, 1, 0, 1, 3]  # abc is one of the draft's no more
+    back = Reader(both)
+    assert back.read([0, 1, 3]) and back.tokens == [3, 2, 1]  # not abc: as the draft has drafted them
+    by_text = Reader(translate(target, draft, "d", "text"))
+    assert by_text.read([0, 1]) and by_text.tokens == [4]
+    assert by_text.read([0, 1, 3]) and by_text.tokens == [5]
+    assert by_text.read([0, 1]) and by_text.tokens == [4]
+
+
+def test_special_tokens_are_read_where_both_have_them() -> None:
+    target, draft = tiny_tokenizer(), pieces()
+    both = translate(target, draft, "d", "text")
+    reader = Reader(both)
+    assert reader.read([0, *target.encode("the"), 0]) and reader.tokens[0] == reader.tokens[-1] == 2
+    nobody = Reader(translate(target, of_letters("the "), "d", "text"))
+    assert nobody.read([0, *target.encode("the"), 0]) and nobody.tokens == [0, 1, 2]
+
+
+def test_half_a_character_waits_where_the_draft_has_no_bytes() -> None:
+    target = tiny_tokenizer()
+    reader = Reader(translate(target, of_letters("the "), "d", "shared"))
+    half = target.encode("he \u6771")
+    assert not reader.read(half[:-1]) and b"he ".startswith(reader.translation.draft.spell(reader.tokens))
+    assert reader.read([*half, *target.encode(" e")])
+    assert reader.translation.draft.spell(reader.tokens) == b"he  e"  # the draft has no such character
+
+
+# Distributions.
+
+V, ROWS, NEW, JOINT = 4, 1200, 5, 3
+FITS, BROKEN = 1e-4, 1e-6
+PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
+TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
+ORDER = [2, 0, 3, 1]  # the draft's numbers of the target's tokens
+NONE: LogitsProcessorList | None = None
+HEAT = LogitsProcessorList([hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(3)])
+AGAIN = LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(1.8), hf.NoRepeatNGramLogitsProcessor(3)])
+CASES: dict[str, tuple[Method, str, LogitsProcessorList | None]] = {
+    "sd": (SD(3), "shared", NONE),
+    "sd, top-k": (SD(3), "shared", HEAT),
+    "sd, repetition": (SD(3), "shared", AGAIN),
+    "sd by tokens": (SD(3, verification="token"), "shared", NONE),
+    "cumulative": (Cumulative(0.3, 4), "shared", NONE),
+    "hybrid": (Hybrid(width=2, most=6, threshold=1.5, other="sd"), "shared", NONE),
+    "text": (SD(3), "text", NONE),
+    "text, repetition": (Confidence(0.4, 4), "text", AGAIN),
+}
+
+
+def apart(way: str) -> Translation:
+    """A target of a, b, c, ab and a draft of c, bc, a, b."""
+    return translate(of_letters("abc", [("a", "b")]), shuffled(), "d", way)
+
+
+def shuffled() -> PreTrainedTokenizerFast:
+    names = {"c": 0, "bc": 1, "a": 2, "b": 3}
+    tokenizer = of_letters("abc", [("b", "c")])
+    tokenizer.backend_tokenizer.model = models.BPE(names, [("b", "c")])
+    return tokenizer
+
+
+def permuted(table: Tensor, order: Sequence[int]) -> Tensor:
+    """The same table for a vocabulary in which token i has the number order[i]."""
+    places = torch.tensor(order).argsort()
+    return table[places][:, places][:, :, places]
+
+
+def drafter_of(chosen: Method, way: str, table: Tensor = DRAFT) -> TranslatedDrafter:
+    return chosen.build(Parts(TableLM(TARGET), TableLM(table), translation=apart(way)))  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sampling_follows_the_targets_distribution(case: str) -> None:
+    chosen, way, processors = CASES[case]
+    request = Request(PROMPT, NEW, Sampler(False, processors), generator=torch.Generator().manual_seed(0))
+    count = ROWS if processors is not AGAIN else ROWS // 3  # these take one row after the other
+    rows = decode(TableLM(TARGET), drafter_of(chosen, way), [request] * count)
+    found = summarise([step for row in rows for step in row], 1.0)
+    assert found.drafted > found.accepted > 0.2 * len(rows)
+    joint = joint_distribution(TARGET, PROMPT, JOINT, processors)
+    assert p_value([tokens_of(steps)[:JOINT] for steps in rows], joint) > FITS
+
+
+def test_a_wrong_distribution_is_seen() -> None:
+    """The test above has the power to see a draft that keeps what it gave tokens that the target has not got."""
+    drafter = drafter_of(SD(3), "shared")
+    own = drafter.propose
+
+    def unnormalised(seqs: list) -> object:
+        proposal = own(seqs)
+        for draft in proposal.drafts:
+            if draft.q is not None:
+                draft.q.mul_(0.5)
+        return proposal
+
+    drafter.propose = unnormalised  # type: ignore[method-assign,assignment]
+    request = Request(PROMPT, NEW, Sampler(False), generator=torch.Generator().manual_seed(0))
+    rows = decode(TableLM(TARGET), drafter, [request] * ROWS)
+    assert (
+        p_value([tokens_of(steps)[:JOINT] for steps in rows], joint_distribution(TARGET, PROMPT, JOINT, None)) < BROKEN
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_seed_gives_the_tokens_of_plain_decoding(way: str) -> None:
+    asked = [Request(PROMPT, 12, Sampler(False), seed=3, stream=row) for row in range(40)]
+    plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), asked)]
+    rows = decode(TableLM(TARGET), drafter_of(SD(3), way), asked)
+    assert [tokens_of(steps) for steps in rows] == plain
+    assert summarise([step for row in rows for step in row], 1.0).accepted > 20
+
+
+# The machinery at work.
+
+
+def counts(rows: Sequence[Sequence[Step]]) -> list[list[tuple[tuple[int, ...], int, int]]]:
+    return [[(step.tokens, step.drafted, step.accepted) for step in steps] for steps in rows]
+
+
+@pytest.mark.parametrize("asked", ["greedy", "sampled", "seeded"])
+@pytest.mark.parametrize("chosen", [SD(3), Cumulative(0.3, 5), Heuristic(3)], ids=lambda chosen: chosen.name)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_draft_under_other_numbers_does_what_it_did(way: str, chosen: Method, asked: str) -> None:
+    table = TARGET + random_table(V, 6, 0.4)
+
+    def run(drafter: object) -> list:
+        requests = [
+            Request(
+                PROMPT,
+                40,
+                Sampler(asked == "greedy"),
+                seed=row if asked == "seeded" else None,
+                generator=torch.Generator().manual_seed(row),
+            )
+            for row in range(12)
+        ]
+        return counts(decode(TableLM(TARGET), drafter, requests))  # type: ignore[arg-type]
+
+    names = {"abcd"[i]: number for i, number in enumerate(ORDER)}
+    other = of_letters("".join(sorted(names, key=names.__getitem__)))
+    both = translate(of_letters("abcd"), other, "d", way)
+    assert both.shared == dict(enumerate(ORDER))
+    same = chosen.build(Parts(TableLM(TARGET), TableLM(table)))  # type: ignore[arg-type]
+    moved = chosen.build(Parts(TableLM(TARGET), TableLM(permuted(table, ORDER)), translation=both))  # type: ignore[arg-type]
+    found = run(moved)
+    assert sum(step[2] for row in found for step in row) > 20
+    if way == "shared" or asked == "greedy":
+        assert found == run(same)
+    else:  # its drafts are the most probable tokens, which is another method
+        assert all(step[1] for row in found for step in row[:-1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_drafts_rows_hold_what_they_are_said_to(way: str) -> None:
+    """Also where a word's next letters change how the draft cuts its first ones."""
+    draft = of_letters("b a", [("a", "b"), ("\u0120", "ab")])
+    both = translate(of_letters("ab cd"), draft, "d", way)
+    mine, theirs = random_table(5, 1, 1.3), random_table(5, 2, 1.3)
+    drafter: TranslatedDrafter = Cumulative(0.3, 5).build(  # type: ignore[assignment]
+        Parts(TableLM(mine), TableLM(theirs), translation=both)  # type: ignore[arg-type]
+    )
+    table: TableLM = drafter.model  # type: ignore[assignment]
+    engine = Engine(TableLM(mine), drafter, max_rows=3)  # type: ignore[arg-type]
+    for row in range(30):
+        engine.add(Request(PROMPT, 20 + row, Sampler(row % 8 == 0), seed=row))
+    cropped = 0
+    while engine.busy:
+        before = {id: list(own) for id, own in table.rows.items()}
+        engine.step()
+        for id, own in table.rows.items():
+            reader = drafter._readers[id]
+            assert own == drafter._held[id] == reader.tokens[: len(own)] and len(own) < len(reader.tokens)
+            cropped += own[: len(before.get(id, []))] != before.get(id, [])
+    assert not table.rows and not drafter._held and not drafter._readers
+    assert cropped > 0
+
+
+# Models.
+
+
+@cache
+def target_model() -> PreTrainedModel:
+    return tiny("llama", vocab=300)
+
+
+def draft_for(name: str, context: int = 256) -> PreTrainedModel:
+    return tiny("gpt2", 1, vocab=len(MAKERS[name]()), context=context)
+
+
+PROMPTS = ["the cat sat", "def add(a, b):\n", "caf\u00e9 \u6771\u4eac \U0001f600"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_greedy_output_is_the_targets(name: str, way: str) -> None:
+    """Random models write what is no text: bytes of half characters, special tokens, words in parts."""
+    tokenizer = tiny_tokenizer()
+    plain = Decoder(target_model(), tokenizer, method=AR())
+    wanted = [plain.generate(prompt, max_new_tokens=24).tokens for prompt in PROMPTS]
+    for guard in (False, None) if name == "byte-level" else (False,):
+        decoder = Decoder(
+            target_model(), tokenizer, draft_for(name, 64), SD(3), guard, translation=translation(name, way), max_rows=2
+        )
+        found = decoder.generate(PROMPTS, max_new_tokens=24)
+        assert [each.tokens for each in found] == wanted
+        if guard is False:
+            assert sum(each.stats.drafted for each in found) > 20
+        sampled = decoder.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5)
+        also = plain.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5)
+        assert [each.tokens for each in sampled] == [each.tokens for each in also]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hot_tokens_and_processors_that_force_others(way: str) -> None:
+    both = translation("byte-level", way)
+    draft = prepare_draft(draft_for("byte-level"), None, 40)
+    decoder = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
+    plain = Decoder(target_model(), tiny_tokenizer(), method=AR())
+    strange = next(id for id in range(1, 300) if id not in both.shared)
+    forced = LogitsProcessorList([hf.SuppressTokensLogitsProcessor([id for id in range(300) if id != strange])])
+    for processors, heat in ((None, 0.0), (forced, 0.0), (forced, 1.0)):
+        options = {"max_new_tokens": 8, "temperature": heat, "seed": 1, "logits_processor": processors}
+        assert decoder.generate(PROMPTS[1], **options).tokens == plain.generate(PROMPTS[1], **options).tokens
+
+
+def test_the_drafts_context_may_be_short() -> None:
+    """Where the draft's tokens fill it, nothing more is drafted; the target's may be fewer or more."""
+    long = "caf\u00e9 " * 8
+    plain = Decoder(target_model(), tiny_tokenizer(), method=AR()).generate(long, max_new_tokens=30)
+    for way in WAYS:
+        for context in (8, 56):
+            both = translation("pieces", way)
+            draft = draft_for("pieces", context)
+            found = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
+            assert found.generate(long, max_new_tokens=30).tokens == plain.tokens
+
+
+def test_steps_without_drafts_and_other_drafts_between() -> None:
+    """The guard asks for a sequence later, or now and then."""
+    random, both = Random(0), translation("byte-level", "shared")
+    inner = SD(3).build(Parts(CausalLM(target_model()), CausalLM(draft_for("byte-level")), translation=both))
+
+    class Sometimes(PlainDrafter):
+        wants_hidden, spread = False, 0
+
+        def admit(self, seq, hidden, chunk):  # type: ignore[no-untyped-def]
+            yield from inner.admit(seq, hidden, chunk)
+
+        def propose(self, seqs):  # type: ignore[no-untyped-def]
+            self.asked = random.random() < 0.5
+            return inner.propose(seqs) if self.asked else super().propose(seqs)
+
+        def observe(self, seqs, drafts, verdicts, hidden) -> None:  # type: ignore[no-untyped-def]
+            if self.asked:
+                inner.observe(seqs, drafts, verdicts, hidden)
+
+        def drop(self, seq) -> None:  # type: ignore[no-untyped-def]
+            inner.drop(seq)
+
+    asked = [Request(tiny_tokenizer().encode(prompt), 40) for prompt in PROMPTS]
+    plain = decode(CausalLM(target_model()), PlainDrafter(), asked)
+    found = decode(CausalLM(target_model()), Sometimes(), asked)
+    assert [tokens_of(steps) for steps in found] == [tokens_of(steps) for steps in plain]
+
+
+def test_text_is_drafted_in_whole_words_of_the_target() -> None:
+    """The draft spells letter by letter what the target says in one token."""
+    target = of_letters("ab", [("a", "b")])
+    both = translate(target, of_letters("ba"), "d", "text")
+    table = torch.full((2, 2, 2), 0.0)
+    table[:, 0, 1] = table[:, 1, 0] = 5.0  # abab...
+    always = torch.zeros(3, 3, 3)
+    always[:, :, 2] = 5.0
+    drafter = SD(6).build(Parts(TableLM(always), TableLM(table), translation=both))  # type: ignore[arg-type]
+    assert isinstance(drafter, TextDrafter)
+    (steps,) = decode(TableLM(always), drafter, [Request([2, 2], 20)])
+    assert tokens_of(steps) == [2] * 20
+    assert [(step.drafted, step.accepted) for step in steps[:3]] == [(3, 3)] * 3
+
+
+# Loading.
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    target_model().save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    for name in MAKERS:
+        draft_for(name).save_pretrained(tmp_path / name)
+        MAKERS[name]().save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
+    folders: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = forerun.load(folders / "target", method="ar").generate(PROMPTS[0], max_new_tokens=20).tokens
+    with caplog.at_level(logging.WARNING, "forerun"):
+        decoder = forerun.load(folders / "target", draft=folders / "byte-level")
+    assert decoder.translation is not None and decoder.method.name == "sd"
+    said = [record.message for record in caplog.records if "another tokenizer" in record.message]
+    part = f"{decoder.translation.overlap:.0%} of a sample's tokens"
+    assert len(said) == 1 and part in said[0] and "byte-level" in said[0]
+    assert decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
+    caplog.clear()
+    for way in WAYS:
+        decoder = forerun.load(folders / "target", draft=folders / "pieces", draft_tokens=way, method="cumulative")
+        assert decoder.translation is not None and decoder.translation.way == way
+        assert decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
+    assert not caplog.records  # who names a way knows it
+
+
+def test_auto_goes_by_text_where_little_is_shared() -> None:
+    target = tiny_tokenizer()
+    assert translate(target, bytelevel(), "d").way == "shared"
+    few = of_letters("et", [("t", "e")])
+    both = translate(target, few, "d", "text")
+    assert both.overlap < 0.5
+    with pytest.raises(ValueError, match="draft 'd': its tokenizer and the target's have no text in common"):
+        translate(target, of_letters("\u0142\u0143"), "d")
+    assert translate(target, of_letters("thean"), "d").way == "text"
+
+
+def test_the_targets_own_tokenizer_changes_nothing(folders: Path) -> None:
+    target_model().save_pretrained(folders / "same")
+    tiny_tokenizer().save_pretrained(folders / "same")
+    for way in (None, "text"):
+        assert forerun.load(folders / "target", draft=folders / "same", draft_tokens=way).translation is None
+
+
+def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = {"target": folders / "target", "draft": folders / "pieces"}
+    monkeypatch.setattr("forerun.api.load_model", lambda *_, **__: pytest.fail("weights loaded"))
+    for name in ("ouroboros", "oracle", "seeing-oracle"):
+        with pytest.raises(ValueError, match=f"method '{name}' needs a draft with the target's tokenizer.*pieces"):
+            forerun.load(**pair, method=name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="method 'hybrid' needs a draft with the target's tokenizer"):
+        forerun.load(**pair, method="hybrid", other="ouroboros")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="draft_tokens must be auto, shared or text, not 'bytes'"):
+        forerun.load(**pair, draft_tokens="bytes")  # type: ignore[arg-type]
+    for file in (folders / "pieces").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"draft '.*pieces' has no tokenizer files; to draft by 'text' it needs"):
+        forerun.load(**pair, draft_tokens="text")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="draft_tokens='shared' needs a target and a draft that are given by name"):
+        forerun.load(target_model(), draft=target_model(), draft_tokens="shared")
+
+
+def test_which_methods_need_the_targets_tokenizer() -> None:
+    strict = {name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer}
+    assert strict == {"pacer", "specdec++", "ouroboros", "pacer-ouroboros", "oracle", "seeing-oracle"}
+    assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
+
+
+def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(folders)
+
+    def run(*options: str) -> tuple[int, str, str]:
+        given = ["generate", "the cat", "--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8"]
+        monkeypatch.setattr("sys.argv", ["forerun", *given, *options])
+        try:
+            main()
+        except SystemExit as error:
+            code = int(error.code or 0)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    plain = run("--method", "ar")
+    assert plain[0] == 0 and run("--draft-tokens", "text") == plain
+    for options, message in (
+        (["--draft-tokens", "x"], "draft_tokens must be auto, shared or text, not 'x'"),
+        (["--method", "ouroboros"], "method 'ouroboros' needs a draft with the target's tokenizer"),
+    ):
+        code, out, err = run(*options)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_chat_model_with_the_embedded_draft(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORERUN_HOME")  # the suite's own, in which there is none
+    target = find_smollm2()
+    if target is None:
+        pytest.skip("the chat model is not there: forerun fetch smollm2")
+    prompts = ["def quicksort(items):\n", "The capital of France is", "import os\n\nclass Reader:\n"]
+    draft = resolve("embedded", "draft")
+    decoder = forerun.load(target, draft=draft, draft_tokens=way, method="sd", gamma=4, guard=False)
+    found = decoder.generate(prompts, max_new_tokens=12)
+    plain = Decoder(decoder.target, decoder.tokenizer, method=AR()).generate(prompts, max_new_tokens=12)
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+    assert sum(each.stats.accepted for each in found) > 3
