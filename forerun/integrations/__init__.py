@@ -1,0 +1,1 @@
+"""forerun inside other engines."""

@@ -1,0 +1,289 @@
+"""The proposer for vLLM: what it makes of rows of tokens, and vLLM's own output with it and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toys
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from forerun.fingerprint import fingerprint
+from forerun.integrations.vllm import Proposer
+
+CONTEXT = 256
+MOST = 6
+COUNTING = list(range(10, 22)) * 3
+
+
+def config(model: PreTrainedModel | None = None, tokenizer: str | None = None, **options: Any) -> SimpleNamespace:
+    """What the proposer reads of vLLM's configuration."""
+    text = model.config if model is not None else SimpleNamespace(eos_token_id=None)
+    size = model.config.vocab_size if model is not None else 300
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
+        model_config=SimpleNamespace(
+            max_model_len=CONTEXT, hf_text_config=text, get_vocab_size=lambda: size, tokenizer=tokenizer
+        ),
+        additional_config={"forerun": options} if options else {},
+    )
+
+
+class Rows:
+    """Rows of tokens as vLLM hands them over."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+
+    def ask(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
+        """The drafts for rows of (tokens before, tokens sampled now); without sampled ones a prompt is still read."""
+        ids = np.full((len(rows), CONTEXT), 299, dtype=np.int32)  # behind a row's end there is rubbish
+        counts = np.zeros(len(rows), dtype=np.int32)
+        for row, (before, new) in enumerate(rows):
+            tokens = [*before, *new]
+            ids[row, : len(tokens)], counts[row] = tokens, len(tokens)
+        return self.proposer.propose([list(new) for _, new in rows], counts, ids, slot_mappings=None)
+
+
+@pytest.mark.parametrize("method", ["suffix", "lookup"])
+def test_drafts_are_ragged_and_bounded(method: str) -> None:
+    rows = Rows(Proposer(config(method=method)))
+    found = rows.ask([(COUNTING, [10, 11]), ([1, 2, 3], [4]), (COUNTING, []), ([5, 6, 7, 5], [6])])
+    assert found[0] == [12, 13, 14, 15, 16, 17][: len(found[0])] and len(found[0]) > 3
+    assert found[1] == [] and found[2] == []
+    assert 0 < len(found[3]) <= MOST and found[3][0] == 7
+
+
+def test_nothing_is_drafted_beyond_the_context() -> None:
+    rows = Rows(Proposer(config(method="lookup")))
+    text = (COUNTING * 10)[: CONTEXT - 3]
+    assert len(rows.ask([(text, [text[-12]])])[0]) == 1  # one more comes from the target itself
+    full = (COUNTING * 10)[:CONTEXT]
+    assert rows.ask([(full[:-1], full[-1:])]) == [[]]
+
+
+def test_rows_that_move_keep_their_text_and_those_that_end_are_forgotten() -> None:
+    proposer = Proposer(config(method="suffix"))
+    rows, texts = Rows(proposer), proposer._texts
+    one, two = [1, 2, 3, 4], [7, 8, 9]
+    rows.ask([(one, [5]), (two, [8])])
+    ids = {row: text.seq.id for row, text in texts.rows.items()}
+    rows.ask([([*two, 8], [9]), ([*one, 5], [1, 2])])
+    assert {row: text.seq.id for row, text in texts.rows.items()} == {0: ids[1], 1: ids[0]}
+    assert texts.rows[1].seq.output == [5, 1, 2]
+    rows.ask([([*two, 8, 9], [7])])
+    drafter: Any = proposer._drafter
+    assert list(drafter.rows) == [ids[1]]
+    assert drafter.memory.texts == [(1, 2, 3, 4, 5, 1, 2)]
+    # What ended is drafted from in other texts.
+    assert rows.ask([([*two, 8, 9, 7], [8]), ([30, 31, 3, 4], [5])])[1][:2] == [1, 2]
+
+
+def test_equal_texts_and_a_new_text_in_an_old_row() -> None:
+    proposer = Proposer(config(method="suffix"))
+    rows, texts = Rows(proposer), proposer._texts
+    rows.ask([([1, 2], [1]), ([1, 2], [1])])
+    first = {text.seq.id for text in texts.rows.values()}
+    assert len(first) == 2
+    rows.ask([([1, 2, 1], [2]), ([50, 51], [52])])
+    assert texts.rows[0].seq.id in first and texts.rows[1].seq.id not in first
+    assert texts.rows[1].seq.tokens == [50, 51, 52]
+
+
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+    """A random Llama with heads of a size that vLLM has kernels for."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=300, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.06, **sizes
+            )
+        ).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, a draft that agrees sometimes, and an untrained pre-verifier for them."""
+    root, target = tmp_path_factory.mktemp("models"), tiny_llama()
+    draft = toys.noisy_copy(target, 0.006)
+    layer = toys.random_layer(target, draft, inputs=("confidence", "echoes", "history"))
+    seeing = toys.random_layer(target, draft, inputs=("confidence", "target"))
+    found = {"target": target, "draft": draft, "layer": layer, "seeing": seeing}
+    for name, model in found.items():
+        model.save_pretrained(root / name)
+        if name in ("target", "draft"):
+            toys.tiny_tokenizer().save_pretrained(root / name)
+    return {name: root / name for name in found}
+
+
+METHODS: list[dict[str, Any]] = [
+    {"threshold": 0.1},
+    {"method": "sd", "gamma": 4},
+    {"method": "ouroboros", "guesses": 2, "ngram": 3},
+    {"pre_verifier": "layer", "threshold": 0.2, "block": 2},
+    {"method": "pacer-ouroboros", "pre_verifier": "layer", "threshold": 0.2, "block": 2},
+]
+
+
+@pytest.mark.parametrize("options", METHODS, ids=lambda options: options.get("method", "-".join(options)))
+def test_a_draft_model_says_what_it_would_say_alone(folders: dict[str, Path], options: dict[str, Any]) -> None:
+    """After whatever was accepted and rejected, a draft is the draft model's own continuation."""
+    target, named = tiny_llama(), dict(options)
+    if "pre_verifier" in named:
+        named["pre_verifier"] = str(folders[named["pre_verifier"]])
+    draft = str(folders["draft"])
+    proposer = Proposer(config(target, str(folders["target"]), draft=draft, draft_weights="float32", **named))
+    alone = LlamaForCausalLM.from_pretrained(folders["draft"]).eval()
+
+    def next_of(model: PreTrainedModel, tokens: list[int]) -> int:
+        with torch.inference_mode():
+            return int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+
+    texts = [[5, 6, 7], [40, 41, 42, 43, 44]]
+    news = [[next_of(target, text)] for text in texts]
+    lengths, accepted = set(), 0
+    for _ in range(8):
+        drafts = Rows(proposer).ask(list(zip(texts, news, strict=True)))
+        for row, drafted in enumerate(drafts):
+            texts[row] = texts[row] + news[row]
+            lengths.add(len(drafted))
+            assert 0 < len(drafted) <= MOST
+            own, new = list(texts[row]), []
+            for token in drafted:
+                assert token == next_of(alone, own)
+                own.append(token)
+            for token in [*drafted, None]:  # the target's verdict
+                new.append(next_of(target, texts[row] + new))
+                if new[-1] != token:
+                    break
+                accepted += 1
+            news[row] = new
+    assert accepted > 0
+    drafter: Any = proposer._drafter
+    Rows(proposer).ask([([*texts[1], *news[1]], [1])])
+    assert len(drafter._present) == 1 and len(drafter.model.cache.ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"method": "medusa"}, "'medusa' is not for vLLM"),
+        ({"method": "sd"}, "'sd' needs a draft"),
+        ({"method": "suffix", "draft": "x"}, "'suffix' takes no draft"),
+        ({"method": "pacer", "draft": "x"}, "'pacer' needs a pre_verifier"),
+        ({"method": "sd", "draft": "x", "pre_verifier": "y"}, "'sd' takes no pre_verifier"),
+        ({"method": "suffix", "width": 2}, "width must be 1"),
+        ({"method": "ouroboros", "draft": "x", "suffixes": 1}, "suffixes must be 0"),
+        ({"method": "ouroboros", "draft": "x", "sources": "prompt+rejected"}, "sources must be of prompt"),
+        ({"method": "suffix", "gamma": 3}, "no setting 'gamma'"),
+        ({"draft": 3}, "draft must be a name"),
+        ({"draft": "x", "draft_weights": "int3"}, "unknown weights 'int3'"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Proposer(config(**options))
+
+
+def test_parts_of_other_models_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    target, draft = tiny_llama(), str(folders["draft"])
+
+    def made(layer: Path) -> None:
+        named = {"draft": draft, "draft_weights": "float32", "pre_verifier": str(layer)}
+        Proposer(config(target, str(folders["target"]), **named)).load_model()
+
+    with pytest.raises(ValueError, match="reads 'target' of the target"):
+        made(folders["seeing"])
+    other = fingerprint(target) | {"num_hidden_layers": 9}
+    toys.random_layer(target, None, inputs=("confidence",)).save_pretrained(tmp_path / "draftless")
+    with pytest.raises(ValueError, match="belongs to another draft"):
+        made(tmp_path / "draftless")
+    layer = toys.random_layer(target, toys.noisy_copy(target, 0.006), inputs=("confidence",))
+    layer.config.target = other
+    layer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="belongs to another target"):
+        made(tmp_path / "other")
+
+
+# vLLM itself, in a process of its own, as its import takes longest.
+
+PROMPTS = [
+    "the cat sat on the mat. the cat sat",
+    "def add(a, b): return a + b; def add(a",
+    "aa ab ba abab aa ab ba",
+    "x",
+    "for i in range(10): print(i)",
+    "the cat sat on the mat. the cat sat on the dog. " * 5,
+]
+ENGINE = """
+import gc, json, sys
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+folder, prompts, cases = json.loads(sys.argv[1])
+for options in cases:
+    more = {}
+    if options is not None:
+        more["speculative_config"] = {
+            "method": "custom_class", "model": "forerun.integrations.vllm.Proposer", "num_speculative_tokens": 6
+        }
+        more["additional_config"] = {"forerun": options}
+    engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4,
+                 max_num_batched_tokens=64, disable_log_stats=False, **more)
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    counters = [each for each in engine.get_metrics() if "spec_decode" in each.name and hasattr(each, "value")]
+    counts = {each.name: each.value for each in counters}
+    print("RESULT" + json.dumps([[list(each.outputs[0].token_ids) for each in outputs], counts]), flush=True)
+    del engine
+    gc.collect()
+    cleanup_dist_env_and_memory()
+"""
+METHODS_OF_VLLM = ("suffix", "lookup", "cumulative", "pacer-ouroboros")
+
+
+@pytest.fixture(scope="module")
+def said(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]], dict[str, int]]]:
+    """By method, None for none: the tokens behind the prompts, and vLLM's counters of drafts."""
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed here; .ci/vllm makes an environment that has it")
+    drafting = {"draft": str(folders["draft"]), "draft_weights": "float32", "threshold": 0.1}
+    cases: list[dict[str, Any] | None] = [None, {}, {"method": "lookup"}, drafting]
+    cases.append(drafting | {"method": "pacer-ouroboros", "pre_verifier": str(folders["layer"])})
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    asked = json.dumps([str(folders["target"]), PROMPTS, cases])
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, asked], env=os.environ | settings, capture_output=True, text=True, timeout=290
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert len(lines) == len(cases), done.stdout[-2000:] + done.stderr[-4000:]
+    found = [json.loads(line.removeprefix("RESULT")) for line in lines]
+    return dict(zip((None, *METHODS_OF_VLLM), ((tokens, counts) for tokens, counts in found), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS_OF_VLLM)
+def test_vllm_says_the_same_with_the_proposer(
+    said: dict[str | None, tuple[list[list[int]], dict[str, int]]], method: str
+) -> None:
+    accepted, drafted = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"
+    tokens, counts = said[method]
+    assert tokens == said[None][0]
+    assert 0 < counts[accepted] <= counts[drafted]
