@@ -48,7 +48,8 @@ def main() -> int:
         options = RUNS[name].format(here=HERE).split()
         if "humaneval" in RUNS[name]:
             options += ["--data", given.data]
-        common = ["--target", "smollm2", "--chat", "--stop-at-eos", "--resume", "--out", str(out)]
+        common = ["--target", "smollm2", "--chat", "--stop-at-eos", "--out", str(out)]
+        common += ["--resume"] * (out / "records.jsonl").is_file()
         done = subprocess.run([sys.executable, "-m", "forerun", "bench", *options, *common])
         if done.returncode:
             return done.returncode
