@@ -154,6 +154,8 @@ class Decoder:
         for each in (self.method, sampling_method):
             if each is not None and each.needs_draft and self.draft is None:
                 raise ValueError(NO_DRAFT.format(each.name))
+            if each is not None and each.needs_draft and translation is not None and not each.any_tokenizer:
+                raise ValueError(f"method {each.name!r} needs a draft with the target's tokenizer")
         if self.draft is not None and translation is None:
             check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
         self.pre_verifier: PreVerifier | None = None

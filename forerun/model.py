@@ -95,7 +95,7 @@ class CausalLM(Rows):
         return other
 
     def clock(self) -> float:
-        """Seconds, for what is decided by time. Processes that share a model have one clock (`forerun.scale`)."""
+        """Seconds, for what is decided by time. Processes that share a model have one clock."""
         return perf_counter()
 
     def agreed(self, found: _T) -> _T:

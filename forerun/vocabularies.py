@@ -87,7 +87,7 @@ class Vocabulary:
                 others.append(tokens[len(own) :])
                 if self.spell(others[-1]) == wanted:
                     return others[-1]
-        return [*others, plain][0]  # a normaliser has changed the text
+        return others[0] if others else plain  # a normaliser has changed the text
 
     def _encode(self, text: str) -> list[int]:
         backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 OURS = "ar,sd,cumulative,confidence,lookup,suffix,hybrid,ouroboros"
+SAMPLED = "ar,sd,cumulative,lookup,suffix"
 LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
 TEST = "{here}/test.jsonl,humaneval,gsm8k"
@@ -25,8 +26,8 @@ RUNS = {
     "validation-1": "--dataset {here}/validation.jsonl --rounds 1 --tune sd.gamma=1,2,3,4 --temperature 1",
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
-    "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},llama-cpp --temperature 0.7 --top-p 0.9",
-    "temperature-1": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},llama-cpp --temperature 1",
+    "nucleus": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
+    "temperature-1": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 1",
     "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --methods {OURS}",
     "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --methods {OURS}",
     "transformers": f"--dataset {TEST} --limit 4 --rounds 2 --methods ar,sd,{THEIRS}",

@@ -98,8 +98,10 @@ def bench(
     draft = draft if draft is not None else own_draft(target)
     ours = shipped(target, draft)
     tuned = ours.methods["sampling" if temperature else "greedy"] if ours is not None else {}
+    chosen = parse_methods(_split(methods), method_arg or [], tune, tuned)
     plan = Plan(
-        methods=parse_methods(_split(methods), method_arg or [], tune, tuned),
+        # "auto" is a draft's method here: which head is whose is known later.
+        methods={name: each and each.given(draft is not None, False, None) for name, each in chosen.items()},
         datasets=tuple(_split(dataset)) or ("stdlib-test",),
         data=data,
         target=target,

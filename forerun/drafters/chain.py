@@ -88,7 +88,7 @@ class ChainDrafter:
         if not self._present:
             self.model.forget_prompt()
 
-    # What drafts with another tokenizer have otherwise (`forerun.drafters.translated`).
+    # What drafts with another tokenizer do otherwise (`forerun.drafters.translated`).
 
     def _text(self, seq: Generation) -> list[int]:
         """A sequence's tokens, as the model has them."""

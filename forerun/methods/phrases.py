@@ -46,7 +46,7 @@ class _Phrases(Sampling, Drafting):
 
     @property
     def any_tokenizer(self) -> bool:
-        return False  # a phrase is one of both
+        return False  # a phrase has tokens that target and draft must share
 
     @property
     def phrases(self) -> tuple[int, int]:
