@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun import methods, profiles
 from forerun.decoder import NO_DRAFT, Chunk, Completion, Decoder, kind_of
 from forerun.kinds import check_way
-from forerun.loading import DeviceMap, check_split, load_model, load_tokenizer, translation_for
+from forerun.loading import DeviceMap, load_model, load_tokenizer, translation_for
 from forerun.methods import Method, Pacer
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
@@ -124,8 +124,6 @@ def load(
         raise ValueError("draft_vocabulary cannot stand beside graphs: recorded forwards have the whole head")
     if tensor_parallel and graphs:
         raise ValueError("tensor_parallel cannot stand beside graphs")
-    if tensor_parallel:
-        check_split(target, "target", weights, device, device_map)
     shared = ranks() if tensor_parallel else None
     usual = fast and device_map is None and draft_vocabulary is None and shared is None
     if all(named) and usual and (unnamed or chosen.needs_costs):

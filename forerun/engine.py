@@ -246,7 +246,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Prefills what waits, in its order, for about `chunk_seconds`; where nothing runs, at most a large chunk."""
-        if self._prefilling is None and not self._next_fits():
+        if self._prefilling is None and not self.waiting:
             return
         begun, left, idle = self.target.clock(), CHUNKS[1], not self.running
         while self._prefilling is not None or self._next_fits():

@@ -113,7 +113,7 @@ def load_model(
     """
     check_kind(weights)
     if tensor_parallel:
-        check_split(source, part, weights, device, device_map)
+        _check_split(source, part, weights, device, device_map)
     if not isinstance(source, str | Path):
         if weights not in (None, "auto"):
             raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
@@ -190,7 +190,7 @@ def load_model(
     return model if placed else _kept(model.to(device), stored)
 
 
-def check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
+def _check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
     """Raises ValueError for what transformers cannot split among ranks."""
     if not isinstance(source, str | Path):
         raise ValueError(f"tensor_parallel is for models that are loaded by name; this {part} is an object")
