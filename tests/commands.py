@@ -75,6 +75,8 @@ def _become(arguments: list[str], program: str | None, streams: list[str], env: 
     os.environ.update(env)
     sys.argv = ["-c" if program is not None else "forerun", *arguments]
     if program is None:
+        if "TRANSFORMERS_VERBOSITY" not in env:  # a command sets it before it imports transformers
+            importlib.import_module("transformers.utils.logging").set_verbosity_error()
         importlib.import_module("forerun.cli").main()
     else:
         names: dict[str, Any] = {"__name__": "__main__"}
