@@ -11,14 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun import methods, profiles
 from forerun.decoder import NO_DRAFT, Chunk, Completion, Decoder, kind_of
 from forerun.kinds import check_way
-from forerun.loading import DeviceMap, load_model, load_tokenizer, translation_for
+from forerun.loading import DeviceMap, check_split, load_model, load_tokenizer, translation_for
 from forerun.methods import Method, Pacer
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
 from forerun.runtime.hot import prepare_draft
-from forerun.runtime.tensor_parallel import ShardedLM, ranks
+from forerun.runtime.tensor_parallel import ShardedLM, check_ranks, ranks
 from forerun.zoo import EMBEDDED, companion, own_draft, resolve
 
 __all__ = ["Chunk", "Completion", "Decoder", "load"]
@@ -39,7 +39,7 @@ def load(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
-    draft_weights: str | None = "auto",
+    draft_weights: str | None = None,
     draft_vocabulary: int | None = None,
     draft_tokens: str | None = None,
     device: str | None = None,
@@ -67,13 +67,13 @@ def load(
         method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
             decoding and for sampling. Else "pacer-ouroboros" with a draft and its pre-verifier, "sd" with a draft, and
-            "lookup" without. Models that are given as objects, `device_map` and fast=False have no such profiles.
+            "suffix" without. Models that are given as objects, `device_map` and fast=False have no such profiles.
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
         weights: what the target's are stored as on a CPU: "float32", "bfloat16", "int8", "int4" (blocks of 32 with a
             scale and a least value). The model in few bits is the target then, and what is decoded is its output.
             Default, "auto": as a GGUF file has them, else by `dtype`.
-        draft_weights: likewise of the draft, where any bits are lossless. Default: 8 bits on a CPU.
+        draft_weights: likewise of the draft, where any bits are lossless. Default, "auto": 8 bits on a CPU.
         draft_vocabulary: the draft gives logits to so many tokens only, the most frequent ones, and to those that stand
             in the text: faster, and as lossless. By the draft's own list of frequent tokens (`forerun train draft
             --hot`), else by their ids, in which BPE has the frequent ones first. Default: all of that list where there
@@ -107,6 +107,7 @@ def load(
             different sizes must then, as ever, differ by padding alone. A profile that is damaged.
     """
     check_way(draft_tokens)
+    draft_weights = draft_weights or "auto"
     draft = own_draft(target) if draft is None else draft
     is_own = isinstance(draft, str) and draft == own_draft(target)
     layered = pre_verifier is not None or (is_own and bundled_layer(target, Pacer()) is not None)
@@ -124,6 +125,9 @@ def load(
         raise ValueError("draft_vocabulary cannot stand beside graphs: recorded forwards have the whole head")
     if tensor_parallel and graphs:
         raise ValueError("tensor_parallel cannot stand beside graphs")
+    if tensor_parallel:
+        check_ranks()
+        check_split(target, "target", weights, device, device_map)  # before the ranks wait for each other
     shared = ranks() if tensor_parallel else None
     usual = fast and device_map is None and draft_vocabulary is None and shared is None
     if all(named) and usual and (unnamed or chosen.needs_costs):

@@ -42,6 +42,7 @@ from forerun.runtime import prepare
 from forerun.runtime.costs import head_costs, measure_costs
 from forerun.runtime.facts import facts_of
 from forerun.runtime.heads import HiddenLM
+from forerun.runtime.hot import prepare_draft
 from forerun.text import TextStream
 from forerun.vocabularies import Translation
 
@@ -135,7 +136,7 @@ class Decoder:
             ValueError: models that cannot run drafts, and pairs that do not fit together.
         """
         self.target = target if isinstance(target, CausalLM) else prepare(target)
-        self.draft = prepare(draft) if isinstance(draft, PreTrainedModel) else draft
+        self.draft = prepare_draft(draft, None, None) if isinstance(draft, PreTrainedModel) else draft
         if self.draft is not None and self.draft.device != self.target.device:
             raise ValueError(
                 f"the draft is on {self.draft.device} and the target on {self.target.device}; put them on one"
@@ -143,7 +144,7 @@ class Decoder:
         self.tokenizer, self.guard, self.translation = tokenizer, guard, translation
         self.max_rows, self.max_queue, self.kv_memory, self.prefix_bytes = max_rows, max_queue, kv_memory, prefix_bytes
         self._paces: dict[tuple[Method, bool], Pace] = {}  # sampling costs and accepts otherwise than greedy decoding
-        self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] = {}  # what outlives a call
+        self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = {}  # what outlives a call, if that may be
         self.truth = Truth()  # stays empty unless the method is an oracle
         has = draft is not None, pre_verifier is not None
         self.method = (method or methods.method(methods.default_method(*has))).given(*has, kind_of(head))
@@ -199,7 +200,7 @@ class Decoder:
         Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and where the method has
         no use for phrases of that form.
         """
-        wanted = self._phrases()
+        wanted, pools = self._phrases()
         pool = (PhrasePool if wanted[0] else SuffixMemory).load(path, self.target.vocab_size)
         if pool.shape != wanted:
             found = f"the phrases in {path} have {pool.shape[0]} tokens, {pool.shape[1]} for each token at most"
@@ -207,20 +208,20 @@ class Decoder:
             if isinstance(pool, SuffixMemory):
                 found, set_to, see = f"the outputs in {path} have {pool.most} tokens at most", str(wanted[1]), "memory"
             raise ValueError(f"{found}; method {self.method.name!r} is set to {set_to}: see {see}")
-        self.pools[wanted] = pool
+        pools[wanted] = pool
         self.close()  # an engine that is there goes on with what it has
 
     def save_phrases(self, path: str | Path) -> None:
         """Writes what the method has gathered, for `read_phrases`: whole or not at all."""
-        shape = self._phrases()
+        shape, pools = self._phrases()
         empty = PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])
-        self.pools.get(shape, empty).save(path, self.target.vocab_size)
+        pools.get(shape, empty).save(path, self.target.vocab_size)
 
-    def _phrases(self) -> tuple[int, int]:
-        shape = self.method.phrases
-        if shape is None or not getattr(self.method, "warm", False):
+    def _phrases(self) -> tuple[tuple[int, int], dict[tuple[int, int], PhrasePool | SuffixMemory]]:
+        shape, pools = self.method.phrases, self.pools
+        if shape is None or pools is None or not getattr(self.method, "warm", False):
             raise ValueError(f"method {self.method.name!r} does not keep phrases between calls: see warm")
-        return shape
+        return shape, pools
 
     def method_for(self, greedy: bool) -> Method:
         """What decodes: greedy and sampled output may have methods of their own."""

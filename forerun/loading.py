@@ -113,7 +113,7 @@ def load_model(
     """
     check_kind(weights)
     if tensor_parallel:
-        _check_split(source, part, weights, device, device_map)
+        check_split(source, part, weights, device, device_map)
     if not isinstance(source, str | Path):
         if weights not in (None, "auto"):
             raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
@@ -190,7 +190,7 @@ def load_model(
     return model if placed else _kept(model.to(device), stored)
 
 
-def _check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
+def check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
     """Raises ValueError for what transformers cannot split among ranks."""
     if not isinstance(source, str | Path):
         raise ValueError(f"tensor_parallel is for models that are loaded by name; this {part} is an object")
@@ -383,9 +383,16 @@ def check_draft_tokenizer(
     target: PreTrainedTokenizerBase, draft: str | Path, *, trust_remote_code: bool = False
 ) -> None:
     """`check_tokenizers` with that of a draft's hub id or folder. A folder without a tokenizer passes."""
-    if _may_have_tokenizer(resolve(draft, "draft")):
-        own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
+    own = _own_tokenizer(draft, trust_remote_code)
+    if own is not None:
         check_tokenizers(target, own, str(draft))
+
+
+def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """That of a draft's hub id or folder; None for a folder without one."""
+    if not _may_have_tokenizer(resolve(draft, "draft")):
+        return None
+    return load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
 
 
 def translation_for(
@@ -402,11 +409,11 @@ def translation_for(
     Raises ValueError for a `way` that needs the tokenizer of a folder without one, tokenizers with nothing in common,
     and one that differs where a method is strict.
     """
-    if not _may_have_tokenizer(resolve(draft, "draft")):
+    own = _own_tokenizer(draft, trust_remote_code)
+    if own is None:
         if way != "auto":
             raise ValueError(f"draft {str(draft)!r} has no tokenizer files; to draft by {way!r} it needs a tokenizer")
         return None
-    own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
     found = _difference(target, own)
     if found is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from forerun.draft import Draft
 from forerun.fingerprint import fingerprint, same_model
 from forerun.prefix import PrefixStore, common
 from forerun.rows import LeanForward, Rows
+from forerun.sampling import Drawing
 from forerun.support import check_model, context_of
 
 __all__ = ["CausalLM", "LeanForward", "Rows", "context_of", "fingerprint", "same_model"]
@@ -44,6 +45,7 @@ class CausalLM(Rows):
         hidden: [N_r, d] of each sequence of the last such forward.
         recorded: runs forwards of a few tokens instead (`forerun.runtime.recorded`), if anything does.
         hot: takes the LM head's place and leaves rare tokens out (`forerun.runtime.hot`), if anything does.
+        in_one_call: drafts in one call (`forerun.runtime.native_chain`), if anything does.
         prefixes: KV of prompts and of finished sequences, None to keep none.
         prefilled: tokens of prompts that were run so far.
     """
@@ -53,6 +55,7 @@ class CausalLM(Rows):
     hidden: list[Tensor] | None = None
     recorded: Any = None
     hot: Any = None
+    in_one_call: Any = None
     _prompt_tokens: list[int]  # what the prompt cache holds, and of it
     _prompt_hidden: list[Tensor]  # [n, d] in parts
 
@@ -92,6 +95,8 @@ class CausalLM(Rows):
             other.recorded = self.recorded.fresh()
         if self.hot is not None:
             other.hot = self.hot.fresh()
+        if self.in_one_call is not None:
+            other.in_one_call = self.in_one_call.fresh(other.hot)
         return other
 
     def clock(self) -> float:
@@ -309,6 +314,35 @@ class CausalLM(Rows):
             self.cache.commit(ids, inputs.depths)
             inputs = Inputs(rows, one, given=following[:, None])
         return torch.stack(best, 1), logits, hidden
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether `chain` may do anything."""
+        return self.in_one_call is not None and not self.keeps_hidden
+
+    @torch.inference_mode()
+    def chain(
+        self,
+        id: int,
+        pending: Sequence[int],
+        most: int,
+        least: float,
+        product: float,
+        ends: Collection[int],
+        drawing: Drawing | None = None,
+    ) -> tuple[list[int], Tensor | None] | None:
+        """Runs and commits tokens of a sequence, then drafts one token behind another: up to `most` tokens, ending with
+        one that is less probable than `least`, or with which all are together less than `product`, or which is one of
+        the `ends`. All but the last one are run and committed. None, with nothing done, where this model has no faster
+        way for it than `roll`.
+
+        Tokens are the argmax, or as `drawing` says. Then there are fewer where logits are not numbers. Those that were
+        sampled by numbers come with the distributions [n, V] that they were sampled from."""
+        if not self.has_chain:
+            return None
+        found: tuple[list[int], Tensor | None] | None
+        found = self.in_one_call(self.cache, id, pending, most, least, product, ends, drawing)
+        return found
 
     def _run(self, inputs: Inputs, cache: KVCache, logits: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """Logits [B, N, V] of padded rows where they are wanted (else they may be of any positions), and the LM head's

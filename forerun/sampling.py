@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -79,6 +80,24 @@ def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
 
 
 @dataclass(frozen=True)
+class Law:
+    """What tokens are sampled from: of logits at a temperature the most probable tokens that have `top_p` of all."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How a chain is sampled: each token from `law`, by its own of the `numbers` [n] (float64, in [0, 1)), or where
+    there are none by its race, of which `keys` has the key."""
+
+    law: Law
+    numbers: Tensor | None
+    keys: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Sampler:
     """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or sampling."""
 
@@ -127,6 +146,16 @@ class Sampler:
     def is_argmax(self) -> bool:
         """Whether its tokens are the argmax of the logits themselves."""
         return self.greedy and not self.processors
+
+    @cached_property
+    def law(self) -> Law | None:
+        """What its tokens are sampled from, where that is all that processors do."""
+        warm, best = logits_process.TemperatureLogitsWarper, QuickTopP
+        kinds = [type(processor) for processor in self.processors or ()]
+        if self.greedy or kinds not in ([], [warm], [best], [warm, best]):
+            return None
+        facts = {name: value for each in self.processors or () for name, value in vars(each).items()}
+        return Law(*(float(facts.get(name, 1.0)) for name in ("temperature", "top_p")))
 
     @property
     def prefix_free(self) -> bool:

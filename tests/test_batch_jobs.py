@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,13 +17,16 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import typer
 from serving import make_decoder, models
 
 from forerun.api import load
 from forerun.cli.batch_jobs import batch
+from forerun.decoder import Decoder
 from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, Line, read_line, scan
 from forerun.scale.batch_folder import Folder
 from forerun.server import schemas
+from forerun.server.loader import Loader
 
 COMMAND = [sys.executable, "-m", "forerun", "batch"]
 PROMPTS = [f"for i in range({i}): print" for i in range(24)]
@@ -171,7 +175,7 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
         assert summary[name] == sum(each[name] for each in usages)
     assert summary["tau"] == round(summary["completion_tokens"] / summary["steps"], 4) >= 1
     assert summary["last_run"]["records"] == 9
-    assert "9 lines: 4 answered, 2 refused, 3 bad" in capsys.readouterr().out
+    assert "9 lines: 4 answered, 2 refused, 3 bad, 0 failed" in capsys.readouterr().out
 
     before = (out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes()
     batch(source, out, target=str(model), method="lookup", model_name="tiny")  # has nothing to do
@@ -195,6 +199,105 @@ def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path
         batch(source, out, target=str(model), method="lookup", seed=5, max_new_tokens=20, max_rows=rows)
         texts.append({each["line"]: each["response"]["body"]["choices"][0]["text"] for each in records(out)})
     assert texts[0] == texts[1] and len(set(texts[0].values())) == 6
+
+
+class Breaking(Loader):
+    """Its engine cannot take some prompts: of 100 times "!" each step fails, "?" ends the process."""
+
+    def __call__(self) -> Decoder:
+        decoder = super().__call__()
+        engine, fatal = decoder.engine, set[int]()
+        add, abort, step = engine.add, engine.abort, engine.step
+        assert decoder.tokenizer is not None
+        fails, ends = (decoder.tokenizer.encode(each * 100)[-8:] for each in "!?")
+
+        def breaking_add(request: Any, id: int | None = None) -> Any:
+            if request.tokens[-8:] == ends:
+                os._exit(1)
+            if request.tokens[-8:] == fails and id is not None:
+                fatal.add(id)
+            return add(request, id)
+
+        def breaking_abort(id: int) -> Any:
+            fatal.discard(id)
+            return abort(id)
+
+        def breaking_step() -> Any:
+            if fatal:
+                raise RuntimeError("no memory")
+            return step()
+
+        engine.add, engine.abort, engine.step = breaking_add, breaking_abort, breaking_step  # type: ignore[method-assign]
+        return decoder
+
+
+def test_what_our_engine_cannot_answer_is_asked_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [f"the cat {i}" for i in range(9)]
+    prompts[2] = "!" * 100
+    source = write(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
+    out, run = tmp_path / "out", {"target": str(model), "method": "lookup", "max_rows": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr("forerun.server.loader.Loader", Breaking)
+        for _ in range(2):  # the second time the one line is asked again, and fails again
+            with pytest.raises(typer.Exit) as ended:
+                batch(source, out, **run)  # type: ignore[arg-type]
+            assert ended.value.exit_code == 1
+            told = capsys.readouterr()
+            assert "10 lines: 8 answered, 0 refused, 1 bad, 1 failed" in told.out
+            assert f"1 lines failed ({out}/failed.jsonl); run the same command again" in told.err
+            failed = json.loads((out / "failed.jsonl").read_text())
+            assert (failed["line"], failed["response"], failed["error"]["code"]) == (3, None, "failed")
+            assert failed["error"]["message"] == "line 3: no answer: decoding failed: RuntimeError"
+            assert sorted(each["line"] for each in records(out)) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+            assert json.loads((out / "summary.json").read_text())["failed"] == 1
+    batch(source, out, **run)  # type: ignore[arg-type]
+    assert sorted(each["line"] for each in records(out)) == list(range(1, 11))
+    assert not (out / "failed.jsonl").exists()
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["answered"], summary["failed"], summary["last_run"]["records"]) == (9, 0, 1)
+
+
+def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> None:
+    source, out = scan(write(tmp_path / "in.jsonl", ["x"] * 4)), tmp_path / "out"
+    bad = [BadLine(i, None, "code", "why" * 40) for i in range(1, 5)]
+    folder = Folder(out, source, {})
+    folder.refuse(bad[0])
+    size = (out / "part-00000.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"cannot write to .*out: File too large"):
+            folder.refuse(bad[1])
+        with pytest.raises(ValueError, match="cannot write to"):
+            folder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (out / "part-00000.jsonl").stat().st_size == size + size // 2
+    folder = Folder(out, source, {})
+    assert folder.done == {1}
+    for each in bad[1:]:
+        folder.refuse(each)
+    folder.close()
+    assert folder.ended and [each["line"] for each in records(out)] == [1, 2, 3, 4]
+
+
+def test_an_input_that_changes_meanwhile_ends_the_job(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3)
+    source = scan(path)
+    lines = source.lines(set(), {})
+    assert next(lines).number == 1
+    with path.open("a") as file:
+        file.write("more\n")
+    for again in (lines, source.lines({1}, {})):
+        with pytest.raises(ValueError, match=r"in\.jsonl was changed while the job ran"):
+            next(again)
+    path.unlink()
+    with pytest.raises(ValueError, match="cannot read"):
+        next(source.lines({1}, {}))
+    with pytest.raises(ValueError, match="is no plain file"):
+        scan(Path(os.devnull))
 
 
 @pytest.mark.timeout(700)
@@ -267,7 +370,7 @@ def test_records_go_into_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: py
                 assert isinstance(line, BadLine)
                 folder.refuse(line)
         folder.close()
-    assert folder.complete and folder.counts.bad_lines == 7 and folder.new.bad_lines == 4
+    assert folder.ended and folder.counts.bad_lines == 7 and folder.new.bad_lines == 4
     assert [len(part.read_bytes().splitlines()) for part in sorted(out.glob("part-*"))] == [2, 2, 2, 1]
 
 
@@ -284,14 +387,14 @@ def test_records_go_into_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: py
 def test_mistakes_are_told_before_anything_is_written(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.cli.batch_jobs.find_spec", lambda name: name)
+    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: name)
     with pytest.raises(ValueError, match=message):
         batch(write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.cli.batch_jobs.find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: None if name == "ray" else name)
     with pytest.raises(ValueError, match=r"forerun batch needs ray: pip install 'forerun\[ray\]'"):
         batch(tmp_path / "in.jsonl", tmp_path / "out", ray="local")
 
@@ -306,6 +409,61 @@ def marked(mark: str, title: bytes = b"") -> list[int]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_passes_on_ray_find_the_lines_that_end_their_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.exceptions import RayError
+
+    from forerun.scale import batch_ray
+
+    source, deadly, passes = scan(many(tmp_path / "in.jsonl", 8)), {3, 8}, list[tuple[int, list[int]]]()
+
+    def one_pass(*args: Any) -> None:
+        lines, block, folder = args[3:6]
+        passes.append((block, [line.number for line in lines]))
+        for at in range(0, len(lines), block):
+            if not deadly & {line.number for line in lines[at : at + block]}:
+                for line in lines[at : at + block]:
+                    folder.answer(line, 400, "", b"{}")
+
+    def alone(*args: Any) -> None:
+        passes.append((0, [line.number for line in args[2]]))
+        for line in args[2]:
+            if line.number in deadly:
+                args[3].fail(line, "it died")
+            else:
+                args[3].answer(line, 400, "", b"{}")
+
+    def run(out: Path) -> Folder:
+        folder = Folder(out, source, {})
+        loader, lines = Loader("none", threads=1), lambda: source.lines(folder.done | folder.failed, {})
+        try:
+            batch_ray.run(loader, "none", 1, lines, folder, lambda: None, 2)
+        finally:
+            folder.close()
+        return folder
+
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
+    monkeypatch.setattr(batch_ray, "_pass", one_pass)
+    monkeypatch.setattr(batch_ray, "_alone", alone)
+    folder = run(tmp_path / "out")
+    assert passes == [(4, list(range(1, 25))), (1, list(range(1, 9))), (0, [3, 8])]
+    assert folder.ended and folder.failed == deadly and folder.counts.refused == 22
+
+    size = len(next(iter(source.lines(set(), {}))).body)  # type: ignore[union-attr]
+    monkeypatch.setattr(batch_ray, "ROUND_BYTES", 8 * size)
+    passes.clear()
+    run(tmp_path / "bytes")
+    assert [len(lines) for _, lines in passes] == [8, 8, 8, 8, 2]
+
+    def broken(*args: Any) -> None:
+        raise RayError("it died\nof memory")
+
+    monkeypatch.setattr(batch_ray, "_pass", broken)
+    monkeypatch.setattr(batch_ray, "_alone", broken)
+    with pytest.raises(ValueError, match="3 passes brought no answer: of memory"):
+        run(tmp_path / "broken")
 
 
 @pytest.mark.slow

@@ -311,7 +311,7 @@ def test_load_takes_what_comes_with_forerun(
     expected = forerun.load("smollm2", method="ar").generate([5, 6, 7], **options).tokens
 
     decoder = forerun.load("smollm2")
-    assert decoder.method.name == "lookup" and decoder.draft is None
+    assert decoder.method.name == "suffix" and decoder.draft is None
     with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
         forerun.load("smollm2", method="sd")
 
@@ -354,7 +354,7 @@ def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pyte
     done = CliRunner().invoke(app, ["demo", "--prompts", "2", "--max-new-tokens", "8", "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert result["target"] == "smollm2" and result["method"] == "lookup"
+    assert result["target"] == "smollm2" and result["method"] == "suffix"
     assert [row["equal"] for row in result["prompts"]] == [True, True]
     done = CliRunner().invoke(app, ["demo", "--prompts", "1", "--max-new-tokens", "4"])
     assert asked == ["smollm2"]

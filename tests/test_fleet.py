@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.bench.arrivals import Arrival, read_trace
-from forerun.bench.fleet import cheapest, fewest, fleet, percentile, plan
+from forerun.bench.fleet import alone, cheapest, fewest, fleet, percentile, plan
 from forerun.bench.replica import CHUNK_SECONDS, CHUNKS, Engines, Replica
 from forerun.cli import main
 from forerun.costs import Costs
@@ -100,6 +100,7 @@ def test_who_is_alone_waits_least(trace: list[Arrival], rows: int, replicas: int
     kv = kv_times * max(each.prompt + each.output for each in trace)
     engines = Engines(STEEP, rows, kv=kv)
     few, many = fleet(trace, engines, replicas), fleet(trace, engines, len(trace))
+    assert alone(trace, engines) == many
     for one, other in zip((*many.first_ms, *many.token_ms), (*few.first_ms, *few.token_ms), strict=True):
         assert one <= other + 1e-3
     assert few.kv <= kv and few.rows <= rows and 0 < few.busy <= 1 and many.rows == 1
@@ -134,10 +135,19 @@ def test_the_fewest_replicas_for_a_target() -> None:
         best = fewest(trace, engines, target, 10)
         assert best is not None and best.replicas == replicas
     assert fewest(trace, engines, 9, 100) is None and fewest(trace, engines, 1000, 9) is None
+    with pytest.MonkeyPatch.context() as patch:  # what nobody can keep is not looked for
+        patch.setattr("forerun.bench.fleet.fleet", None)
+        assert fewest(trace, engines, 9, 100) is None
     found = plan(trace, [engines, replace(engines, rows=8)], 15, 20)
     best_engines, best = cheapest(found) or (engines, None)
     assert best is not None and best_engines.rows == 8 and best.replicas == 1 and best.kv == 8 * 11
     assert cheapest([(engines, None)]) is None
+
+
+@pytest.mark.parametrize("table", [{}, {1: 0.0}, {1: 5.0, 8: 0.0}])
+def test_forwards_take_time(table: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="must be above 0 ms"):
+        Engines(Costs(table, {}), rows=1)
 
 
 def test_percentiles() -> None:
@@ -158,11 +168,18 @@ def test_traces(tmp_path: Path) -> None:
     log += [line | asked | {"total_ms": 500.0, "tokens": 0, "reason": "abort"}, line | asked | {"total_ms": 1000.0}]
     path.write_text("".join(json.dumps(each) + "\n" for each in log))
     assert read_trace(path) == [Arrival(0.0, 9, 4, 2.0), Arrival(0.5, 9, 4, 2.0)]
+    # Two prompts with two answers each, of which one is empty; and what other programs say.
+    several = line | asked | {"total_ms": 1500.0, "n": 2, "choices": 4, "prompt": 18, "tokens": 3}
+    path.write_text(f'Loading weights\n[1]\n{{"time": \n{{"a": 1}}\n{json.dumps(several)}\n')
+    assert read_trace(path) == [Arrival(0.0, 9, 1, 2.0)] * 3
     good = '{"seconds": 0, "prompt_tokens": 1, "output_tokens": 1}\n'
     for text, message in {
         "": "holds no arrivals",
         good + "{": "line 2 is no arrival",
-        good + "[]": "line 2 is no arrival",
+        good + "[]": "line 2 is no arrival: it is no JSON object",
+        json.dumps(line) + "\nLoading weights": "holds no arrivals",
+        json.dumps(several | {"choices": 0}): "choices must be an integer of at least 1, not 0",
+        json.dumps(several | {"time": "noon"}): "line 1 is no arrival: time data 'noon'",
         '{"seconds": 0, "prompt_tokens": 1}': "line 1 is no arrival: it has no 'output_tokens'",
         good.replace("1", "0", 1): "the tokens of the prompt must be an integer of at least 1, not 0",
         good.replace('"seconds": 0', '"seconds": "x"'): "seconds must be a number, not 'x'",

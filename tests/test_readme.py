@@ -51,7 +51,7 @@ TABLES = [
         {
             "llama.cpp": "llama-cpp",
             "llama.cpp, prompt lookup (2 tokens behind 3)": "llama-cpp-lookup/2/3",
-            "forerun `hybrid`, with suffixes alone": "hybrid",
+            "forerun `hybrid`, suffixes and then `cumulative`": "hybrid",
         }
         | {
             f"forerun `{name}`": name

@@ -6,11 +6,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +24,7 @@ from typer.testing import CliRunner
 
 from forerun.cli.commands import app as cli
 from forerun.scale import fleet as fleets
+from forerun.scale import parts
 from forerun.scale.fleet import Fleet, LostError
 from forerun.scale.parts import Face, Found, Part, decoded
 from forerun.server.app import create_app
@@ -327,6 +332,118 @@ def test_options_of_replicas_are_checked_before_anything_is_loaded() -> None:
         assert str(found.exception) == "--max-replicas must be at least --replicas, 3, not 2"
 
 
+def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    async def ask(*args: Any) -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(True)
+
+    async def main() -> None:
+        stream = decoded(SimpleNamespace(decoder=object(), ask=ask), [])  # type: ignore[arg-type]
+        assert [await anext(stream) for _ in range(2)] == [[], []]
+        await stream.aclose()
+        await asyncio.sleep(0)
+        assert ended
+
+    monkeypatch.setattr(parts, "BEAT", 0.01)
+    asyncio.run(main())
+
+
+def test_only_the_loss_of_a_replica_is_tried_again() -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    from ray.exceptions import ActorDiedError
+
+    from forerun.scale.engines import ServeReplicas
+
+    async def face(*errors: Exception) -> int:
+        left = list(errors)
+
+        class Handle:
+            class face:  # noqa: N801
+                @staticmethod
+                async def remote() -> None:
+                    raise left.pop(0)
+
+        async def start() -> Any:
+            return Handle()
+
+        with pytest.raises(TypeError, match="strange"):
+            await ServeReplicas(start, "one").face()
+        return len(left)
+
+    assert asyncio.run(face(ActorDiedError(), TypeError("strange"), ValueError())) == 1
+
+
+def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    from ray.exceptions import RayActorError
+    from ray.serve.schema import ApplicationStatus, ReplicaState
+
+    from forerun.scale import replicas
+
+    def application(status: ApplicationStatus, message: str, running: int = 0) -> Any:
+        engine = SimpleNamespace(message=message, replica_states={ReplicaState.RUNNING: running})
+        one = SimpleNamespace(status=status, message="", deployments={"Engine": engine})
+        return SimpleNamespace(applications={"one": one})
+
+    waits = application(ApplicationStatus.DEPLOYING, "")
+    failed = application(ApplicationStatus.DEPLOY_FAILED, "Traceback\n\n  ValueError: no model\n")
+    partly = application(ApplicationStatus.DEPLOYING, "", running=1)
+    found: list[Any] = []
+
+    def status() -> Any:
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found.pop(0)
+
+    monkeypatch.setattr(replicas, "LOOK", 0.0)
+    monkeypatch.setattr(replicas.serve, "start", lambda **options: None)
+    monkeypatch.setattr(replicas.serve, "run_many", lambda *targets, **options: ["handle"])
+    monkeypatch.setattr(replicas.serve, "status", status)
+    start: Any = replicas.fleet(None, "one")._replicas._start  # type: ignore[arg-type,attr-defined]
+    for statuses, message in (
+        ([waits, waits, failed], "--ray: the replicas did not start: ValueError: no model"),
+        ([waits, RayActorError()], "--ray: the cluster is gone: "),
+        ([waits, SimpleNamespace(applications={})], "--ray: somebody else has ended the Serve application"),
+    ):
+        found[:] = statuses
+        with pytest.raises(ValueError) as raised:
+            asyncio.run(start())
+        assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+    found[:] = [waits, partly, waits]
+    assert asyncio.run(start()) == "handle" and found == [waits]  # one is enough
+
+
+def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    from forerun.scale import replicas
+
+    nodes = [{"Alive": alive, "Resources": {"CPU": cores}} for alive, cores in ((True, 3.0), (True, 2.0), (False, 8.0))]
+    nodes.append({"Alive": True, "Resources": {}})
+    deleted = []
+
+    def delete(name: str, _blocking: bool) -> None:
+        deleted.append(name)
+        raise ConnectionError("the cluster is gone")
+
+    monkeypatch.setattr(replicas, "cluster", lambda *options: nullcontext())
+    monkeypatch.setattr(replicas.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(replicas.serve, "delete", delete)
+    message = "--replicas 3 with 2 threads each do not fit into 5 cores"
+    with pytest.raises(ValueError, match=message), replicas.serving("auto", least=3, most=3, cpus=2):
+        pass
+    assert not deleted
+    message = "what ended the server"
+    with pytest.raises(ValueError, match=message), replicas.serving("auto", least=2, most=3, cpus=2):
+        raise ValueError(message)
+    with replicas.serving("auto", least=5, most=5, cpus=1) as name:
+        pass
+    assert name == deleted[1] != deleted[0]
+
+
 def slow_decoder() -> Any:
     """One whose answers take seconds, so that there is a middle to be killed in."""
     decoder = make_decoder()
@@ -364,6 +481,40 @@ def ray_cluster() -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_server_that_ends_before_its_replicas_start_takes_its_application_along(ray_cluster: Any) -> None:
+    from ray import serve
+
+    @ray_cluster.remote(num_cpus=2)
+    class Holder:
+        def is_there(self) -> bool:
+            return True
+
+    address = ray_cluster.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "forerun", "serve", "--port", "0", "--ray", address, "--target", "embedded"]
+    refused = subprocess.run([*command, "--replicas", "3"], capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    [line] = [each for each in refused.stderr.splitlines() if each.startswith("forerun: ")]
+    assert line == "forerun: --replicas 3 with 1 threads each do not fit into 2 cores"
+
+    holder = Holder.remote()  # so that no replica finds room
+    assert ray_cluster.get(holder.is_there.remote())
+    server = subprocess.Popen([*command, "--replicas", "2"], stderr=subprocess.PIPE, text=True)
+    try:
+        while not (names := [each for each in serve.status().applications if each.startswith("forerun-")]):
+            assert server.poll() is None
+            time.sleep(0.1)
+        server.send_signal(signal.SIGTERM)
+        _, told = server.communicate(timeout=300)
+    finally:
+        server.kill()
+    assert server.returncode == 0 and "Traceback" not in told
+    ended = serve.status().applications.get(names[0])
+    assert ended is None or ended.status == "DELETING"
+    ray_cluster.kill(holder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     from forerun.scale.engines import engines
     from forerun.scale.replicas import fleet
@@ -371,7 +522,7 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     bodies = [LONG | {"prompt": f"{i} the cat sat on", "max_tokens": 100} for i in range(6)]
     bodies = [each | ({"temperature": 1.0, "seed": i} if i % 2 else {}) for i, each in enumerate(bodies)]
     wanted = answers(Worker(make_decoder), [(PLAIN, each) for each in bodies])
-    worker = fleet(engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1))
+    worker = fleet(engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1), "streams")
 
     async def act(http: httpx.AsyncClient) -> Any:
         while len(worker._there()) < 2:

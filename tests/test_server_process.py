@@ -186,10 +186,9 @@ def test_mistakes_are_one_line(
 def test_without_the_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import forerun.cli.serve as command
     from forerun.cli import _run
 
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: None if name == "uvicorn" else object())
     monkeypatch.setattr(sys, "argv", ["forerun", "serve"])
     assert _run() == 2
     assert "pip install 'forerun[serve]'" in capsys.readouterr().err

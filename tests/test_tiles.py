@@ -106,14 +106,14 @@ def test_one_call_gives_the_bits_of_many(name: str, kind: str) -> None:
     compiled = library()
     stored = store(tiny(name), kind)
     forward = NativeForward(stored, compiled)
-    assert forward._whole is not None
+    assert forward.whole is not None
     assert "integers" in facts_of(CausalLM(stored, forward))["kernel"]
     maker = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 130, (length,), generator=maker).tolist() for length in (1, 40, 300)]
     drafts = [Draft.chain(5, [6, 7]), Draft([5, 9, 9, 11, 12], [-1, 0, 0, 1, 2], origins=["draft"] * 5), Draft.root(8)]
     found = []
-    for whole in (forward._whole, None):
-        forward._whole = whole
+    for whole in (forward.whole, None):
+        forward.whole = whole
         model = CausalLM(stored, forward)
         model.keeps_hidden = True
         for id, prompt in enumerate(prompts):
@@ -142,4 +142,4 @@ def test_without_such_a_processor_torch_multiplies(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bits_module, "has_tiles", lambda: False)
     assert not isinstance(pack(blocks_of(4, False)), Tiles)
     stored = store(tiny("llama"), "int4")
-    assert NativeForward(stored, library())._whole is None
+    assert NativeForward(stored, library()).whole is None

@@ -199,7 +199,7 @@ class TableLM:
     context = None
     device = torch.device("cpu")
     dtype = torch.float32
-    keeps_hidden = keeps_prompt = False
+    keeps_hidden = keeps_prompt = has_chain = False
     hidden = prompt_hidden = prefixes = None
     prefilled = 0
     clock = staticmethod(perf_counter)

@@ -2,9 +2,13 @@
 
     python benchmarks/scale/replicas.py OUT --requests 200 --replicas 3 --kills 6
 
-A Ray cluster of two nodes on this machine. Half of the requests are greedy, half are sampled with a seed; all are
-compared with what one engine says to them in the same process, before. The JSON has the kills, what was lost and
-resumed, seconds until a stream went on, and until there were as many replicas as before.
+A Ray cluster of two nodes on this machine; both have replicas. Half of the requests are greedy, half are sampled with a
+seed; all are compared with what one engine says to them in the same process, before. The requests come in rounds, one
+more than there are kills: a replica, or in the middle one the second node, dies while the round's streams run. A node
+in its place comes when these have ended. The next round begins when all replicas are there.
+
+The JSON has the kills, what was lost and resumed, seconds until a stream went on, and until there were as many replicas
+as before. Exits with 1 where an answer is not complete, or another than that of one engine.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ import os
 import random
 import statistics
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,12 +36,16 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from forerun import load
-from forerun.scale.engines import Loader, engines
+from forerun.bench.report import versions
+from forerun.scale.engines import engines
 from forerun.scale.fleet import Fleet
 from forerun.scale.replicas import fleet
 from forerun.server.app import create_app
 from forerun.server.listening import listen
+from forerun.server.loader import Loader
 from forerun.server.service import Settings
+
+STORE = 100 * 10**6  # bytes of each node's object store
 
 STARTS = [
     "def quicksort(items):",
@@ -68,8 +79,16 @@ def alone(args: argparse.Namespace, asked: list[dict[str, Any]]) -> list[str]:
     return [found[i] for i in range(len(asked))]
 
 
-async def stream(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, str | None, int]:
-    """The text, how it ended, and how often it was refused before it began."""
+@dataclass(frozen=True)
+class Answer:
+    """Of a stream: its text, how it ended, and how often it was refused before it began."""
+
+    text: str
+    end: str | None
+    refused: int
+
+
+async def stream(http: httpx.AsyncClient, body: dict[str, Any], hear: Callable[[str], None]) -> Answer:
     refused = 0
     while True:
         async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
@@ -83,93 +102,132 @@ async def stream(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, st
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    return text, event["error"]["code"], refused
+                    return Answer(text, event["error"]["code"], refused)
                 for choice in event["choices"]:
+                    hear(choice["text"])
                     text, end = text + choice["text"], choice["finish_reason"]
-            return text, end, refused
+            return Answer(text, end, refused)
 
 
-def kill(name: str) -> bool:
-    """Ends a replica's process. False where it has ended before."""
+def kill(name: str) -> None:
+    """Ends a replica's process."""
     for each in ray.util.list_named_actors(all_namespaces=True):
         if name in each["name"]:
-            try:
-                ray.kill(ray.get_actor(each["name"], namespace=each["namespace"]))
-            except ValueError:
-                return False
-            return True
-    return False
+            ray.kill(ray.get_actor(each["name"], namespace=each["namespace"]))
 
 
-async def killing(args: argparse.Namespace, worker: Fleet, cluster: Cluster, node: Any, done: asyncio.Event) -> Any:
-    """Kills replicas that have something to do, one after the other, and the second node in the middle."""
-    rng, found, begun = random.Random(args.seed), [], perf_counter()
-    for number in range(args.kills):
-        await asyncio.sleep(args.every * rng.uniform(0.5, 1.5))
-        while len(worker.loads) < 1 and not done.is_set():
-            await asyncio.sleep(0.05)
-        if done.is_set():
-            break
-        at, lost = perf_counter(), sum(worker.loads.values())
-        if number == args.kills // 2:
-            await asyncio.to_thread(cluster.remove_node, node, False)
-            what = "node"
+class Nodes:
+    """A cluster of two nodes, which only together have room for all replicas."""
+
+    def __init__(self, replicas: int) -> None:
+        self._second = {"num_cpus": replicas // 2, "object_store_memory": STORE}
+        first = {"num_cpus": replicas - replicas // 2, "object_store_memory": STORE, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=first)
+        self._node = self.cluster.add_node(**self._second)
+
+    def kill(self) -> None:
+        """Ends the second node's processes."""
+        self.cluster.remove_node(self._node, allow_graceful=False)
+
+    def replace(self) -> None:
+        """Only in the main thread, says Ray."""
+        self._node = self.cluster.add_node(**self._second)
+
+
+async def killed(args: argparse.Namespace, worker: Fleet, nodes: Nodes, rng: random.Random, node: bool) -> Any:
+    """Kills a replica that has something to do, or the second node, and waits until that is noticed."""
+    at, loads = perf_counter(), dict(worker.loads)
+    name = rng.choice(sorted(loads or worker._there()))
+    await asyncio.to_thread(nodes.kill if node else lambda: kill(name))
+    while len(left := set(worker._there())) == args.replicas:
+        await asyncio.sleep(0.02)
+    noticed = perf_counter()
+    return {
+        "at": at,
+        "what": "node" if node else "replica",
+        "in_flight": sum(loads.values()),
+        "lost": sum(load for each, load in loads.items() if each not in left),
+        "noticed_seconds": noticed - at,
+    }
+
+
+async def whole(args: argparse.Namespace, worker: Fleet) -> float:
+    """When all replicas are there."""
+    while len(worker._there()) < args.replicas:
+        await asyncio.sleep(0.1)
+    return perf_counter()
+
+
+async def rounds(
+    args: argparse.Namespace,
+    worker: Fleet,
+    nodes: Nodes,
+    http: httpx.AsyncClient,
+    asked: list[dict[str, Any]],
+    wanted: list[str],
+) -> tuple[list[Answer], list[Any]]:
+    """A kill comes when some random part of what is to come of its round has come, up to seven tenths."""
+    rng, gate, count, kills = random.Random(args.seed), asyncio.Semaphore(args.clients), args.kills + 1, []
+    answers: list[Answer] = []
+    for number in range(count):
+        share = range(number * len(asked) // count, (number + 1) * len(asked) // count)
+        heard, at = 0, rng.uniform(0, 0.7) * sum(len(wanted[i]) for i in share)
+
+        def hear(text: str) -> None:
+            nonlocal heard
+            heard += len(text)
+
+        async def one(body: dict[str, Any]) -> Answer:
+            async with gate:
+                return await stream(http, body, hear)
+
+        streams = asyncio.gather(*(one(asked[i]) for i in share))
+        if number < args.kills:
+            while heard <= at and not streams.done():
+                await asyncio.sleep(0.01)
+            resumed, node = worker.resumed, number == args.kills // 2
+            kills.append(record := await killed(args, worker, nodes, rng, node))
+            at, restoring = record.pop("at"), asyncio.create_task(whole(args, worker))
+            answers += await streams
+            record["resumed"] = worker.resumed - resumed
+            if node:  # not before: meanwhile nothing else runs in this process
+                record["replaced_seconds"] = perf_counter() - at
+                nodes.replace()
+            record["restored_seconds"] = await restoring - at
+            print(json.dumps(record), file=sys.stderr, flush=True)
         else:
-            name = rng.choice(sorted(worker.loads))
-            what = "replica"
-            lost = worker.loads[name]
-            if not await asyncio.to_thread(kill, name):
-                continue
-        before = worker.resumed
-        while len(worker._there()) == args.replicas and not done.is_set():
-            await asyncio.sleep(0.05)
-        noticed = perf_counter() - at
-        while len(worker._there()) < args.replicas and not done.is_set():
-            await asyncio.sleep(0.1)
-        restored = None if done.is_set() else perf_counter() - at
-        record = {"what": what, "at": at - begun, "in_flight": lost, "noticed": noticed, "restored": restored}
-        found.append(record | {"resumed": worker.resumed - before})
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    return found
+            answers += await streams
+    return answers, kills
 
 
-async def run(args: argparse.Namespace, worker: Fleet, cluster: Cluster, node: Any) -> dict[str, Any]:
-    asked, sock = bodies(args), listen("127.0.0.1", 0)
+async def run(
+    args: argparse.Namespace, worker: Fleet, nodes: Nodes, asked: list[dict[str, Any]], wanted: list[str]
+) -> dict[str, Any]:
+    sock = listen("127.0.0.1", 0)
     app = create_app(worker, Settings("replicas", max_seconds=3600))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not worker.ready.is_set():
+    while not worker.ready.is_set() or len(worker._there()) < args.replicas:
         if worker.failed is not None:
             raise worker.failed
         await asyncio.sleep(0.1)
-    while len(worker._there()) < args.replicas:
-        await asyncio.sleep(0.1)
     print("all replicas are there", file=sys.stderr, flush=True)
-    gate, done, begun = asyncio.Semaphore(args.clients), asyncio.Event(), perf_counter()
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    begun, url = perf_counter(), f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False, limits=httpx.Limits()) as http:
-
-        async def one(body: dict[str, Any]) -> tuple[str, str | None, int]:
-            async with gate:
-                return await stream(http, body)
-
-        kills = asyncio.create_task(killing(args, worker, cluster, node, done))
-        answers = await asyncio.gather(*(one(body) for body in asked))
-        seconds = perf_counter() - begun
-        done.set()
-        kills_made = await kills
+        answers, kills = await rounds(args, worker, nodes, http, asked, wanted)
+    seconds = perf_counter() - begun
     server.should_exit = True
     await serving
     recovered = sorted(worker.recovered)
     return {
         "answers": answers,
         "seconds": seconds,
-        "kills": kills_made,
+        "kills": kills,
         "resumed": worker.resumed,
         "recovered_seconds": {
             "count": len(recovered),
-            "median": statistics.median(recovered) if recovered else None,
-            "most": recovered[-1] if recovered else None,
+            "p50": statistics.median(recovered) if recovered else None,
+            "max": recovered[-1] if recovered else None,
             "all": recovered,
         },
     }
@@ -177,42 +235,47 @@ async def run(args: argparse.Namespace, worker: Fleet, cluster: Cluster, node: A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="a folder for replicas.json")
+    parser.add_argument("out", type=Path, help="a new or empty folder, for replicas.json")
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=24, help="requests that are open at once")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=6, help="the middle one is the second node")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between kills, about")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    wanted = alone(args, bodies(args))
+    if args.replicas < 2:
+        parser.error("--replicas must be at least 2: one for each node")
+    if args.out.exists() and any(args.out.iterdir()):
+        parser.error(f"{args.out} is not empty")
+    args.out.mkdir(parents=True, exist_ok=True)
+    asked = bodies(args)
+    wanted = alone(args, asked)
     print("one engine has answered", file=sys.stderr, flush=True)
-    small = {"object_store_memory": 100 * 10**6, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": args.replicas, **small})
-    node = cluster.add_node(num_cpus=max(1, args.replicas // 2), object_store_memory=100 * 10**6)
-    ray.init(address=cluster.address, log_to_driver=False)
-    loader = Loader(args.target, None, {"max_queue": 256}, 1)
-    made = engines(loader, least=args.replicas, most=args.replicas, rows=64, room=320, cpus=1)
-    found = asyncio.run(run(args, fleet(made), cluster, node))
-    serve.shutdown()
-    ray.shutdown()
-    cluster.shutdown()
+    nodes = Nodes(args.replicas)
+    try:
+        ray.init(address=nodes.cluster.address, log_to_driver=False)
+        loader = Loader(args.target, None, {"max_queue": 256}, 1)
+        made = engines(loader, least=args.replicas, most=args.replicas, rows=64, room=320, cpus=1)
+        found = asyncio.run(run(args, fleet(made, "replicas"), nodes, asked, wanted))
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        nodes.cluster.shutdown()
     answers = found.pop("answers")
-    same = [text == other for (text, _, _), other in zip(answers, wanted, strict=True)]
+    same = [answer.text == text for answer, text in zip(answers, wanted, strict=True)]
     result = {
-        "settings": {name: str(value) for name, value in vars(args).items()},
-        "complete": sum(end == "length" for _, end, _ in answers),
-        "ends": sorted({str(end) for _, end, _ in answers}),
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "versions": versions() | {"ray": version("ray")},
+        "complete": sum(each.end == "length" for each in answers),
+        "ends": sorted({str(each.end) for each in answers}),
         "greedy_equal": sum(same[::2]),
         "seeded_equal": sum(same[1::2]),
-        "refused_before_they_began": sum(refused for _, _, refused in answers),
+        "refused_before_they_began": sum(each.refused for each in answers),
         **found,
     }
     text = json.dumps(result, indent=1)
     print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "replicas.json").write_text(text + "\n")
     if result["complete"] < args.requests or not all(same):
         raise SystemExit("not all answers are complete and equal")

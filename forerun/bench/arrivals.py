@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import inf
 from pathlib import Path
@@ -25,9 +25,11 @@ class Arrival:
 def read_trace(path: Path, load: float = 1.0) -> list[Arrival]:
     """Arrivals, in their order, from a file of JSON lines: {"seconds", "prompt_tokens", "output_tokens"} and perhaps
     "tau", or what `forerun serve --log-json` writes. Of a log, lines about anything but answered requests are left
-    out. `load`: so many times as many requests come in the same time.
+    out, others' among them; a request for several answers is so many arrivals. `load`: so many times as many requests
+    come in the same time.
 
-    Raises ValueError for a file that is missing, a line that is neither, and a trace of nothing.
+    Raises ValueError for a file that is missing, a line that is no arrival where no line is of a log, and a trace of
+    nothing.
     """
     if not 0 < load < inf:
         raise ValueError(f"load must be above 0, not {load}")
@@ -35,17 +37,21 @@ def read_trace(path: Path, load: float = 1.0) -> list[Arrival]:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the trace {path}: {error}") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    read = {number: _object(line) for number, line in enumerate(lines, 1) if line.strip()}
+    is_log = any(isinstance(each, dict) and "level" in each for each in read.values())
+    found: list[Arrival] = []
+    for number, each in read.items():
         try:
-            arrival = _arrival(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(each, ValueError):
+                if not is_log:
+                    raise each
+            elif is_log:
+                found += _logged(each)
+            else:
+                found.append(_checked(each["seconds"], each["prompt_tokens"], each["output_tokens"], each.get("tau")))
+        except (ValueError, KeyError, TypeError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path} line {number} is no arrival: {reason}") from None
-        if arrival is not None:
-            found.append(arrival)
     if not found:
         raise ValueError(f"{path} holds no arrivals")
     begun = min(each.seconds for each in found)
@@ -53,13 +59,27 @@ def read_trace(path: Path, load: float = 1.0) -> list[Arrival]:
     return sorted(moved, key=lambda each: each.seconds)
 
 
-def _arrival(line: dict[str, Any]) -> Arrival | None:
-    if "level" in line:  # of the server's log
-        if "total_ms" not in line or not line["tokens"]:
-            return None
-        ended = datetime.strptime(line["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-        return _checked(ended - line["total_ms"] / 1000, line["prompt"], line["tokens"], line.get("tau"))
-    return _checked(line["seconds"], line["prompt_tokens"], line["output_tokens"], line.get("tau"))
+def _object(line: str) -> dict[str, Any] | ValueError:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return ValueError(str(error))
+    return found if isinstance(found, dict) else ValueError("it is no JSON object")
+
+
+def _logged(line: dict[str, Any]) -> list[Arrival]:
+    """The sequences of a request in the server's log, which has the tokens of all; none for other lines."""
+    if "level" not in line or "total_ms" not in line or not line.get("tokens"):
+        return []
+    begun = datetime.strptime(line["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp() - line["total_ms"] / 1000
+    whole = _checked(begun, line["prompt"], line["tokens"], line.get("tau"))
+    choices, n = line.get("choices", 1), line.get("n", 1)
+    for name, value in (("choices", choices), ("n", n)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+    prompt, more = max(1, whole.prompt * n // choices), whole.output % choices
+    outputs = [whole.output // choices + (at < more) for at in range(choices)]
+    return [replace(whole, prompt=prompt, output=output) for output in outputs if output]
 
 
 def _checked(seconds: Any, prompt: Any, output: Any, tau: Any) -> Arrival:

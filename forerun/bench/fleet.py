@@ -46,16 +46,34 @@ def fleet(trace: Sequence[Arrival], engines: Engines, replicas: int) -> Figures:
     """Runs a trace, in the order of its arrivals, to the end. Raises ValueError for a request that fits no replica."""
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, not {replicas}")
-    most = max((arrival.tau or 1.0 for arrival in trace), default=1.0)
-    if most > engines.gamma + 1:
-        raise ValueError(
-            f"the trace says {most:g} tokens a step, more than gamma + 1 = {engines.gamma + 1}: give gamma"
-        )
+    _check(trace, engines)
     all_ = [Replica(engines) for _ in range(replicas)]
     for arrival in trace:
         for replica in all_:
             replica.run(arrival.seconds)
         min(all_, key=lambda replica: replica.in_flight(arrival.seconds)).add(arrival)
+    return _figures(trace, all_)
+
+
+def alone(trace: Sequence[Arrival], engines: Engines) -> Figures:
+    """What a replica for each request does, which no fewer do better. Raises ValueError as `fleet` does."""
+    _check(trace, engines)
+    all_ = [Replica(engines) for _ in trace]
+    for replica, arrival in zip(all_, trace, strict=True):
+        replica.add(arrival)
+    return _figures(trace, all_)
+
+
+def _check(trace: Sequence[Arrival], engines: Engines) -> None:
+    most = max((arrival.tau or 1.0 for arrival in trace), default=1.0)
+    if most > engines.gamma + 1:
+        raise ValueError(
+            f"the trace says {most:g} tokens a step, more than gamma + 1 = {engines.gamma + 1}: give gamma"
+        )
+
+
+def _figures(trace: Sequence[Arrival], all_: Sequence[Replica]) -> Figures:
+    """Runs all requests to their ends."""
     for replica in all_:
         replica.run(inf)
     done = [seq for replica in all_ for seq in replica.done]
@@ -66,12 +84,12 @@ def fleet(trace: Sequence[Arrival], engines: Engines, replicas: int) -> Figures:
     ]
     span = max(seq.last for seq in done) - trace[0].seconds
     return Figures(
-        replicas,
+        len(all_),
         (percentile(first, 50), percentile(first, 99)),
         (percentile(token or [0.0], 50), percentile(token or [0.0], 99)),
         max(replica.width for replica in all_),
         max(replica.kv for replica in all_),
-        round(sum(replica.busy for replica in all_) / (span * replicas), 4),
+        round(sum(replica.busy for replica in all_) / (span * len(all_)), 4),
         round(sum(seq.arrival.output for seq in done) / span, 2),
     )
 
@@ -82,6 +100,8 @@ def fewest(trace: Sequence[Arrival], engines: Engines, first_ms: float, token_ms
     def tried(replicas: int) -> Figures:
         return fleet(trace, engines, replicas)
 
+    if not alone(trace, engines).meets(first_ms, token_ms):
+        return None
     most = min(MOST, len(trace))  # then each request is alone, or as good as
     low, high = 0, 1
     while not (best := tried(high)).meets(first_ms, token_ms):

@@ -17,7 +17,7 @@ class Engines:
     """What all replicas are like.
 
     Attributes:
-        costs: of forwards.
+        costs: of forwards; the target's take longer than 0 ms.
         rows: sequences that one decodes at once.
         kv: positions that its keys and values have room for, None for no bound. As in the engine they are a rectangle:
             rows times the longest reservation.
@@ -33,6 +33,8 @@ class Engines:
     step_ms: float = 0.0
 
     def __post_init__(self) -> None:
+        if not min(self.costs.target.values(), default=0.0) > 0:
+            raise ValueError("the costs of the target's forwards must be above 0 ms")
         for name, value in (("rows", self.rows), ("kv", self.kv)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

@@ -46,7 +46,7 @@ Run = Callable[[Sequence[Sequence[int]], Sequence[int], int | None], Outcome]
 
 def forget_phrases(decoder: Decoder) -> None:
     """Empties the decoder's pools, which would know the output of a prompt that comes again."""
-    for pool in decoder.pools.values():
+    for pool in (decoder.pools or {}).values():
         pool.clear()
 
 

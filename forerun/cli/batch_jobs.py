@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -17,7 +17,6 @@ from forerun.cli import common
 from forerun.cli.chosen import chosen_method
 from forerun.cli.common import load_options, quiet
 from forerun.params import SamplingParams
-from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
 
 EVERY = 10.0  # seconds between two lines about the progress, where stderr is no terminal
 
@@ -25,17 +24,14 @@ EVERY = 10.0  # seconds between two lines about the progress, where stderr is no
 def batch(
     input: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch format, or prompts: one a line.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the answers; that of a killed job goes on.")],
-    target: Annotated[
-        str | None,
-        typer.Option(help="Hub id, folder or GGUF file; smollm2 where it is there, else the embedded one by default."),
-    ] = None,
+    target: common.BestTargetOption = None,
     draft: common.DraftOption = None,
     method: common.MethodOption = None,
     gamma: common.GammaOption = None,
     method_arg: common.MethodArgOption = None,
     pre_verifier: common.PreVerifierOption = None,
     head: common.HeadOption = None,
-    model_name: Annotated[str | None, typer.Option(help="Its name in answers; the target's by default.")] = None,
+    model_name: common.ModelNameOption = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Of lines that say no max_tokens; else 1024 of chats, 16 of prompts.")
     ] = None,
@@ -53,36 +49,26 @@ def batch(
     device: common.DeviceOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with, of each engine.")] = None,
     trust_remote_code: common.TrustOption = False,
-    ray: Annotated[
-        str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
-    ] = None,
+    ray: common.RayOption = None,
     actors: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; one a node by default.")] = None,
 ) -> None:
     """Answer a file of requests. Killed and run again, it goes on where it was. See docs/batch.md."""
-    wanted = {"serve": ["fastapi", "prometheus_client"]} | ({} if ray is None else {"ray": ["ray", "pyarrow"]})
-    for extra, names in wanted.items():
-        missing = [each for each in names if find_spec(each) is None]
-        if missing:
-            raise ValueError(f"forerun batch needs {', '.join(missing)}: pip install 'forerun[{extra}]'")
-    if ray is None and actors is not None:
-        raise ValueError("--actors is for --ray")
-    if ray == "":
-        raise ValueError("--ray takes local, auto or HOST:PORT")
+    common.needs("forerun batch", serve=["fastapi", "prometheus_client"], ray=["ray", "pyarrow"] if ray else [])
+    common.check_ray(ray, actors=actors)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     SamplingParams(**{name: value for name, value in sampling.items() if value is not None})  # type: ignore[arg-type]
     defaults = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
     defaults = {name: value for name, value in defaults.items() if value is not None}
-    name = target or (SMOLLM2 if find_smollm2() is not None else EMBEDDED)
+    name = common.best_target(target)
     settings, is_named = chosen_method(name, draft, method, gamma, method_arg, pre_verifier, head)
-    options = load_options(locals())
+    options = common.whole_options(load_options(locals()))
     from forerun.scale.batch_file import scan
     from forerun.scale.batch_folder import Folder
 
-    shown = model_name or (Path(name).name if Path(name).exists() else name)
+    shown = common.shown_name(name, model_name)
     chosen = settings if is_named else None
     decides = ("draft", "pre_verifier", "head", "guard", "dtype", "weights", "draft_weights", "draft_vocabulary")
-    job = {key: _as_text(options[key]) for key in decides}
-    job |= {"target": _as_text(name), "model_name": shown, **sampling}
+    job = {key: options[key] for key in decides} | {"target": common.whole(name), "model_name": shown, **sampling}
     job["method"] = None if chosen is None else {"name": chosen.name, **asdict(chosen)}
     source = scan(input)
     folder = Folder(out, source, job)
@@ -90,22 +76,24 @@ def batch(
         told = len(folder.done)
         if told:
             print(f"forerun: {told} of {len(source)} lines have their record already", file=sys.stderr)
-        if folder.complete:
+        if folder.ended:
             seconds = 0.0
         else:
-            seconds = _run(name, chosen, options, shown, max_rows, threads, ray, actors, source, folder, defaults)
+            how = common.whole(name), chosen, options, threads
+            seconds = _run(how, shown, max_rows, ray, actors, source, folder, defaults)
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
+    if folder.failed:
+        again = "run the same command again to ask them again"
+        print(f"forerun: {len(folder.failed)} lines failed ({out}/failed.jsonl); {again}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _run(
-    name: str,
-    chosen: Any,
-    options: dict[str, Any],
+    how: tuple[str, Any, dict[str, Any], int | None],
     shown: str,
     max_rows: int,
-    threads: int | None,
     address: str | None,
     actors: int | None,
     source: Any,
@@ -113,32 +101,22 @@ def _run(
     defaults: dict[str, Any],
 ) -> float:
     def lines() -> Iterator[Any]:
-        return iter(source.lines(set(folder.done), defaults))
+        return iter(source.lines(folder.done | folder.failed, defaults))
 
+    quiet()
+    from forerun.server.loader import Loader
+
+    loader = Loader(*how)
     if address is None:
-        quiet(threads)
         from forerun.scale import batch_local
 
-        def make() -> Any:
-            quiet(threads)  # torch's threads are set in the thread that computes
-            from forerun.api import load
-
-            return load(name, method=chosen, **options)
-
         with _progress(folder, len(source)) as on_record:
-            return batch_local.run(make, shown, max_rows, lines(), folder, on_record)
+            return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder, on_record))
     from forerun.scale import batch_ray
+    from forerun.scale.cluster import cluster
 
-    recipe = batch_ray.Recipe(str(_as_text(name)), chosen, options)
-    with batch_ray.cluster(address), _progress(folder, len(source)) as on_record:
-        return batch_ray.run(recipe, shown, max_rows, lines, folder, on_record, actors=actors, threads=threads)
-
-
-def _as_text(value: Any) -> Any:
-    """A setting for a file. Paths are absolute: the same job may be called from another folder."""
-    if isinstance(value, Path) or (isinstance(value, str) and Path(value).expanduser().exists()):
-        return str(Path(value).expanduser().resolve())
-    return value
+    with cluster(address, 256 * 2**20), _progress(folder, len(source)) as on_record:
+        return batch_ray.run(loader, shown, max_rows, lines, folder, on_record, actors)
 
 
 @contextmanager
@@ -148,7 +126,7 @@ def _progress(folder: Any, total: int) -> Iterator[Callable[[], None]]:
 
     def figures() -> str:
         speed = folder.new.completion_tokens / max(1e-9, perf_counter() - begun)
-        wrong = folder.counts.refused + folder.counts.bad_lines
+        wrong = folder.counts.records - folder.counts.answered
         return f"{speed:.0f} tokens/s" + (f", {wrong} errors" if wrong else "")
 
     if not sys.stderr.isatty():
@@ -158,7 +136,7 @@ def _progress(folder: Any, total: int) -> Iterator[Callable[[], None]]:
             nonlocal last
             if perf_counter() - last > EVERY:
                 last = perf_counter()
-                print(f"forerun: {len(folder.done)} of {total} lines, {figures()}", file=sys.stderr, flush=True)
+                print(f"forerun: {folder.counts.records} of {total} lines, {figures()}", file=sys.stderr, flush=True)
 
         yield tell
         return
@@ -167,13 +145,14 @@ def _progress(folder: Any, total: int) -> Iterator[Callable[[], None]]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("loading", total=total, completed=len(folder.done))
-        yield lambda: bar.update(task, completed=len(folder.done), description=figures())
+        task = bar.add_task("loading", total=total, completed=folder.counts.records)
+        yield lambda: bar.update(task, completed=folder.counts.records, description=figures())
 
 
 def _show(summary: dict[str, Any], out: Path) -> None:
     run, lines = summary["last_run"], summary["lines"]
-    print(f"{lines} lines: {summary['answered']} answered, {summary['refused']} refused, {summary['bad_lines']} bad")
+    kinds = {"answered": "answered", "refused": "refused", "bad_lines": "bad", "failed": "failed"}
+    print(f"{lines} lines: " + ", ".join(f"{summary[name]} {shown}" for name, shown in kinds.items()))
     tokens = f"{summary['prompt_tokens']} prompt tokens, {summary['completion_tokens']} new tokens"
     print(f"{tokens}, tau {summary['tau']:.2f}")
     if run["seconds"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from forerun.kinds import WAYS, check_kind, check_way
 from forerun.methods import METHODS, Method, method, parse_value
 from forerun.params import SamplingParams
+from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
 
 # Colour of a token by where it came from. What the target chose itself stays plain.
 STYLES = {
@@ -25,10 +27,18 @@ STYLES = {
 
 METHOD_HELP = (
     f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer-ouroboros, sd without a pre-verifier, or "
-    "lookup without a draft."
+    "suffix without a draft."
 )
 TargetOption = Annotated[
     str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
+]
+BestTargetOption = Annotated[
+    str | None,
+    typer.Option(help="Hub id, folder or GGUF file; smollm2 where it is there, else the embedded one by default."),
+]
+ModelNameOption = Annotated[str | None, typer.Option(help="Its name in answers; the target's by default.")]
+RayOption = Annotated[
+    str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")]
 SystemOption = Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")]
@@ -150,6 +160,46 @@ _LOADING = (
     "max_queue",
     "kv_memory",
 )
+
+
+def best_target(target: str | None) -> str:
+    """What is named, or the best model that is there without a download."""
+    return target or (SMOLLM2 if find_smollm2() is not None else EMBEDDED)
+
+
+def shown_name(target: str, model_name: str | None) -> str:
+    """What answers call a model."""
+    return model_name or (Path(target).name if Path(target).exists() else target)
+
+
+def needs(command: str, **extras: list[str]) -> None:
+    """Raises ValueError where packages are missing, by the extra that brings them."""
+    for extra, names in extras.items():
+        missing = [each for each in names if find_spec(each) is None]
+        if missing:
+            raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'forerun[{extra}]'")
+
+
+def check_ray(address: str | None, **options: int | None) -> None:
+    """Raises ValueError for options that are given without a cluster, and for an empty address."""
+    for name, value in options.items():
+        if address is None and value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for --ray")
+    if address == "":
+        raise ValueError("--ray takes local, auto or HOST:PORT")
+
+
+def whole(model: str | Path) -> str:
+    """A model's name, or the whole name of its file or folder: others read it from another folder."""
+    if model in (EMBEDDED, SMOLLM2):
+        return str(model)
+    path = Path(model).expanduser()
+    return str(path.resolve() if path.exists() else model)
+
+
+def whole_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `load` with the whole names of files and folders."""
+    return options | {key: whole(options[key]) for key in ("draft", "pre_verifier", "head") if options.get(key)}
 
 
 def load_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from torch.nn import functional
 from forerun.draft import Draft
 from forerun.engine import Proposal
 from forerun.generation import Generation
-from forerun.lengths import LengthPolicy, LengthRule, Look
+from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
 from forerun.model import CausalLM
-from forerun.sampling import RowError, Verdict, next_tokens
+from forerun.races import Race
+from forerun.sampling import Drawing, RowError, Verdict, next_tokens
 
 
 @dataclass
@@ -108,6 +109,33 @@ class ChainDrafter:
         """`CausalLM.roll`; tokens and logits are those of drafts."""
         return self.model.roll(ids, pending, count, self.vocab_size)
 
+    def _at_once(self, chain: Chain, bounds: Bounds) -> list[int] | None:
+        """Drafts all of a chain within bounds, where that is one call (`CausalLM.chain`); None where it is not."""
+        if not self.model.has_chain or self.model.vocab_size > self.vocab_size:  # whose padding may be drafted
+            return None
+        most, seq, drawing = min(bounds.most, chain.depth), chain.seq, None
+        source = seq.generator if chain.is_drawn else None
+        before = source.get_state() if source is not None else None
+        if not self._is_argmax(seq):
+            if seq.sampler.law is None:
+                return None
+            numbers = _numbers(source, most) if source is not None else None
+            keys = [race.key for race in map(seq.source, range(most)) if isinstance(race, Race)]
+            drawing = Drawing(seq.sampler.law, numbers, keys)
+        pending = self._pending(chain)
+        found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
+        tokens, laws = found or ([], None)
+        if source is not None and before is not None and len(tokens) < most:
+            source.set_state(before)  # numbers that were not needed are still to come
+            _numbers(source, len(tokens))
+        if found is None:
+            return None
+        chain.tokens += tokens
+        if laws is not None:
+            missing = self.vocab_size - self.model.vocab_size
+            chain.q += functional.pad(laws, (0, missing)) if missing else laws
+        return tokens
+
     def _knows(self, tokens: Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
@@ -128,6 +156,12 @@ class ChainDrafter:
         rule = self.policy.begin([chain.seq for chain in going], rows) if going else None
         self._open.update(chain.seq.id for chain in going)
         forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
+        bounds = rule.bounds() if rule is not None and len(going) == 1 else None
+        if bounds is not None:
+            begun = perf_counter()
+            found = self._at_once(going[0], bounds)
+            if found is not None:
+                return Proposal([chain.draft() for chain in chains], len(found), perf_counter() - begun, 0.0)
         while going:
             assert rule is not None
             # The first forward catches up with what the target committed, the others run the last draft token.
@@ -224,3 +258,8 @@ class ChainDrafter:
         missing = self.vocab_size - logits.shape[-1]
         # A negative number cuts.
         return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def _numbers(source: torch.Generator, count: int) -> Tensor:
+    """Those that `forerun.sampling.sample` would sample so many tokens by."""
+    return torch.rand(count, dtype=torch.float64, generator=source)

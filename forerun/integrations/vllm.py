@@ -124,7 +124,9 @@ class Proposer:
             text.seq.finish_reason = "stop"
             drafter.drop(text.seq)
         asking = [row for row, new in enumerate(sampled_token_ids) if len(new) and row in rows]
-        self._observe(drafter, [(found[row], rows[row]) for row in asking if row in found])
+        # A text that has not grown, as of a new request with an old one's text, is drafted for already.
+        again = {row for row in asking if row in found and len(rows[row]) == len(found[row].known)}
+        self._observe(drafter, [(found[row], rows[row]) for row in asking if row in found and row not in again])
         for row in asking:
             if row not in found:
                 tokens, new = rows[row], len(sampled_token_ids[row])
@@ -132,7 +134,9 @@ class Proposer:
                 found[row] = text
                 for _chunk in drafter.admit(text.seq, None, CHUNK):
                     pass
-        live = [row for row in asking if len(rows[row]) < self._limit]
+        for row in again:
+            drafts[row] = list(found[row].draft)
+        live = [row for row in asking if row not in again and len(rows[row]) < self._limit]
         for row in live:
             seq = found[row].seq
             seq.limit = min(self._limit, len(seq.tokens) + self._most + 1)
@@ -148,8 +152,6 @@ class Proposer:
         seqs, drafts, verdicts, rest = [], [], [], []
         for text, tokens in grown:
             new = [int(token) for token in tokens[len(text.known) :]]
-            if not new:
-                continue
             accepted = agreed(text.draft, new)
             seqs.append(text.seq)
             drafts.append(Draft.chain(text.seq.tokens[-1], text.draft))

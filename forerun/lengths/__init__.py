@@ -40,6 +40,16 @@ class Look:
         return Look([self.seqs[row] for row in rows], [self.tokens[row] for row in rows], self.scores[rows], hidden)
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """A rule in numbers: at most `most` tokens; it ends with one that is less probable than `least`, or with which all
+    are together less probable than `product`."""
+
+    most: int
+    least: float = 0.0
+    product: float = 0.0
+
+
 class LengthRule:
     """Decides about one draft. It is asked after every drafted token.
 
@@ -50,6 +60,10 @@ class LengthRule:
     def more(self, look: Look) -> list[bool]:
         """Whether each row drafts on. A row that has stopped is not asked about again."""
         raise NotImplementedError
+
+    def bounds(self) -> Bounds | None:
+        """All that it says of one row, where numbers can say it."""
+        return None
 
     def certain(self, depth: int) -> int:
         """How many more tokens, at least one, rows at `depth` draft whatever the tokens are."""
@@ -90,6 +104,9 @@ class FixedLength(LengthPolicy, LengthRule):
 
     def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
         return self
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.gamma)
 
     def more(self, look: Look) -> list[bool]:
         return [look.depth < self.gamma] * len(look.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.generation import Generation
-from forerun.lengths import LengthPolicy, LengthRule, Look
+from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
 from forerun.probabilities import last_probabilities
 
 
@@ -21,6 +21,9 @@ class ConfidenceStop(LengthPolicy, LengthRule):
 
     def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
         return self
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.most, least=self.threshold)
 
     def more(self, look: Look) -> list[bool]:
         if look.depth >= self.most:
@@ -46,6 +49,9 @@ class ProductRule(LengthRule):
     def __init__(self, threshold: float, most: int, together: int = 1) -> None:
         self.threshold, self.most, self.together = threshold, most, together
         self.products: dict[int, float] = {}
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.most, product=self.threshold * self.together)
 
     def more(self, look: Look) -> list[bool]:
         if look.depth >= self.most:

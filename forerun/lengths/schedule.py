@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.generation import Generation
-from forerun.lengths import LengthPolicy, LengthRule, Look
+from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
 from forerun.sampling import Verdict
 
 
@@ -49,6 +49,9 @@ class _Lengths(LengthRule):
 
     def __init__(self, lengths: dict[int, int]) -> None:
         self.lengths = lengths
+
+    def bounds(self) -> Bounds | None:
+        return Bounds(next(iter(self.lengths.values()))) if len(self.lengths) == 1 else None
 
     def more(self, look: Look) -> list[bool]:
         return [look.depth < self.lengths[seq.id] for seq in look.seqs]

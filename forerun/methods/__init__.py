@@ -98,4 +98,4 @@ def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[s
     """The method where none is named. With a setting that only `sd` has, that is `sd`."""
     if has_draft and has_layer and {*options} <= {field.name for field in fields(PacerOuroboros)}:
         return PacerOuroboros.name
-    return "sd" if has_draft else "lookup"
+    return "sd" if has_draft else "suffix"

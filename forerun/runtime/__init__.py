@@ -54,7 +54,9 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, g
     if is_stored(model):
         if graphs:
             raise ValueError("graphs need a plain Llama on a CUDA device; weights in few bits are for CPUs")
-        return CausalLM(model, family_forward(model)) if fast and is_family(model) else plain
+        if not (fast and is_family(model)):
+            return plain
+        return CausalLM(model, family_forward(model))
     lean = fast and not is_spread(model) and is_as_made(model) and not (graphs and model.device.type != "cuda")
     forward = lean_forward(model, any_size=graphs) if lean else None
     if graphs and forward is None:

@@ -62,6 +62,7 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
     """How many ms longer a token takes with top-p than greedily: drafted, and as one of four that are verified. Medians
     of three times or more, each after a forward of its model, so that it finds no warm cache."""
     samplers = [Sampler(greedy, None if greedy else _TOP_P) for greedy in (True, False)]
+    source = torch.Generator(target.device).manual_seed(0)  # the user's random state stays as it is
 
     def extra(model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]) -> float:
         model, chain = filled(model, [0]), Draft.chain(0, [0] * (tokens - 1))
@@ -74,10 +75,10 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
         return max(0.0, round(1000 * (median(seconds[False]) - median(seconds[True])) / tokens, 4))
 
     def drafted(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
-        return next_tokens([sampler], scores, lambda row: [], [None])
+        return next_tokens([sampler], scores, lambda row: [], [source])
 
     def verified(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
-        return accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, None)
+        return accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, source)
 
     return extra(draft, 1, costs.drafting(1), drafted), extra(target, 4, costs.verify(4), verified)
 

@@ -8,22 +8,22 @@ tokens; to add those of the text is ours.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from forerun.files import write_text
 from forerun.model import CausalLM
 from forerun.runtime import prepare
 from forerun.runtime.heads import head_rows
+from forerun.runtime.native_chain import native_chain
 from forerun.runtime.scores import draft_head
 
-HOT_FILE = "hot.safetensors"  # in a draft's folder
-MET = 256  # tokens of a text: more of them would take as long as a whole head
+HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors there for weights
 
 
 class HotHead:
@@ -32,7 +32,10 @@ class HotHead:
 
     Attributes:
         tokens: [S] the hot ones.
+        most: tokens of a text that are kept: more of them would take as long as a whole head.
     """
+
+    most = 256
 
     def __init__(self, weight: Tensor, bias: Tensor, tokens: Tensor) -> None:
         """`weight` [V, d] and `bias` [V] are the whole head's."""
@@ -40,8 +43,8 @@ class HotHead:
         self._is_hot = torch.zeros(len(weight), dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
         hot = weight[tokens]
         on_cpu = weight.device.type == "cpu"
-        self._product = draft_head(hot, bias[tokens] if bias.any() else None, few=on_cpu)
-        self._weight, self._whole_bias = weight.bfloat16() if on_cpu else weight, bias
+        self.product = draft_head(hot, bias[tokens] if bias.any() else None, few=on_cpu)
+        self.weight, self._whole_bias = weight.bfloat16() if on_cpu else weight, bias
         self._met: dict[int, dict[int, None]] = {}  # by sequence, the tokens of its text that are not hot
         self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # these tokens, their weight and bias
 
@@ -52,14 +55,18 @@ class HotHead:
         return other
 
     def meet(self, id: int, tokens: Iterable[int]) -> None:
-        """Tokens of a sequence's text. The last MET of those that are not hot are kept."""
+        """Tokens of a sequence's text. The last `most` of those that are not hot are kept."""
         own = self._met.setdefault(id, {})
         for token in tokens:
             if not self._is_hot[token] and token not in own:
                 own[token] = None
                 self._rows.pop(id, None)
-        while len(own) > MET:
+        while len(own) > self.most:
             del own[next(iter(own))]
+
+    def met(self, id: int) -> list[int]:
+        """Those tokens of a sequence."""
+        return list(self._met.get(id, ()))
 
     def drop(self, id: int) -> None:
         """Forgets a sequence's text."""
@@ -74,7 +81,7 @@ class HotHead:
         """[B, N, V] float32 from states [B, N, d], the first rows of which are those of `ids`."""
         flat = states.reshape(-1, states.shape[-1])
         logits = torch.full((len(flat), self.vocab_size), -torch.inf, device=states.device)
-        logits.index_copy_(1, self.tokens, self._product(flat).float())
+        logits.index_copy_(1, self.tokens, self.product(flat).float())
         logits = logits.view(*states.shape[:-1], -1)
         for row, id in enumerate(ids):
             if self._met.get(id):
@@ -84,8 +91,8 @@ class HotHead:
         return logits
 
     def _gather(self, id: int) -> tuple[Tensor, Tensor, Tensor]:
-        met = torch.tensor(list(self._met[id]), device=self._weight.device)
-        self._rows[id] = met, self._weight[met].float().T.contiguous(), self._whole_bias[met].float()
+        met = torch.tensor(self.met(id), device=self.weight.device)
+        self._rows[id] = met, self.weight[met].float().T.contiguous(), self._whole_bias[met].float()
         return self._rows[id]
 
 
@@ -101,12 +108,13 @@ def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int 
         hot = HotHead(weight, bias, tokens.to(plain.device))
     ready = prepare(model, **how)
     ready.hot = hot
+    ready.in_one_call = native_chain(ready._forward, hot)
     return ready
 
 
 def save_hot(folder: Path, tokens: Tensor) -> None:
     """Writes the hot tokens [S] of a draft, most frequent first, into its folder."""
-    save_file({"tokens": tokens.to(torch.int32)}, folder / HOT_FILE)
+    write_text(folder / HOT_FILE, json.dumps(tokens.tolist()) + "\n")
 
 
 def hot_tokens(folder: Path | None, count: int | None, vocab_size: int) -> Tensor | None:
@@ -119,9 +127,9 @@ def hot_tokens(folder: Path | None, count: int | None, vocab_size: int) -> Tenso
     known = None
     if path is not None and path.is_file():
         try:
-            known = load_file(path)["tokens"].long()
-        except (SafetensorError, KeyError, OSError) as error:
-            raise ValueError(f"{path} holds no hot tokens: {error}") from None
+            known = torch.tensor(json.loads(path.read_bytes()), dtype=torch.long)
+        except (ValueError, TypeError, RuntimeError, RecursionError, OSError) as error:
+            raise ValueError(f"{path} holds no hot tokens: {str(error).splitlines()[0]}") from None
         if known.ndim != 1 or not len(known) or known.min() < 0 or known.max() >= vocab_size:
             raise ValueError(f"{path} holds other tokens than those of a vocabulary of {vocab_size}")
     if count is None:

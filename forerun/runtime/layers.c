@@ -259,12 +259,13 @@ void run_layers(const layer *all, const batch *given) {
     }
 }
 
-/* Which of n numbers is the largest of the sums of x and y, the first of equal ones. n is a multiple of 16. */
+/* Which of n numbers x, or of their sums with y, is the largest, the first of equal ones. n is a multiple of 16. */
 static int largest_sum(const float *x, const half *y, int n) {
     __m512 best = _mm512_set1_ps(-INFINITY);
     __m512i where = _mm512_setzero_si512();
     for (int i = 0; i < n; i += LANES) {
-        __m512 here = _mm512_add_ps(_mm512_loadu_ps(x + i), (__m512)wide(y + i));
+        __m512 here = _mm512_loadu_ps(x + i);
+        if (y) here = _mm512_add_ps(here, (__m512)wide(y + i));
         __mmask16 above = _mm512_cmp_ps_mask(here, best, _CMP_GT_OQ);
         best = _mm512_mask_mov_ps(best, above, here);
         where = _mm512_mask_mov_epi32(where, above, _mm512_set1_epi32(i));
@@ -434,6 +435,165 @@ void score(const head *w, const float *x, int n, const states *room, float *y, i
 #pragma omp for schedule(static)
         for (int row = 0; row < n; row++) own_best(w, x + (size_t)row * w->in, y + (size_t)row * w->out);
     }
+}
+
+/* A small model's own continuation of one row. table [V, d]: embeddings; rest [V, d]: the LM head's, of which the M tokens
+   `met` are asked beside those that the head has, `names` (0: it has all). cos, sin [.., D]: of all positions. Behind
+   `length` committed positions come the `count` tokens `pending`, then what is drafted: up to `most` tokens, ending with
+   one whose chance is below `least`, or with which the product of all chances is below `product`, or which is one of the
+   `ends`. logits [S + M, filled up to 16s]; drafted [most]. The batch has room for `count` tokens, and places are slots.
+
+   Tokens are the argmax, or where there are `laws` [most, as logits] sampled from these distributions, which are made
+   here: of logits times `turn`, of the most probable tokens that have `top_p` of all. They are sampled by `numbers` in
+   [0, 1), or else by the races of `keys` (`forerun.races`), in which tokens have numbers below V, `size`; `places` [V]:
+   where a token stands in the head, -1 for none. */
+typedef struct {
+    const half *table, *rest;
+    const int64_t *names, *met, *pending, *ends;
+    const float *cos, *sin;
+    float *logits;
+    int64_t *drafted;
+    const int32_t *places;
+    const double *numbers;
+    const uint64_t *keys;
+    float *laws;
+    states halves;
+    int64_t at, length, count, most, known, ended, size;
+    float least, product, turn, top_p;
+} chain;
+
+static int64_t name_of(const head *w, const chain *c, int place) {
+    return place >= w->out ? c->met[place - w->out] : c->names ? c->names[place] : place;
+}
+
+static int place_of(const head *w, const chain *c, int64_t token) {
+    int place = c->places ? c->places[token] : token;
+    for (int i = 0; place < 0 && i < c->known; i++) place = c->met[i] == token ? w->out + i : -1;
+    return place;
+}
+
+static double sum_of(const float *x, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i];
+    return sum;
+}
+
+static int descending(const void *x, const void *y) {
+    float a = *(const float *)x, b = *(const float *)y;
+    return (a < b) - (a > b);
+}
+
+/* A distribution [padded] from `size` logits, of which nothing is kept. Returns 0 where they are no numbers. */
+static int make_law(const chain *c, float *logits, int size, int padded, float *law) {
+    float most = logits[largest_sum(logits, 0, padded)];
+    for (int i = 0; i < padded; i += LANES) put(law + i, power((load(logits + i) - most) * c->turn));
+    memset(law + size, 0, (padded - size) * sizeof(float));
+    double whole = sum_of(law, size);
+    if (!(whole > 0 && whole < INFINITY)) return 0;
+    if (c->top_p < 1) {
+        float *best = logits, floor = (1 - c->top_p) * whole / size; /* tokens below it are less than what is left out */
+        int count = 0, kept = 0;
+        for (int i = 0; i < size; i++)
+            if (law[i] >= floor) best[count++] = law[i];
+        qsort(best, count, sizeof(float), descending);
+        double before = 0, enough = c->top_p * whole;
+        do before += best[kept++];
+        while (kept < count && before < enough);
+        for (int i = 0; i < size; i++) law[i] = law[i] < best[kept - 1] ? 0 : law[i];
+        whole = sum_of(law, size);
+    }
+    for (int i = 0; i < padded; i += LANES) put(law + i, load(law + i) * (float)(1 / whole));
+    return 1;
+}
+
+static int drawn(const float *law, int n, double number) {
+    double below = 0;
+    int last = -1;
+    for (int i = 0; i < n; i++) {
+        if (!(law[i] > 0)) continue;
+        below += law[i];
+        last = i; /* rounding may leave the number above all */
+        if (number < below) break;
+    }
+    return last;
+}
+
+#define FLOOR 0x1p-12f /* as `forerun.races` has these two */
+#define REST 0x100000000u
+#define TURNS (1 << 20)
+
+static double uniform(uint64_t key, uint64_t which) {
+    uint64_t bits = key + (which + 1) * 0x9E3779B97F4A7C15u;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+    bits ^= bits >> 31;
+    return ((bits >> 12) + 0.5) * 0x1p-52;
+}
+
+static int raced(const head *w, const chain *c, const float *law, int n, uint64_t key) {
+    double best = INFINITY, low = 0;
+    int winner = -1;
+    for (int i = 0; i < n; i++) {
+        low += law[i] < FLOOR ? law[i] : FLOOR;
+        if (law[i] <= FLOOR) continue;
+        double time = -log(uniform(key, name_of(w, c, i))) / ((double)law[i] - FLOOR);
+        if (time < best) best = time, winner = i;
+    }
+    if (winner >= 0 && !(-log(uniform(key, REST)) / low < best)) return winner;
+    for (uint64_t at = REST + 1; at < REST + TURNS; at += 2) {
+        int place = place_of(w, c, uniform(key, at) * c->size);
+        if (place >= 0 && uniform(key, at + 1) * FLOOR < (law[place] < FLOOR ? law[place] : FLOOR)) return place;
+    }
+    return winner; /* hardly ever: what is drafted is a guess */
+}
+
+int draft_chain(const layer *all, const batch *given, const head *w, const chain *c) {
+    batch b = *given;
+    int32_t *row = (int32_t *)b.row, *behind = (int32_t *)b.length, *slot = (int32_t *)b.slot, *paths = (int32_t *)b.paths;
+    float product = 1;
+    int done = 0, n = c->count, length = c->length, size = w->out + c->known, padded = (size + LANES - 1) / LANES * LANES;
+    for (; done < c->most; length += n, n = 1) {
+        for (int i = 0; i < n; i++) {
+            const half *token = c->table + (done ? c->drafted[done - 1] : c->pending[i]) * b.d;
+            for (int k = 0; k < b.d; k += LANES) put(b.x + (size_t)i * b.d + k, wide(token + k));
+            row[i] = c->at;
+            behind[i] = length;
+            slot[i] = length + i;
+            for (int k = 0; k < n; k++) paths[i * n + k] = length + k;
+        }
+        b.n = b.path = n;
+        b.cos = c->cos + (size_t)length * b.size;
+        b.sin = c->sin + (size_t)length * b.size;
+        run_layers(all, &b);
+        const float *state = b.whole + (size_t)(n - 1) * b.d;
+        score(w, state, 1, &c->halves, c->logits, b.threads);
+        for (int i = w->out; i < padded; i++) {
+            lanes sum = {0};
+            const half *own = i < size ? c->rest + c->met[i - w->out] * b.d : 0;
+            for (int k = 0; own && k < b.d; k += LANES) sum += load(state + k) * wide(own + k);
+            c->logits[i] = own ? total(sum) : -INFINITY;
+        }
+        int best;
+        float chance;
+        if (c->laws) {
+            float *law = c->laws + (size_t)done * padded;
+            if (!make_law(c, c->logits, size, padded, law)) break;
+            best = c->numbers ? drawn(law, size, c->numbers[done]) : raced(w, c, law, size, c->keys[done]);
+            chance = law[best];
+        } else {
+            lanes sum = {0};
+            best = largest_sum(c->logits, 0, padded);
+            for (int i = 0; i < padded; i += LANES) sum += power(load(c->logits + i) - c->logits[best]);
+            chance = 1 / total(sum);
+        }
+        int64_t token = name_of(w, c, best);
+        c->drafted[done++] = token;
+        product *= chance;
+        int is_end = !(chance >= c->least) || !(product >= c->product);
+        for (int i = 0; i < c->ended; i++) is_end |= token == c->ends[i];
+        if (is_end) break;
+    }
+    return done;
 }
 
 int has_products(void) { return 1; }

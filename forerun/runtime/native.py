@@ -41,6 +41,7 @@ _OF_PRODUCTS = {
     "run_layers": (_P, _P),
     "choose_chains": (*[_P] * 5, _I, _I, _P, _P, _P, _I),
     "score": (_P, _P, _I, _P, _P, _I),
+    "draft_chain": (_P, _P, _P, _P),
 }
 _ARGUMENTS = {
     "add_and_norm": (_P, _P, _P, _F, _I, _I, _P, _P),
@@ -119,6 +120,7 @@ def _opened(path: Path) -> Any:
         for name, arguments in _OF_PRODUCTS.items():
             function = getattr(found, name)
             function.argtypes, function.restype = arguments, None
+        found.draft_chain.restype = _I
     return found
 
 

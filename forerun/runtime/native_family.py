@@ -37,7 +37,7 @@ class NativeForward(FamilyForward):
         super().__init__(model)
         followers = [*(layer.first for layer in self.layers[1:]), self.norm]
         self._last = self.norm.data_ptr()
-        self._whole = self._in_one_call()
+        self.whole = self._in_one_call()
         self._quick: list[Any] = [
             (layer, *(_direct(getattr(layer, name)) for name in PRODUCTS), layer.second.data_ptr(), gain.data_ptr())
             for layer, gain in zip(self.layers, followers, strict=True)
@@ -120,8 +120,8 @@ class NativeForward(FamilyForward):
         x = self.embed(batch.ids.reshape(-1)).float().contiguous()
         count, width = x.shape
         turn = self._turn(batch.positions.flatten(), batch.end)
-        if self._whole is not None:
-            whole, states = self._whole(x, batch, turn, cache, wanted == "below")
+        if self.whole is not None:
+            whole, states = self.whole(x, batch, turn, cache, wanted == "below")
             scores = self.head(whole).view(rows, new, -1) if logits else None
             return scores, states.view(rows, new, -1) if wanted else None
         # Buffers that all layers use: every allocation counts here.

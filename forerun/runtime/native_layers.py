@@ -55,13 +55,13 @@ class NativeLayers:
     ) -> None:
         """`last`: the gain of the norm behind them. `size`: of a head."""
         self.library, self._kept = library, (layers, last)  # C knows addresses alone
-        self._first = layers[0].first
+        self.first = layers[0].first
         self.heads, self.groups, self.size = heads, groups, size
         self.width, self.inner = layers[0].down.out, layers[0].down.inputs
         self.floors = self.width * eps, size * eps
         followers = [*(layer.first for layer in layers[1:]), last]
-        self._layers = (LayerArgument * len(layers))()
-        for at, layer, gain in zip(self._layers, layers, followers, strict=True):
+        self.arguments = (LayerArgument * len(layers))()
+        for at, layer, gain in zip(self.arguments, layers, followers, strict=True):
             at.qkv, at.out, at.up, at.down = (
                 product.argument for product in (layer.qkv, layer.out, layer.up, layer.down)
             )
@@ -93,7 +93,7 @@ class NativeLayers:
         entry = given.bfloat16().contiguous() if fuse is not None else None
         x = given if fuse is None else room(count, self.width)
         assert x.is_contiguous() and x.dtype == torch.float32
-        layers = type(self._layers).from_buffer_copy(self._layers)  # others may run on other caches meanwhile
+        layers = type(self.arguments).from_buffer_copy(self.arguments)  # others may run on other caches meanwhile
         for at, stored in zip(layers, cache.layers, strict=True):
             both = buffers(stored, self.groups, self.size)
             at.cache, at.capacity = both.data_ptr(), both.shape[2]
@@ -107,7 +107,7 @@ class NativeLayers:
         argument = BatchArgument(
             *(len(layers), count, self.width, self.inner, self.heads, self.groups, self.size),
             *(batch.paths.shape[1], places, space, threads, steps),
-            *(part.data_ptr() for part in (self._first, *turn)),
+            *(part.data_ptr() for part in (self.first, *turn)),
             *(part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)),
             *(part.data_ptr() for part in (x, whole)),
             None if lower is None else lower.data_ptr(),

@@ -31,7 +31,7 @@ from forerun.model import CausalLM
 
 TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others, while they load as well
 LOST = 1  # the exit status
-_NETWORK = re.compile(r"connection|peer|gloo|nccl|timed out|timeout|socket|broken pipe", re.IGNORECASE)
+_NETWORK = re.compile(r"\[[^]]*\bgloo/[^]]*\]|Gloo |NCCL ")  # how such errors begin that have no class of their own
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 
@@ -47,13 +47,11 @@ class Ranks:
     Attributes:
         rank, size: this one's number, and how many there are.
         control: a group of all over gloo, for numbers that decide.
-        store: what all can read and write while one of them lives; None where a caller had joined them before.
     """
 
     rank: int
     size: int
     control: Any
-    store: Any
 
     @property
     def device(self) -> str:
@@ -61,8 +59,8 @@ class Ranks:
         return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
     def sample_alike(self) -> None:
-        """Sets torch's random state to one that the first rank chooses."""
-        torch.manual_seed(self.share(torch.seed()))
+        """Sets torch's random state, from which seeds are drawn where none is given, to the first rank's."""
+        torch.set_rng_state(self.share(torch.get_rng_state()))
 
     def meet(self, place: bytes) -> float:
         """Waits for all ranks; the first one's clock, in seconds. Raises RankLostError where one is gone or has come to
@@ -120,15 +118,16 @@ def network() -> Iterator[None]:
         raise
     except RuntimeError as error:
         text = str(error).strip() or type(error).__name__
-        if not _NETWORK.search(text):
+        if not isinstance(error, distributed.DistError) and not _NETWORK.match(text):
             raise
         reason = re.sub(r"^\[[^]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]  # gloo goes on with advice
         raise RankLostError(f"another rank has ended or does not answer: {reason}") from error
 
 
 def check_shape(config: PreTrainedConfig, name: str) -> None:
-    """Raises ValueError for a target that these ranks cannot split."""
-    size = ranks().size
+    """Raises ValueError for a target that the ranks cannot split. They need not have met."""
+    check_ranks()
+    size = int(os.environ["WORLD_SIZE"])
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise ValueError(
@@ -141,26 +140,36 @@ def check_shape(config: PreTrainedConfig, name: str) -> None:
 
 
 def check_ranks() -> None:
-    """Raises ValueError where this process is not one of several that torchrun started, or a package is missing."""
+    """Raises ValueError where this process is not one of several that torchrun started."""
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing or int(os.environ["WORLD_SIZE"]) < 2:
         raise ValueError(
             "tensor parallelism needs 2 processes or more, as `torchrun --nproc-per-node 2 -m forerun generate "
             "--tensor-parallel ...` starts them"
         )
+
+
+def check_machine() -> None:
+    """Raises ValueError where a package is missing, or there are fewer GPUs than ranks."""
     if not is_accelerate_available():
         raise ValueError("tensor parallelism needs the package accelerate: pip install 'forerun[tensor-parallel]'")
+    here = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ["LOCAL_RANK"]) + 1)
+    if torch.cuda.is_available() and torch.cuda.device_count() < here:
+        raise ValueError(f"{here} ranks on this machine need a GPU each; there are {torch.cuda.device_count()}")
 
 
 def ranks() -> Ranks:
-    """Those that torchrun started; meets them. Raises ValueError where there are none."""
-    global _ranks
+    """Those that torchrun started; meets them. Raises ValueError where there are none, and as `check_machine` does."""
+    global _ranks, _store
     if _ranks is None:
         check_ranks()
-        store = None
-        if not distributed.is_initialized():
+        if distributed.is_initialized():
+            check_machine()
+        else:
             found, rank, size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
-            store, kind, device = distributed.PrefixStore("forerun", found), "gloo", None
+            _store = distributed.PrefixStore("forerun", found)
+            check_machine()  # what it finds is told once, by the store
+            kind, device = "gloo", None
             if torch.cuda.is_available():
                 kind, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 torch.cuda.set_device(device)
@@ -168,11 +177,12 @@ def ranks() -> Ranks:
                 kind, store=found, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device
             )
         control = distributed.new_group(backend="gloo", timeout=TIMEOUT)
-        _ranks = Ranks(distributed.get_rank(), distributed.get_world_size(), control, store)
+        _ranks = Ranks(distributed.get_rank(), distributed.get_world_size(), control)
     return _ranks
 
 
 _ranks: Ranks | None = None
+_store: Any = None  # what all ranks can read and write while torchrun lives; None where a caller had joined them before
 
 
 @contextmanager
@@ -193,14 +203,15 @@ def together() -> Iterator[Ranks]:
     except RankLostError as error:
         _end(str(error))
     except ValueError:  # a user's mistake, which all of them see
-        if not _is_first("mistake"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all as soon as one has: let this one tell it
+        if not _is_first():
             os._exit(2)
         raise
 
 
 def _end(reason: str) -> NoReturn:
-    """Says why, unless another rank has, and ends the process: nothing is waited for."""
-    if _is_first("lost"):
+    """Says why, unless another rank has told something, and ends the process: nothing is waited for."""
+    if _is_first():
         name = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
         line = f"forerun: tensor parallel rank {name[0]} of {name[1]} stops: {' '.join(reason.split())}\n"
         sys.stdout.flush()
@@ -208,9 +219,9 @@ def _end(reason: str) -> NoReturn:
     os._exit(LOST)
 
 
-def _is_first(what: str) -> bool:
-    """Whether no other rank has asked this."""
-    if _ranks is not None and _ranks.store is not None:
+def _is_first() -> bool:
+    """Whether no other rank has asked this: it alone tells why the job ends."""
+    if _store is not None:
         with suppress(Exception):  # the store ends with the job
-            return bool(_ranks.store.add(what, 1) == 1)
+            return bool(_store.add("told", 1) == 1)
     return True

@@ -85,6 +85,26 @@ class BatchArgument(ctypes.Structure):
     )
 
 
+class ChainArgument(ctypes.Structure):
+    """`chain` of layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "rest", "names", "met", "pending", "ends", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("logits", "drafted", "places", "numbers", "keys", "laws")),
+        ("halves", StatesArgument),
+        *((name, ctypes.c_int64) for name in ("at", "length", "count", "most", "known", "ended", "size")),
+        *((name, ctypes.c_float) for name in ("least", "product", "turn", "top_p")),
+    )
+
+
+class Halves:
+    """Memory for n states as a head takes them."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.halves, self.sums = room(2, rows, width, dtype=torch.int8), room(3, rows, dtype=torch.int32)
+        self.argument = StatesArgument(*_parts(self.halves), *_parts(self.sums))
+
+
 class Room:
     """Memory for n inputs as a product takes them."""
 
@@ -156,10 +176,15 @@ def score(head: HeadArgument, x: Tensor) -> Tensor:
     """Logits [n, V] float32 of states [n, d] float32, contiguous."""
     _check_width(x, head.inputs)
     count, width = x.shape
-    halves, sums = room(2, count, width, dtype=torch.int8), room(3, count, dtype=torch.int32)
-    y = room(count, head.out)
-    own = StatesArgument(*_parts(halves), *_parts(sums))
-    arguments = ctypes.byref(head), x.data_ptr(), count, ctypes.byref(own), y.data_ptr(), torch.get_num_threads()
+    y, own = room(count, head.out), Halves(count, width)
+    arguments = (
+        ctypes.byref(head),
+        x.data_ptr(),
+        count,
+        ctypes.byref(own.argument),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
     _compiled().score(*arguments)
     return y
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 LONGEST_ID = 512
@@ -47,12 +50,14 @@ class Input:
 
     Attributes:
         fingerprint: of all of its bytes.
+        stamp: its size and when it was written.
         numbers, starts: of the lines that are not blank, from 1, and where each begins in the file.
         copies: the line that had a line's custom_id first, for those whose custom_id is not new.
     """
 
     path: Path
     fingerprint: str
+    stamp: tuple[int, int]
     numbers: array[int]
     starts: array[int]
     copies: Mapping[int, int]
@@ -61,39 +66,59 @@ class Input:
         return len(self.numbers)
 
     def lines(self, done: set[int], defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-        """Those that are not `done`, in their order. `defaults`: see `read_line`."""
-        with self.path.open("rb") as file:
+        """Those that are not `done`, in their order. `defaults`: see `read_line`.
+
+        Raises ValueError where the file is no longer the one that was looked at.
+        """
+        with _opened(self.path) as file:
             for number, start in zip(self.numbers, self.starts, strict=True):
                 if number in done:
                     continue
                 if file.tell() != start:
                     file.seek(start)
-                yield read_line(number, file.readline(), self.copies.get(number), defaults)
+                raw = file.readline()
+                if _stamp(file) != self.stamp:
+                    raise ValueError(f"{self.path} was changed while the job ran; what is answered is kept")
+                yield read_line(number, raw, self.copies.get(number), defaults)
 
 
 def scan(path: Path) -> Input:
     """Looks at every line of a file. Raises ValueError for one that cannot be read, or has no lines."""
     digest, known, copies = sha256(), dict[bytes, int](), dict[int, int]()
     numbers, starts, at = array("Q"), array("Q"), 0
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                digest.update(raw)
-                if raw.strip():
-                    numbers.append(number)
-                    starts.append(at)
-                    custom_id = _custom_id(raw)
-                    if custom_id is not None:
-                        key = blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-                        first = known.setdefault(key, number)
-                        if first != number:
-                            copies[number] = first
-                at += len(raw)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    with _opened(path) as file:
+        stamp = _stamp(file)
+        for number, raw in enumerate(file, 1):
+            digest.update(raw)
+            if raw.strip():
+                numbers.append(number)
+                starts.append(at)
+                custom_id = _custom_id(raw)
+                if custom_id is not None:
+                    key = blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                    first = known.setdefault(key, number)
+                    if first != number:
+                        copies[number] = first
+            at += len(raw)
     if not numbers:
         raise ValueError(f"{path} has no lines")
-    return Input(path, digest.hexdigest(), numbers, starts, copies)
+    return Input(path, digest.hexdigest(), stamp, numbers, starts, copies)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{path} is no plain file; it is read more than once")
+            yield file
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
 def read_line(number: int, raw: bytes, copy_of: int | None, defaults: Mapping[str, Any]) -> Line | BadLine:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -24,13 +26,14 @@ class Counts:
     answered: int = 0
     refused: int = 0
     bad_lines: int = 0
+    failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     steps: int = 0
 
     @property
     def records(self) -> int:
-        return self.answered + self.refused + self.bad_lines
+        return self.answered + self.refused + self.bad_lines + self.failed
 
     @property
     def tau(self) -> float:
@@ -51,13 +54,14 @@ class Counts:
 
 
 class Folder:
-    """Records of a job, one a line of its input, in part-*.jsonl. Only one process at a time can have it.
+    """Records of a job, one a line of its input. Only one process at a time can have it.
 
-    A record is in the file when `answer` or `refuse` returns: who kills the process takes none back. At most the
-    last one is torn, when the process or the disk ends within it; it is cut off by the next run.
+    What is final is in part-*.jsonl. A record is in the file when `answer` or `refuse` returns: who kills the process
+    takes none back. At most the last one is torn, when the process or the disk ends within it; the next run cuts it
+    off. Lines that failed are in failed.jsonl: the next run asks them again. ValueError: the disk takes no more.
 
     Attributes:
-        done: numbers of the lines that have their record.
+        done: numbers of the lines whose record is final; failed: of those that failed in this run.
         counts: of all records, new: of those of this run.
     """
 
@@ -68,17 +72,16 @@ class Folder:
         self._job = json.loads(json.dumps({"input": source.fingerprint, "lines": len(source), "settings": settings}))
         self._wanted = set(source.numbers)
         self.done: set[int] = set()
+        self.failed: set[int] = set()
         self.counts, self.new = Counts(), Counts()
         self._file: BinaryIO | None = None
         self._in_part, self._synced = 0, perf_counter()
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; the output goes into a folder")
         self._check()
-        try:
+        with self._writing():
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("ab")
-        except OSError as error:
-            raise ValueError(f"cannot write to {path}: {error.strerror}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -86,12 +89,26 @@ class Folder:
             raise ValueError(f"another process is at this job: {path}") from None
         self._check()
         self._parts = sorted(path.glob("part-*.jsonl"))
-        for part in self._parts:
-            self._read(part)
+        with self._writing():
+            for part in self._parts:
+                self._read(part)
+        self._is_new = True  # nothing was written yet
 
     @property
-    def complete(self) -> bool:
-        return len(self.done) == len(self._source)
+    def ended(self) -> bool:
+        """Whether every line has its record."""
+        return len(self.done) + len(self.failed) == len(self._source)
+
+    def has(self, number: int) -> bool:
+        """Whether a line has its record."""
+        return number in self.done or number in self.failed
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(f"cannot write to {self.path}: {error.strerror}") from None
 
     def _check(self) -> None:
         """Whether the folder is this job's, or free."""
@@ -141,41 +158,63 @@ class Folder:
     # Writing.
 
     def answer(self, line: Line, status: int, request_id: str, body: bytes) -> None:
-        """Keeps what the server says to a line; `body` is JSON without a line end."""
+        """Keeps what the server says to a line, JSON without a line end. From status 500 on it is a failure of ours."""
+        if status >= 500:
+            self.fail(line, json.loads(body)["error"]["message"])
+            return
         response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, json.dumps(request_id).encode(), body)
-        self._append(line.number, line.custom_id, response, None)
+        self._append(self._record(line, response, None), line.number)
 
     def refuse(self, line: BadLine) -> None:
         """Keeps what is wrong with a line."""
-        error = {"code": line.code, "message": f"line {line.number}: {line.message}", "line": line.number}
-        self._append(line.number, line.custom_id, b"null", error)
+        self._append(self._record(line, b"null", (line.code, line.message)), line.number)
 
-    def _append(self, number: int, custom_id: str | None, response: bytes, error: dict[str, Any] | None) -> None:
-        assert number not in self.done
-        head = {"id": f"batch_req_{self._source.fingerprint[:12]}_{number}", "line": number, "custom_id": custom_id}
-        record = b'%s,"response":%s,"error":%s}\n' % (
-            json.dumps(head, separators=(",", ":")).encode()[:-1],
-            response,
-            json.dumps(error, separators=(",", ":")).encode(),
-        )
-        if self._file is None or self._in_part >= PART:
-            self._next_part()
-        assert self._file is not None
-        self._file.write(record)
-        self._file.flush()
-        if perf_counter() - self._synced > SYNC:
-            os.fsync(self._file.fileno())
-            self._synced = perf_counter()
+    def fail(self, line: Line, why: str) -> None:
+        """Keeps, until the job is run again, that a line got no answer."""
+        assert not self.has(line.number)
+        with self._writing():
+            self._claim()
+            with (self.path / "failed.jsonl").open("ab") as file:
+                file.write(self._record(line, b"null", ("failed", f"no answer: {why}")))
+        self.failed.add(line.number)
+        self.counts.failed += 1
+        self.new.failed += 1
+
+    def _record(self, line: Line | BadLine, response: bytes, why: tuple[str, str] | None) -> bytes:
+        number, id = line.number, f"batch_req_{self._source.fingerprint[:12]}_{line.number}"
+        head = {"id": id, "line": number, "custom_id": line.custom_id}
+        error = why and {"code": why[0], "message": f"line {number}: {why[1]}", "line": number}
+        first, last = (json.dumps(each, separators=(",", ":")).encode() for each in (head, error))
+        return b'%s,"response":%s,"error":%s}\n' % (first[:-1], response, last)
+
+    def _append(self, record: bytes, number: int) -> None:
+        assert not self.has(number)
+        with self._writing():
+            if self._file is None or self._in_part >= PART:
+                self._next_part()
+            assert self._file is not None
+            self._file.write(record)
+            self._file.flush()
+            if perf_counter() - self._synced > SYNC:
+                os.fsync(self._file.fileno())
+                self._synced = perf_counter()
         self.done.add(number)
         self._in_part += 1
         found = json.loads(record)
         self.counts.add(found)
         self.new.add(found)
 
-    def _next_part(self) -> None:
-        """Opens the file that the next record goes into. The folder becomes the job's with the first one."""
+    def _claim(self) -> None:
+        """The folder becomes the job's with its first record, and what failed before no longer counts."""
         if not (self.path / "job.json").exists():
             write_text(self.path / "job.json", json.dumps(self._job, indent=1) + "\n")
+        for name in ("failed.jsonl", "summary.json") if self._is_new else ():
+            (self.path / name).unlink(missing_ok=True)
+        self._is_new = False
+
+    def _next_part(self) -> None:
+        """Opens the file that the next record goes into."""
+        self._claim()
         if self._file is not None:
             self._end_part()
         if self._in_part >= PART or not self._parts:
@@ -184,23 +223,23 @@ class Folder:
         self._file = self._parts[-1].open("ab")
 
     def _end_part(self) -> None:
-        assert self._file is not None
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        assert file is not None
+        with file:
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Gives the folder free for others."""
-        if self._file is not None:
-            self._end_part()
-        self._lock.close()
+        """Gives the folder free for others, whatever the disk says."""
+        with self._lock, self._writing():
+            if self._file is not None:
+                self._end_part()
 
     def summarise(self, seconds: float) -> dict[str, Any]:
-        """Writes summary.json, of a job that is complete; where this run had nothing to do, it stays as it is.
+        """Writes summary.json, of a job that has ended; where this run had nothing to do, it stays as it is.
 
         `seconds`: of this run.
         """
-        assert self.complete
+        assert self.ended
         path = self.path / "summary.json"
         if not self.new.records and path.exists():
             return dict(json.loads(path.read_bytes()))
@@ -208,5 +247,6 @@ class Folder:
         run = {"records": self.new.records, "seconds": round(seconds, 3), "completion_tokens": tokens}
         run["tokens_per_second"] = round(tokens / seconds, 3) if seconds else 0.0
         found = {"lines": len(self._source), **asdict(self.counts), "tau": round(self.counts.tau, 4), "last_run": run}
-        write_text(path, json.dumps(found, indent=1) + "\n")
+        with self._writing():
+            write_text(path, json.dumps(found, indent=1) + "\n")
         return found

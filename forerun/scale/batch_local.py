@@ -22,7 +22,8 @@ from forerun.server.worker import Worker
 _LOG = logging.getLogger("forerun.batch")
 
 AGES = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
-PAUSE = 0.1  # seconds before a line is tried again that found too many others being read
+PAUSE = 0.1  # seconds before a line is tried again
+TRIES = 3  # answers of 500 and more that a line may get
 
 
 def window(max_rows: int) -> int:
@@ -40,7 +41,7 @@ class Answerer:
         """`make` loads the decoder; it is called in the thread that computes. `model`: its name in answers."""
         self.worker = Worker(make)
         self._app = create_app(self.worker, Settings(model=model, max_seconds=AGES))
-        self._open = AsyncExitStack()
+        self._open, self._again = AsyncExitStack(), asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         failed = asyncio.Event()
@@ -61,7 +62,20 @@ class Answerer:
         await self._open.aclose()
 
     async def ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
-        """Status, request id and body of the server's response. Raises what ended the engine's thread."""
+        """Status, request id and body of the server's response. Raises what ended the engine's thread.
+
+        Where the server fails, it is tried again, one line at a time: a step that fails takes all lines in it along.
+        """
+        found = await self._ask(url, body)
+        for _ in range(TRIES - 1):
+            if found[0] < 500:
+                break
+            async with self._again:
+                await asyncio.sleep(PAUSE)
+                found = await self._ask(url, body)
+        return found
+
+    async def _ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
         while True:
             found = await _post(self._app, url, body)
             if self.worker.failed is not None:
@@ -113,7 +127,7 @@ async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
     return status, request_id, b"".join(parts)
 
 
-def run(
+async def run(
     make: Callable[[], Decoder],
     model: str,
     max_rows: int,
@@ -125,22 +139,12 @@ def run(
 
     Raises what `make` raises, and what ends the engine's thread.
     """
-    return asyncio.run(_run(make, model, max_rows, iter(lines), folder, on_record))
-
-
-async def _run(
-    make: Callable[[], Decoder],
-    model: str,
-    max_rows: int,
-    lines: Iterable[Line | BadLine],
-    folder: Folder,
-    on_record: Callable[[], None],
-) -> float:
+    waiting = iter(lines)
     async with Answerer(make, model) as answerer:
         begun = perf_counter()
 
         async def work() -> None:
-            for line in lines:  # all of them take from the same lines
+            for line in waiting:  # all of them take from the same lines
                 if isinstance(line, BadLine):
                     folder.refuse(line)
                 else:

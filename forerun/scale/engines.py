@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -24,25 +26,6 @@ from forerun.server.errors import ApiError
 from forerun.server.worker import Worker
 
 routers: dict[str, RequestRouter] = {}  # of this process, by application
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Loads a decoder, on a replica's own node. `options` are `forerun.load`'s, `method` its own or a name."""
-
-    target: str
-    method: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    threads: int | None = None
-
-    def __call__(self) -> Decoder:
-        import torch
-
-        from forerun.api import load
-
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        return load(self.target, method=self.method, **self.options)
 
 
 class Engine:
@@ -63,8 +46,9 @@ class Engine:
     async def decode(self, parts: list[Part], to: str) -> AsyncGenerator[Found | tuple[Any, ...], None]:
         """`decoded`, and what it raises for the client as a tuple. `to` is for the router."""
         try:
-            async for found in decoded(self.worker, parts):
-                yield found
+            async with aclosing(decoded(self.worker, parts)) as stream:
+                async for found in stream:
+                    yield found
         except ApiError as error:
             yield error.status, error.message, error.param, error.code
 
@@ -103,21 +87,25 @@ class Router(RequestRouter):
 class ServeReplicas:
     """The replicas of an application, as `Fleet` asks them."""
 
-    def __init__(self, handle: Callable[[], DeploymentHandle], application: str) -> None:
-        """`handle` is called in a thread: it may wait until the application runs."""
-        self._make, self._application = handle, application
+    def __init__(self, start: Callable[[], Awaitable[DeploymentHandle]], application: str) -> None:
+        """`start` may wait until there is a replica. What it raises ends the server."""
+        self._start, self._application = start, application
         self._handle: DeploymentHandle
 
     async def face(self) -> Face:
-        self._handle = await asyncio.to_thread(self._make)
+        self._handle = await self._start()
         while True:
             try:
                 found = await self._handle.face.remote()
                 assert isinstance(found, Face)
                 return found
-            except Exception as error:  # the replica that was asked died: another one will be there
+            except RayActorError as error:  # the replica that was asked died: another one will be there
                 logging.getLogger("forerun.server").warning("a replica was lost: %s", type(error).__name__)
                 await asyncio.sleep(1)
+            except (RayError, RayServeException) as error:
+                raise ValueError(
+                    f"--ray: the replicas are gone: {(str(error) or repr(error)).splitlines()[0]}"
+                ) from None
 
     def _known(self) -> dict[str, RunningReplica]:
         router = routers.get(self._application)
@@ -162,6 +150,7 @@ def engines(
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=30,
+        max_constructor_retry_count=3,  # in all; a model that cannot be loaded ends the server
         **scaling,
     )
     return deployment(Engine).bind(make)

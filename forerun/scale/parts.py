@@ -85,8 +85,12 @@ async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found
     yield []
     assert worker.decoder is not None
     reading = asyncio.ensure_future(worker.ask(remade, parts, worker.decoder))  # a grammar may take seconds
-    while not (await asyncio.wait([reading], timeout=BEAT))[0]:
-        yield []
+    try:
+        while not (await asyncio.wait([reading], timeout=BEAT))[0]:
+            yield []
+    finally:
+        if not reading.cancel() and not reading.cancelled():  # it has ended; else nobody waits for it any more
+            reading.exception()  # which asyncio would call unheard, where the reader went away meanwhile
     try:
         job = worker.submit(reading.result(), perf_counter())
     except ValueError as error:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from secrets import token_hex
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus, ReplicaState
 
-from forerun import methods
-from forerun.scale.engines import Loader, ServeReplicas, engines
+from forerun.scale.cluster import cluster
+from forerun.scale.engines import ServeReplicas, engines
 from forerun.scale.fleet import Fleet
 from forerun.server.app import create_app
+from forerun.server.loader import Loader
 from forerun.server.service import Settings
 from forerun.zoo import EMBEDDED
 
-APPLICATION = "forerun"
+LOOK = 0.25  # seconds until it is looked again whether a replica has started
+
+_LOG = logging.getLogger("forerun.server")
 
 
 class Ingress:
@@ -31,8 +38,15 @@ class Ingress:
         self._handle, self._settings = handle, settings
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        application = serve.get_replica_context().app_name
-        return create_app(Fleet(ServeReplicas(lambda: self._handle, application)), self._settings)
+        self._fleet = Fleet(ServeReplicas(self._engines, serve.get_replica_context().app_name))
+        return create_app(self._fleet, self._settings)
+
+    async def _engines(self) -> DeploymentHandle:
+        return self._handle
+
+    def check_health(self) -> None:
+        if self._fleet.failed is not None:  # another copy tries again
+            raise RuntimeError("it found no engine") from self._fleet.failed
 
 
 class Args(BaseModel, extra="forbid"):
@@ -66,11 +80,9 @@ def app(args: Args) -> serve.Application:
         raise ValueError(f"max_replicas must be at least replicas, {args.replicas}, not {most}")
     options = {"max_queue": 256} | args.load
     method = options.pop("method", None)
-    if method is not None and "warm" not in options and hasattr(methods.method(method), "warm"):
-        options["warm"] = False  # drafts that a client may ask for would be words of other clients' answers
     rows = options.get("max_rows", 64)
     made = engines(
-        Loader(args.target, method, options, args.threads),
+        Loader(args.target, method, options, args.threads, is_shared=options.keys().isdisjoint(("warm", "phrases"))),
         least=args.replicas,
         most=most,
         rows=rows,
@@ -93,38 +105,57 @@ def app(args: Args) -> serve.Application:
 
 
 @contextmanager
-def cluster(address: str, cpus: int) -> Iterator[None]:
-    """A connection to a cluster, or, by the name `local`, one of this machine alone with room for so many CPUs, which
-    ends with it. The application ends in any case.
+def serving(address: str, *, least: int, most: int, cpus: int) -> Iterator[str]:
+    """`cluster`, and a new name for an application there, which ends with it.
 
-    Raises ValueError where there is none at that address.
+    Args:
+        least, most: replicas, which take `cpus` cores each.
+
+    Raises ValueError where the least of them do not fit.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == "local":
-        options |= {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": cpus}
-    try:
-        ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError) as error:
-        raise ValueError(f"--ray: no cluster at {address!r}: {str(error).splitlines()[0]}") from None
-    try:
-        yield
-    finally:
-        if serve.status().applications.get(APPLICATION) is not None:
-            serve.delete(APPLICATION)
-        ray.shutdown()
+    with cluster(address, 100 * 2**20, cpus * most):
+        cores = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        if sum(int(each // cpus) for each in cores) < least:
+            raise ValueError(f"--replicas {least} with {cpus} threads each do not fit into {sum(cores):g} cores")
+        name = f"forerun-{token_hex(4)}"
+        try:
+            yield name
+        finally:
+            with suppress(Exception):  # the cluster may be gone; what ended the server is what is to be told
+                serve.delete(name, _blocking=False)
+                serve.status()  # Serve has heard of it, and goes on with it alone
 
 
-def fleet(application: serve.Application) -> Fleet:
+def fleet(application: serve.Application, name: str) -> Fleet:
     """An app's worker outside of Serve: its replicas start with the app, and are asked from this process."""
 
-    def start() -> DeploymentHandle:
+    def deploy() -> DeploymentHandle:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        try:
-            return serve.run(application, name=APPLICATION, route_prefix=None)
-        except RuntimeError as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise ValueError(f"--ray: the replicas did not start: {lines[-1].strip()}") from None
+        target = serve.RunTarget(application, name, route_prefix=None)
+        return serve.run_many([target], wait_for_applications_running=False)[0]
 
-    return Fleet(ServeReplicas(start, APPLICATION))
+    async def start() -> DeploymentHandle:
+        """Threads only for what is short: one that waits for a replica would hold up the end of the process."""
+        _LOG.info("the Serve application is %s", name)
+        told = ""
+        try:
+            handle = await asyncio.to_thread(deploy)
+            while True:
+                found = (await asyncio.to_thread(serve.status)).applications.get(name)
+                replicas = None if found is None else found.deployments.get("Engine")
+                if found is None or replicas is None:
+                    raise ValueError("--ray: somebody else has ended the Serve application")
+                if replicas.replica_states.get(ReplicaState.RUNNING):
+                    return handle
+                lines = [line.strip() for line in (replicas.message or found.message).splitlines() if line.strip()]
+                if found.status == ApplicationStatus.DEPLOY_FAILED:
+                    raise ValueError(f"--ray: the replicas did not start: {lines[-1] if lines else found.status}")
+                if lines and lines[-1] != told:
+                    told = lines[-1]
+                    _LOG.warning("no replica has started: %s", told)
+                await asyncio.sleep(LOOK)
+        except (RayError, RayServeException) as error:
+            raise ValueError(f"--ray: the cluster is gone: {(str(error) or repr(error)).splitlines()[0]}") from None
+
+    return Fleet(ServeReplicas(start, name))

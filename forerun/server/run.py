@@ -139,7 +139,12 @@ def serve(
     Server(config, app.state.service, drain).run(sockets=[found])
     if worker.failed is not None:
         raise worker.failed
-    if not worker.ended:  # in a long step, or still loading: nothing is lost, and Python would wait or crash
+
+
+def leave(worker: Worker) -> None:
+    """Ends the process where its worker is in a long step, or still loading: nothing is lost, and Python would wait or
+    crash."""
+    if not worker.ended:
         sys.stderr.flush()
         os._exit(0)
 

@@ -153,6 +153,8 @@ class Service:
         line: dict[str, Any] = {
             "id": answer.id,
             "request": request.state.request_id,
+            "n": answer.asked.body.n or 1,
+            "choices": len(answer.choices),
             "prompt": tally.prompt_tokens,
             "tokens": tally.tokens,
             "tau": round(tally.tau, 2),

@@ -1,0 +1,202 @@
+"""A draft of one sequence in one call of C: `draft_chain` in `layers.c`.
+
+A small model is done with a token in a fraction of a millisecond. Python and torch between two tokens take longer than
+that, more so behind a target's forward, which leaves none of their code in the processor's caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forerun.cache import KVCache
+from forerun.runtime.native_family import NativeForward
+from forerun.runtime.native_layers import buffers, places_and_space
+from forerun.runtime.scores import Scores
+from forerun.runtime.stored import StoredEmbedding
+from forerun.runtime.tiles import (
+    LANES,
+    BatchArgument,
+    ChainArgument,
+    Halves,
+    Room,
+    TileArgument,
+    room,
+)
+from forerun.sampling import Drawing
+
+if TYPE_CHECKING:
+    from forerun.runtime.hot import HotHead
+
+PENDING = 8  # tokens that the model may have to catch up with
+LONGEST = 256  # tokens of a draft
+ENDS = 16  # end tokens
+
+
+class NativeChain:
+    """Drafts what `CausalLM.roll` does, up to rounding, or samples from its logits, and decides after each token
+    whether another one comes."""
+
+    def __init__(self, forward: NativeForward, head: Scores, table: Tensor, hot: HotHead | None) -> None:
+        """`table` [V, d] bfloat16: the embeddings."""
+        assert forward.whole is not None and table.dtype == torch.bfloat16 and table.is_contiguous()
+        self._made = forward, head, table
+        self._layers, self._forward, self._hot = forward.whole, forward, hot
+        self._each = type(self._layers.arguments).from_buffer_copy(self._layers.arguments)
+        layers, d, n = self._layers, self._layers.width, PENDING
+        attended, parts = layers.heads * layers.size, (layers.heads + 2 * layers.groups) * layers.size
+        widths = d, parts, attended, 2 * layers.inner, layers.inner
+        self._whole, x = room(n, d), room(n, d)
+        halves = [room(n, width, dtype=torch.bfloat16) for width in widths]
+        inputs = Room(n, max(d, attended, layers.inner))
+        numbers = [room(n * (n if each == 3 else 1), dtype=torch.int32) for each in range(4)]
+        states = Halves(1, d)
+        rest, more = (table, 0) if hot is None else (hot.weight, hot.most)
+        assert rest.dtype == torch.bfloat16 and rest.is_contiguous()
+        logits, places = room(-(-(head.out + more) // LANES) * LANES), None
+        if hot is not None:
+            places = torch.full((len(table),), -1, dtype=torch.int32)
+            places[hot.tokens] = torch.arange(len(hot.tokens), dtype=torch.int32)
+        self._pending: Any = (ctypes.c_int64 * n)()
+        self._met: Any = (ctypes.c_int64 * more)()
+        self._ends: Any = (ctypes.c_int64 * ENDS)()
+        self._drafted = (ctypes.c_int64 * LONGEST)()
+        self._keys: Any = (ctypes.c_uint64 * LONGEST)()
+        self._head = head.argument
+        self._batch = BatchArgument(
+            layers=len(self._each),
+            n=1,
+            d=d,
+            inner=layers.inner,
+            heads=layers.heads,
+            groups=layers.groups,
+            size=layers.size,
+            path=1,
+            steps=1,
+            first=layers.first.data_ptr(),
+            x=x.data_ptr(),
+            whole=self._whole.data_ptr(),
+            fuse=TileArgument(),
+            between=TileArgument(),
+            room=inputs.argument,
+            floor=layers.floors[0],
+            floor_each=layers.floors[1],
+            **dict(zip(("row", "length", "slot", "paths"), (each.data_ptr() for each in numbers), strict=True)),
+            **dict(
+                zip(("h", "parts", "attended", "both", "inside"), (each.data_ptr() for each in halves), strict=True)
+            ),
+        )
+        self._batch.place = self._batch.slot
+        self._chain = ChainArgument(
+            table=table.data_ptr(),
+            rest=rest.data_ptr(),
+            names=None if hot is None else hot.tokens.data_ptr(),
+            places=None if places is None else places.data_ptr(),
+            size=len(table),
+            met=ctypes.addressof(self._met),
+            pending=ctypes.addressof(self._pending),
+            ends=ctypes.addressof(self._ends),
+            logits=logits.data_ptr(),
+            drafted=ctypes.addressof(self._drafted),
+            halves=states.argument,
+        )
+        # C knows addresses alone.
+        self._kept: Any = head, table, rest, x, halves, inputs, numbers, states, logits, places
+        self._capacity = self._threads = 0
+
+    def fresh(self, hot: HotHead | None) -> NativeChain:
+        """The same for another cache, with buffers of its own."""
+        return NativeChain(*self._made, hot)
+
+    def __call__(
+        self,
+        cache: KVCache,
+        id: int,
+        pending: Sequence[int],
+        most: int,
+        least: float,
+        product: float,
+        ends: Collection[int],
+        drawing: Drawing | None,
+    ) -> tuple[list[int], Tensor | None] | None:
+        """`CausalLM.chain`."""
+        if len(pending) > PENDING or len(ends) > ENDS or most > LONGEST:
+            return None
+        row, chain, batch = cache.row(id), self._chain, self._batch
+        length, batch.threads = cache.lengths[row], torch.get_num_threads()
+        cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
+        if cache.capacity != self._capacity or batch.threads > self._threads:
+            self._make_room(cache)
+        for at, stored in zip(self._each, cache.layers, strict=True):
+            both = buffers(stored, self._layers.groups, self._layers.size)
+            at.cache, at.capacity = both.data_ptr(), both.shape[2]
+        chain.known = 0
+        if self._hot is not None:
+            self._hot.meet(id, pending)
+            met = self._hot.met(id)
+            chain.known = len(met)
+            self._met[: len(met)] = met
+        self._pending[: len(pending)] = list(pending)
+        self._ends[: len(ends)] = list(ends)
+        chain.at, chain.length, chain.count, chain.most, chain.ended = row, length, len(pending), most, len(ends)
+        chain.least, chain.product = least, product
+        laws = self._draw(drawing, most)
+        count = self._layers.library.draft_chain(
+            ctypes.byref(self._each), ctypes.byref(batch), ctypes.byref(self._head), ctypes.byref(chain)
+        )
+        cache.lengths[row] = length + len(pending) + count - 1
+        whole = None if drawing is None or drawing.numbers is None else self._whole_laws(laws[:count])
+        return self._drafted[:count], whole
+
+    def _draw(self, drawing: Drawing | None, most: int) -> Tensor:
+        """Says how tokens are sampled; where their distributions will be, [most, logits] of which the last ones are of
+        no token."""
+        chain = self._chain
+        padded = -(-(self._head.out + chain.known) // LANES) * LANES
+        laws = torch.empty(most if drawing is not None else 0, padded)
+        chain.laws, chain.numbers, chain.keys = None, None, None
+        if drawing is None:
+            return laws
+        chain.laws, chain.turn, chain.top_p = laws.data_ptr(), 1 / drawing.law.temperature, drawing.law.top_p
+        if drawing.numbers is not None:
+            assert drawing.numbers.dtype == torch.float64 and len(drawing.numbers) >= most
+            chain.numbers = drawing.numbers.data_ptr()
+        else:
+            self._keys[:most] = drawing.keys[:most]
+            chain.keys = ctypes.addressof(self._keys)
+        return laws
+
+    def _whole_laws(self, laws: Tensor) -> Tensor:
+        """Distributions [n, V] from those of the head's tokens and of the text's."""
+        if self._hot is None:
+            return laws[:, : self._head.out]
+        met = list(self._met[: self._chain.known])
+        whole = torch.zeros(len(laws), self._hot.vocab_size)
+        whole[:, self._hot.tokens] = laws[:, : self._head.out]
+        whole[:, met] = laws[:, self._head.out : self._head.out + len(met)]
+        return whole
+
+    def _make_room(self, cache: KVCache) -> None:
+        """What depends on the cache's length, and on the threads."""
+        self._capacity, self._threads = cache.capacity, torch.get_num_threads()
+        layers = self._layers
+        places, space = places_and_space(cache.capacity, layers.heads, layers.groups, layers.size)
+        self._scratch = room(self._threads, space)
+        self._turn = self._forward.rotations(cache.capacity)
+        self._batch.width, self._batch.space, self._batch.scratch = places, space, self._scratch.data_ptr()
+        self._chain.cos, self._chain.sin = (each.data_ptr() for each in self._turn)
+
+
+def native_chain(forward: Any, hot: HotHead | None) -> NativeChain | None:
+    """None for what C cannot draft with: weights that are not stored in few bits, and models of another form."""
+    if not isinstance(forward, NativeForward) or forward.whole is None:
+        return None
+    head = forward.head if hot is None else hot.product
+    table = forward.embed.stored if type(forward.embed) is StoredEmbedding else None
+    if not isinstance(head, Scores) or head.tiles is None or not isinstance(table, Tensor):
+        return None
+    return NativeChain(forward, head, table, hot)

@@ -1,0 +1,369 @@
+"""Drafts of one sequence in one call of C, beside the same drafts token by token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import tiny
+from toys import COSTS
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from forerun import Decoder
+from forerun.drafters.chain import Chain, ChainDrafter
+from forerun.generation import Generation, Request
+from forerun.lengths import Bounds, FixedLength
+from forerun.lengths.confidence import ProductRule
+from forerun.methods import method
+from forerun.model import CausalLM
+from forerun.races import FLOOR, Races
+from forerun.runtime.hot import HotHead, prepare_draft
+from forerun.runtime.native_chain import LONGEST, PENDING, NativeChain, native_chain
+from forerun.runtime.scores import draft_head
+from forerun.runtime.stored import store
+from forerun.runtime.tiles import has_tiles
+from forerun.sampling import Drawing, Law, Sampler
+
+pytestmark = pytest.mark.skipif(not has_tiles(), reason="this machine has no kernels of ours")
+
+PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
+NEVER = Bounds(6)
+
+
+def small(name: str = "llama", kind: str = "int8", hot: bool = False) -> CausalLM:
+    model = tiny(name)
+    weight = model.get_output_embeddings().weight.detach().clone()
+    found = prepare_draft(store(model, kind), None, None)
+    if hot:
+        found = with_head(found, HotHead(weight, torch.zeros(len(weight)), torch.arange(3, 120, 3)))
+    return found
+
+
+def with_head(model: CausalLM, head: HotHead) -> CausalLM:
+    model.hot, model.in_one_call = head, native_chain(model._forward, head)
+    return model
+
+
+def begun(model: CausalLM, rows: int = 1) -> CausalLM:
+    """With rows of different prompts, the last of which is PROMPT."""
+    for id in range(rows):
+        list(model.prefill(PROMPT[rows - 1 - id :], 8))
+        model.join(id, 64)
+    return model
+
+
+def rolled(model: CausalLM, id: int, pending: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The same tokens and their probabilities, by `roll`."""
+    best, logits, _ = model.roll([id], [pending], count, model.vocab_size)
+    return best[0].tolist(), [float(each[0].softmax(-1).amax()) for each in logits]
+
+
+def drafted(model: CausalLM, *arguments: Any) -> list[int] | None:
+    """By the call, of which no distributions are asked."""
+    found = model.chain(*arguments)
+    assert found is None or found[1] is None
+    return None if found is None else found[0]
+
+
+def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
+    return [each.clone() for pair in model.cache.view(id, model.length(id)) if pair is not None for each in pair]
+
+
+@pytest.mark.parametrize("pending", [[7], [7, 8, 9], list(range(3, 3 + PENDING))])
+@pytest.mark.parametrize(
+    ("name", "kind", "hot"),
+    [
+        ("llama", "int8", False),
+        ("llama", "int8", True),
+        ("llama", "int4", True),
+        ("qwen2", "int8", True),
+        ("qwen3", "int8", False),
+        ("mistral", "int8", False),
+    ],
+)
+def test_tokens_keys_and_values_are_those_of_roll(name: str, kind: str, hot: bool, pending: list[int]) -> None:
+    one, other = (begun(small(name, kind, hot), 3) for _ in range(2))
+    for _ in range(2):  # the second draft begins where the first one ended
+        wanted, _ = rolled(one, 2, pending, 6)
+        assert drafted(other, 2, pending, 6, 0.0, 0.0, ()) == wanted
+        assert other.length(2) == one.length(2) == one.cache.length(2)
+        for id in range(3):
+            assert all(map(torch.equal, kept(one, id), kept(other, id)))
+
+
+def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
+    model = begun(small(hot=True))
+    assert model.hot is not None
+    weight = model.hot.weight.float()
+    weight[31] *= 50  # it stands in the prompt, and is not hot
+    with_head(model, HotHead(weight, torch.zeros(len(weight)), model.hot.tokens))
+    model.hot.meet(0, PROMPT)
+    drafts = [drafted(model, 0, [4], 1, 0.0, 0.0, ()) or [] for _ in range(12)]
+    assert [31] in drafts
+    other = begun(small(hot=True))
+    other.hot = model.hot.fresh()
+    other.hot.meet(0, PROMPT)
+    assert drafts == [rolled(other, 0, [4], 1)[0] for _ in range(12)]
+
+
+def test_it_ends_where_the_bounds_say() -> None:
+    tokens, chances = rolled(begun(small()), 0, [7], 6)
+    products = torch.tensor(chances).cumprod(0).tolist()
+
+    def count(most: int = 6, least: float = 0.0, product: float = 0.0, ends: tuple[int, ...] = ()) -> int:
+        found = drafted(begun(small()), 0, [7], most, least, product, ends)
+        assert found is not None and found == tokens[: len(found)]
+        return len(found)
+
+    assert [count(most) for most in (1, 4)] == [1, 4]
+    for place, (before, here) in enumerate(pairwise(products), 1):
+        assert count(product=(before + here) / 2) == place + 1
+    assert count(least=max(chances) + 1e-3) == 1
+    low = min(range(6), key=chances.__getitem__)
+    assert count(least=chances[low] * 1.0001) == low + 1
+    assert count(ends=(tokens[2], 1)) == tokens.index(tokens[2]) + 1
+
+
+def test_it_does_nothing_where_it_cannot() -> None:
+    model = begun(small())
+    assert drafted(model, 0, [7] * (PENDING + 1), 2, 0.0, 0.0, ()) is None
+    assert drafted(model, 0, [7], 2, 0.0, 0.0, range(40)) is None
+    assert drafted(model, 0, [7], LONGEST + 1, 0.0, 0.0, ()) is None
+    assert model.length(0) == len(PROMPT)
+    model.keeps_hidden = True  # which it does not give
+    assert drafted(model, 0, [7], 2, 0.0, 0.0, ()) is None
+    for other in (tiny("llama"), store(tiny("llama"), "bfloat16")):
+        assert drafted(begun(prepare_draft(other, None, None)), 0, [7], 2, 0.0, 0.0, ()) is None
+    assert draft_head(torch.randn(40, 64), torch.randn(40), few=True) is not None  # a bias: no head for C
+    biased = small()
+    weight = torch.randn(biased.vocab_size, 64)
+    with_head(biased, HotHead(weight, torch.randn(biased.vocab_size), torch.arange(9)))
+    assert drafted(begun(biased), 0, [7], 2, 0.0, 0.0, ()) is None
+
+
+def test_copies_have_buffers_of_their_own() -> None:
+    model = begun(small())
+    drafted(model, 0, [7], 2, 0.0, 0.0, ())
+    other = begun(model.fresh())
+    assert drafted(other, 0, [7], 4, 0.0, 0.0, ()) == rolled(begun(small()), 0, [7], 4)[0]
+    assert other.in_one_call is not model.in_one_call
+
+
+def test_a_cache_that_grows_and_other_threads() -> None:
+    before = torch.get_num_threads()
+    one, other = begun(small()), begun(small())
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            for _ in range(12):
+                assert drafted(other, 0, [7], 8, 0.0, 0.0, ()) == rolled(one, 0, [7], 8)[0]
+    finally:
+        torch.set_num_threads(before)
+    assert other.cache.capacity > 256
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sd", {"gamma": 3}),
+        ("cumulative", {"threshold": 0.02, "most": 7}),
+        ("confidence", {"threshold": 0.05}),
+        ("heuristic", {"gamma": 4}),
+    ],
+)
+def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and all, alone and where a second request joins; and the call is what drafts."""
+    calls, call = [], NativeChain.__call__
+
+    def counted(self: NativeChain, *arguments: Any) -> Any:
+        calls.append(arguments)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(NativeChain, "__call__", counted)
+
+    def decoded() -> list[list[tuple[Any, ...]]]:
+        decoder = Decoder(small(), draft=small(hot=hot), method=method(name, **options), guard=False)
+        decoder.costs = COSTS
+        found = [decoder.generate(PROMPT, max_new_tokens=30, ignore_eos=True)]
+        found += decoder.generate([PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True)
+        return [[(step.tokens, step.origins, step.drafted, step.accepted) for step in each.steps] for each in found]
+
+    once = decoded()
+    assert calls
+    monkeypatch.setattr(CausalLM, "chain", lambda *_: None)
+    assert decoded() == once
+
+
+def test_rows_that_stop_together_do_so_alone() -> None:
+    """`ProductRule.more` has rows that have ended count as 0."""
+    rule = ProductRule(0.3, 6, together=2)
+    tokens, chances = rolled(begun(small()), 0, [7], 6)
+    bounds = rule.bounds()
+    found = drafted(begun(small()), 0, [7], bounds.most, bounds.least, bounds.product, ())
+    product, count = 1.0, 0
+    while count < 6 and product >= 0.6:
+        product, count = product * chances[count], count + 1
+    assert found == tokens[:count]
+
+
+def test_the_end_of_a_context_takes_no_more_room() -> None:
+    one, other = begun(small()), begun(small())
+    most = 256 - one.length(0)
+    assert len(rolled(one, 0, [7], most)[0]) == len(drafted(other, 0, [7], most, 0.0, 0.0, ()) or []) == most
+    assert other.cache.capacity == one.cache.capacity
+
+
+def test_embeddings_with_padding_are_not_drafted_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalLM, "chain", lambda *_: pytest.fail("it may draft what the target lacks"))
+    draft = small()
+    assert draft.has_chain
+    drafter = ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)
+    chain: Any = SimpleNamespace(depth=3, seq=SimpleNamespace(id=0))
+    assert drafter._at_once(chain, NEVER) is None
+
+
+# Sampled drafts
+
+WARM = Law(0.7, 0.8)
+
+
+def law_of(logits: torch.Tensor, law: Law) -> torch.Tensor:
+    """By transformers' own processors."""
+    scores = TemperatureLogitsWarper(law.temperature)(None, logits.float())  # type: ignore[arg-type]
+    if law.top_p < 1:
+        scores = TopPLogitsWarper(law.top_p)(None, scores)  # type: ignore[arg-type]
+    return scores.softmax(-1)
+
+
+@pytest.mark.parametrize("law", [Law(), Law(1.4), WARM, Law(1.0, 1e-6)])
+@pytest.mark.parametrize("hot", [False, True])
+def test_drafts_are_sampled_from_the_distributions_that_are_told(law: Law, hot: bool) -> None:
+    """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
+    numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for _ in range(4):
+        found = begun(small(hot=hot)).chain(0, [7, 31], 6, 0.0, 0.0, (), Drawing(law, numbers))
+        assert found is not None and found[1] is not None and len(found[0]) == 6
+        other, before = begun(small(hot=hot)), [7, 31]
+        for token, own, number in zip(found[0], found[1], numbers.tolist(), strict=True):
+            _, (logits,), _ = other.roll([0], [before], 1, other.vocab_size)
+            wanted = law_of(logits, law)[0]
+            torch.testing.assert_close(own, wanted, rtol=1e-2, atol=1e-4)  # up to rounding
+            assert own[token] > 0
+            # Where it stands among tokens is C's to say: hot tokens have an order of their own.
+            order = other.hot.tokens.tolist() if other.hot is not None else list(range(other.vocab_size))
+            order += other.hot.met(0) if other.hot is not None else []
+            below = wanted[order[: order.index(token)]].sum().item()
+            assert below - 1e-3 <= number <= below + wanted[token].item() + 1e-3
+            before = [token]
+        numbers = torch.rand(6, dtype=torch.float64)
+
+
+def test_bounds_are_those_of_the_sampled_tokens() -> None:
+    numbers = torch.full((6,), 0.5, dtype=torch.float64)
+    whole = begun(small()).chain(0, [7], 6, 0.0, 0.0, (), Drawing(WARM, numbers))
+    assert whole is not None and whole[1] is not None
+    tokens, laws = whole
+    chances = [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+    for count, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
+        found = begun(small()).chain(0, [7], 6, 0.0, product * 1.0001, (), Drawing(WARM, numbers))
+        assert found is not None and found[0] == tokens[:count] and torch.equal(found[1], laws[:count])
+    assert len(begun(small()).chain(0, [7], 6, max(chances) + 1e-3, 0.0, (), Drawing(WARM, numbers))[0]) == 1
+    ended = begun(small()).chain(0, [7], 6, 0.0, 0.0, [tokens[1]], Drawing(WARM, numbers))
+    assert ended is not None and len(ended[0]) == tokens.index(tokens[1]) + 1
+
+
+@pytest.mark.parametrize(("law", "scale"), [(Law(), 1), (WARM, 1), (Law(), 6)])
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_seed_drafts_what_its_races_say(law: Law, scale: float, hot: bool) -> None:
+    """The tokens of `forerun.races`, the improbable ones included, which run as one."""
+    model = small(hot=True)
+    assert model.hot is not None
+    weight, tokens = scale * model.hot.weight.float(), model.hot.tokens
+    model = with_head(model, HotHead(weight, torch.zeros(len(weight)), tokens if hot else torch.arange(len(weight))))
+    same, low = [], []
+    for stream in range(200):
+        races = [Races(5, stream).at(position) for position in range(4)]
+        one, other = begun(model.fresh()), begun(model.fresh())
+        found = one.chain(0, [7], 4, 0.0, 0.0, (), Drawing(law, None, [race.key for race in races]))
+        assert found is not None and found[1] is None
+        before = 7
+        for token, race in zip(found[0], races, strict=True):
+            _, (logits,), _ = other.roll([0], [[before]], 1, other.vocab_size)
+            wanted = law_of(logits, law)[0]
+            chosen = race.sample(wanted)
+            (low if wanted[chosen] <= FLOOR else same).append(token == chosen)
+            before = token
+    assert sum(same) >= 0.98 * len(same)  # rounding may decide a race
+    assert scale == 1 or sum(low) > len(low) / 2
+
+
+def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
+    model = small(hot=True)
+    assert model.hot is not None
+    weight = model.hot.weight.float()
+    weight[3] = torch.nan
+    with_head(model, HotHead(weight, torch.zeros(len(weight)), model.hot.tokens))
+    numbers = torch.zeros(3, dtype=torch.float64)
+    found = begun(model).chain(0, [7], 3, 0.0, 0.0, (), Drawing(Law(), numbers))
+    assert found is not None and found[0] == [] and found[1] is not None and len(found[1]) == 0
+
+
+def test_what_a_sampler_does_is_a_law_or_is_not() -> None:
+    warm, best, few = TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9), TopKLogitsWarper(3)
+
+    def law(*processors: Any, greedy: bool = False) -> Law | None:
+        return Sampler(greedy, LogitsProcessorList(processors) if processors else None).law
+
+    assert law() == Law() and law(warm) == Law(0.5) and law(best) == Law(1.0, 0.9) and law(warm, best) == Law(0.5, 0.9)
+    assert law(best, warm) is law(few) is law(warm, few) is law(warm, greedy=True) is law(greedy=True) is None
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("seed", [None, 4])
+def test_sampled_methods_draft_in_one_call(seed: int | None, hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a seed the output is what it is without the call, and the drafts are; the call is what drafts."""
+    calls, call = [], NativeChain.__call__
+
+    def counted(self: NativeChain, *arguments: Any) -> Any:
+        calls.append(arguments[-1])
+        return call(self, *arguments)
+
+    monkeypatch.setattr(NativeChain, "__call__", counted)
+
+    def decoded(**asked: Any) -> Any:
+        decoder = Decoder(small(), draft=small(hot=hot), method=method("sd", gamma=3), guard=False)
+        return decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, seed=seed, **asked)
+
+    once = decoded(temperature=0.8, top_p=0.9)
+    assert len(calls) > 8 and all((each.numbers is None) == (seed is not None) for each in calls)
+    assert once.stats.accepted > 0
+    done = len(calls)
+    assert decoded(temperature=0.8, top_k=5).stats.drafted > 0 and len(calls) == done  # this goes token by token
+    monkeypatch.setattr(CausalLM, "chain", lambda *_: None)
+    assert seed is None or [step.tokens for step in decoded(temperature=0.8, top_p=0.9).steps] == [
+        step.tokens for step in once.steps
+    ]
+
+
+def test_numbers_that_are_not_needed_are_still_to_come() -> None:
+    """A caller's generator goes on where as many single tokens would have left it."""
+    source, draft = torch.Generator().manual_seed(6), small()
+    drafter = ChainDrafter(draft, FixedLength(4))
+    begun(draft)
+    sampler = Sampler(False)
+    seq = Generation(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
+    chain = Chain(seq, 9)
+    found = drafter._at_once(chain, Bounds(9))
+    assert found is not None and len(found) < 9 and len(chain.q) == len(found)
+    other = torch.Generator().manual_seed(6)
+    for _ in found:
+        torch.rand((), dtype=torch.float64, generator=other)
+    assert torch.equal(source.get_state(), other.get_state())
+    draft.crop([0], [len(PROMPT)])
+    before = source.get_state()
+    assert drafter._at_once(Chain(seq, LONGEST + 9), Bounds(LONGEST + 1)) is None
+    assert torch.equal(source.get_state(), before)
