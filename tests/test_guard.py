@@ -142,7 +142,8 @@ def test_state_survives_calls_and_a_new_text_waits_half_as_long() -> None:
     bench.call(200)
     wait, prompts = bench.pace.wait, bench.draft.prompts
     assert wait > 20
-    steps = bench.call(wait // 2)
+    bench.pace.hold(wait)
+    steps = bench.call(wait - wait // 2)
     assert not any(step.drafted for step in steps)
     # The draft has not even run the prompt of that call.
     assert bench.draft.prompts == prompts and not bench.pace.paused
@@ -216,22 +217,22 @@ def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
 def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
     def left(*rows: int) -> int:
         pace = Pace(Clock())
-        pace.wait = 128
+        pace.hold(128)
         for count in rows:
             pace.begin(count)
         return pace.wait
 
-    assert [left(1), left(2), left(16), left(*[16] * 16)] == [64, 96, 124, 72]
+    assert [left(1), left(2), left(16), left(*[16] * 16)] == [64, 96, 124, 92]
     # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
     pace = Pace(Clock())
-    pace.wait = 100
+    pace.hold(100)
     guarded = Guarded(Bursts(9), pace)
     seqs = [Generation(Request([0], 9), id) for id in range(3)]
     for seq in seqs:
         list(guarded.admit(seq, None, 8))
-    assert pace.wait == 100 // 2 * 3 // 4 * 5 // 6
+    assert pace.wait == 50  # the first took all that may be taken off
     guarded.drop(seqs[0])
-    pace.wait = 60
+    pace.hold(60)
     list(guarded.admit(Generation(Request([0], 9), 7), None, 8))
     assert pace.wait == 50
 
@@ -259,7 +260,7 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     guarded = Guarded(ChainDrafter(OneByOne(TARGET), FixedLength(2)), Scheduled(lambda: True, True))
     late, prompt = Generation(Request([0, 1, 2], 9), 0), Generation(Request([3, 2, 1, 0, 1, 2], 9), 1)
     assert not list(guarded.admit(late, None, 2)) and guarded.paces[True].paused
-    guarded.paces[True].wait = 0
+    guarded.paces[True].hold(0)
     admission = iter(guarded.admit(prompt, None, 2))
     assert next(admission) == 2
     proposal = guarded.propose([late])
@@ -280,7 +281,8 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
 def test_a_draft_that_is_late_is_charged() -> None:
     bench = Bench()
     bench.call(200)
-    bench.pace.wait, failures = 3, bench.pace.failures
+    failures = bench.pace.failures
+    bench.pace.hold(2)
     bench.draft.each = 5.0
     steps = bench.call(20)
     # The first trial ends at once, with a step that counts as twice as long as those before, and the prompt.

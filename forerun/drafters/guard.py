@@ -44,6 +44,7 @@ class Pace:
         self.clock = clock
         self.wait = 0  # plain steps until drafting is tried again
         self.failures = 0  # times in a row that drafting did not pay
+        self._spare = 0  # of the pause, what new texts may take off
         self._earned = self._peak = self._debt = 0.0
         self._plain: dict[int, deque[float]] = {}  # seconds by number of rows
         self._looks = 0  # plain steps so far
@@ -55,10 +56,16 @@ class Pace:
     def paused(self) -> bool:
         return self.wait > 0
 
+    def hold(self, steps: int) -> None:
+        """Begins a pause."""
+        self.wait, self._spare = steps, steps // 2
+
     def begin(self, rows: int = 1) -> None:
         """A new sequence has new text: of a pause that another text has earned it need not wait for the latter half, or
-        as one of many rows for its share of that half."""
-        self.wait = self.wait * (2 * rows - 1) // (2 * rows)
+        as one of many rows for its share of what is left of that half."""
+        share = self._spare // rows
+        self._spare -= share
+        self.wait = max(self.wait - share, 0)
 
     def passed(self) -> None:
         """A step that cannot be judged, in which drafts were left out."""
@@ -99,14 +106,15 @@ class Pace:
             self._pause()
 
     def _pause(self) -> None:
-        self.wait = CHECK
+        wait = CHECK
         if self._earned > 0:
             self.failures = 0
         else:
             if self.failures:
                 multiple = min(FIRST * 2 ** (self.failures - 1), LONGEST)
-                self.wait = ceil((self._debt - self._earned) * multiple)
+                wait = ceil((self._debt - self._earned) * multiple)
             self.failures += 1
+        self.hold(wait)
         self._earned = self._peak = self._debt = 0.0
 
     def _plain_seconds(self, rows: int) -> float:
