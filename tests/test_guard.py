@@ -292,6 +292,43 @@ def test_a_draft_that_is_late_is_charged() -> None:
     assert bench.pace.wait == lost * min(FIRST * 2 ** (failures - 1), LONGEST) - (len(steps) - 2)
 
 
+def test_prompts_of_drafts_have_to_be_earned() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+
+    class Slow(PlainDrafter):
+        def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+            clock.now += 3
+            yield 1
+            clock.now += 2
+
+    guarded = Guarded(Slow(), pace)
+    for id in range(2):  # nothing is known of steps of one row when the first one comes
+        for _ in guarded.admit(Generation(Request([0], 9), id), None, 8):
+            clock.now += 100  # steps of others
+        pace.saw(2, 2, 0.5, drafted=False)
+    assert pace._earned == -5 / 0.5
+    # What was lost so counts when drafting fails: a pause of 16 times as much.
+    pace.failures = 1
+    pace.saw(2, 2, 1.0, drafted=True)
+    assert pace.wait == (10 + 1) * FIRST
+
+
+def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
+    def behind(tokens: int, late: float) -> int:
+        pace = Pace(Clock())
+        pace.failures = 4
+        pace.saw(1, 1, 1.0, drafted=False)
+        pace.charge(1, late, late=True)
+        pace.saw(1, tokens, 1.0, drafted=True)
+        for seconds in (1.5, 9.0, 9.0):  # of which no more counts than twice what is usual
+            pace.saw(1, 0, seconds, drafted=True)
+        assert pace.paused
+        return pace.failures
+
+    assert [behind(9, 0.0), behind(20, 0.0), behind(9, 9.0)] == [3, 0, 5]
+
+
 class Bursts(PlainDrafter):
     """Proposes the target's own tokens in every other stretch of `length` tokens, else nothing, as lookup does."""
 

@@ -80,9 +80,15 @@ class Pace:
         gain = self._brought / self._spent if self._spent else 1.0
         return self._since * SHARE > max(1 - 1 / gain, 0.05)
 
-    def charge(self, rows: int, seconds: float) -> None:
-        """Time that drafts' prompts took; it counts as lost if drafting then fails."""
-        self._debt += seconds / self._plain_seconds(rows)
+    def charge(self, rows: int, seconds: float, late: bool) -> None:
+        """Time that drafts' prompts took. `late`: when a trial began, which may earn it before it is judged."""
+        if rows not in self._plain:
+            return
+        cost = seconds / self._plain_seconds(rows)
+        if late:
+            self._debt += cost
+        else:
+            self._earned -= cost
 
     def saw(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
         """One step of all rows, which committed `tokens` altogether."""
@@ -106,13 +112,13 @@ class Pace:
             self._pause()
 
     def _pause(self) -> None:
-        wait = CHECK
-        if self._earned > 0:
-            self.failures = 0
+        wait, earned = CHECK, self._earned - self._debt
+        if earned > 0:
+            # A trial that has earned little may have been lucky.
+            self.failures = 0 if earned > MOST else max(0, self.failures - 1)
         else:
             if self.failures:
-                multiple = min(FIRST * 2 ** (self.failures - 1), LONGEST)
-                wait = ceil((self._debt - self._earned) * multiple)
+                wait = ceil(-earned * min(FIRST * 2 ** (self.failures - 1), LONGEST))
             self.failures += 1
         self.hold(wait)
         self._earned = self._peak = self._debt = 0.0
@@ -147,11 +153,15 @@ class Guarded:
         pace = self.paces[seq.greedy]
         pace.begin(len(self._inside))
         if self.wants_hidden or not pace.paused:
-            self._admitting = True
+            self._admitting, seconds, begun = True, 0.0, pace.clock()
             try:
-                yield from self.drafter.admit(seq, hidden, chunk)
+                for count in self.drafter.admit(seq, hidden, chunk):
+                    seconds += pace.clock() - begun
+                    yield count
+                    begun = pace.clock()
             finally:
                 self._admitting = False
+            pace.charge(len(self._inside), seconds + pace.clock() - begun, late=False)
             self._inside[seq.id] = True
 
     def propose(self, seqs: list[Generation], among: int | None = None) -> Proposal:
@@ -180,7 +190,7 @@ class Guarded:
                 self._asked.discard(seq.id)
         if late and self._judge is not None:
             now = pace.clock()
-            pace.charge(len(seqs), now - self._begun)
+            pace.charge(len(seqs), now - self._begun, late=True)
             self._begun = now
         proposal = self.drafter.propose(asked) if asked else Proposal([])
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
