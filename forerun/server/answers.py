@@ -181,7 +181,8 @@ async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, 
             if left <= 0:
                 raise too_late()
             try:
-                found.append(await asyncio.wait_for(job.queue.get(), min(KEEP_ALIVE, left)))
+                async with asyncio.timeout(min(KEEP_ALIVE, left)):  # `wait_for` makes a task each time
+                    found.append(await job.queue.get())
             except TimeoutError:
                 yield []
                 continue

@@ -18,8 +18,11 @@ KEPT = 1 << 16  # tokens whose spelling is remembered
 SLICE = 16  # tokens that are spelled at once; between two slices the event loop does what else there is
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def as_json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _encode(content).encode("utf-8", "replace")
 
 
 class Spelling:

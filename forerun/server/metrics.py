@@ -30,15 +30,11 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(name, text, labels, registry=self.registry)
 
-        # vLLM's names as well: its bench reads them.
-        spaces = ("forerun", "vllm")
-        self._drafts = [
-            [counter(f"{space}:spec_decode_{name}", text) for name, text in _DRAFTS.items()] for space in spaces
-        ]
-        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the draft."
-        self._positions = [counter(f"{space}:{name}", text, ("position",)) for space in spaces]
+        # Plain numbers, as a server has hundreds of steps a second; `collect` gives them out.
+        self._drafts = [0.0] * len(_DRAFTS)
+        self._positions: list[int] = []
+        self._tokens = 0
         self.prompt_tokens = counter("forerun:prompt_tokens", "Tokens of prompts.")
-        self.tokens = counter("forerun:generation_tokens", "Tokens generated.")
         self.ended = counter("forerun:request_success", "Answers that have ended, by how.", ("finished_reason",))
         self.refused = counter("forerun:request_errors", "Requests answered with an error.", ("status",))
 
@@ -55,12 +51,12 @@ class Metrics:
         """Counts a step of the engine, whoever reads it."""
         if not step.rows:  # of a request that was ended without one
             return
-        for drafts, positions in zip(self._drafts, self._positions, strict=True):
-            for each, value in zip(drafts, (1, step.drafted, step.accepted), strict=True):
-                each.inc(value)
-            for position in range(step.accepted):
-                positions.labels(position=str(position)).inc()
-        self.tokens.inc(len(step.tokens))
+        for which, value in enumerate((1, step.drafted, step.accepted)):
+            self._drafts[which] += value
+        self._positions += [0] * (step.accepted - len(self._positions))
+        for position in range(step.accepted):
+            self._positions[position] += 1
+        self._tokens += len(step.tokens)
 
     def answer(self, tally: Tally, reasons: list[str]) -> None:
         """Counts an answer that has ended."""
@@ -86,6 +82,15 @@ class Metrics:
         yield GaugeMetricFamily("forerun:num_requests_waiting", "Sequences in the queue.", waiting)
         yield GaugeMetricFamily("forerun:kv_cache_usage_perc", "Share of the memory for keys and values in use.", used)
         yield CounterMetricFamily("forerun:prefix_cache_hits", "Prompt tokens that were not computed again.", hits)
+        yield CounterMetricFamily("forerun:generation_tokens", "Tokens generated.", self._tokens)
+        for space in ("forerun", "vllm"):  # vLLM's names as well: its bench reads them
+            for (name, text), value in zip(_DRAFTS.items(), self._drafts, strict=True):
+                yield CounterMetricFamily(f"{space}:spec_decode_{name}", text, value)
+            name, text = "num_accepted_tokens_per_pos", "Accepted tokens by their position in the draft."
+            accepted = CounterMetricFamily(f"{space}:spec_decode_{name}", text, labels=["position"])
+            for position, count in enumerate(self._positions):
+                accepted.add_metric([str(position)], count)
+            yield accepted
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
