@@ -59,13 +59,15 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
 def made_by(found: dict[str, Any]) -> list[str]:
     versions, given = found["versions"], found["arguments"]
     told = [f"{name} {versions[name]}" for name in ("forerun", "torch", "transformers", "llama-cpp-python")]
+    parts = found.get("cells", [found])  # which may have been measured at other times
+    commits = ", ".join(sorted({each["versions"]["commit"] for each in parts}))
     where = f"{versions['cpu']}, {len(given['cores'])} threads"
     return [
         "```",
         found["command"],
         "```",
         "",
-        f"{found['date']}, {where}, {', '.join(told)}, {versions['commit']}.",
+        f"{min(each['date'] for each in parts)}, {where}, {', '.join(told)}, {commits}.",
         "",
     ]
 
