@@ -15,6 +15,7 @@ class Costs:
             many more tokens.
         policy: ms of one call of the length policy's layer, where it has one.
         glance: ms of reading off how probable a draft's token was to the draft.
+        chained, chained_sampled: ms of a draft's token of one row where drafts are made in one call, else 0.
         head: of a state of a head over hidden states with its logits, by the number of rows; none without a head.
         drawing, judging: ms that a draft's token and a node of the target's forward take longer in sampling.
     """
@@ -25,6 +26,8 @@ class Costs:
     glance: float = 0.0
     drawing: float = 0.0
     judging: float = 0.0
+    chained: float = 0.0
+    chained_sampled: float = 0.0
     head: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -36,14 +39,17 @@ class Costs:
     def sampled(self) -> Costs:
         """The table of forwards whose tokens are sampled."""
         target = {tokens: ms + self.judging * tokens for tokens, ms in self.target.items()}
-        return replace(self, target=target, draft={rows: ms + self.drawing * rows for rows, ms in self.draft.items()})
+        draft = {rows: ms + self.drawing * rows for rows, ms in self.draft.items()}
+        return replace(self, target=target, draft=draft, chained=self.chained_sampled)
 
     def verify(self, tokens: float) -> float:
         """ms of a target forward of that many tokens."""
         return interpolated(self.target, tokens)
 
     def drafting(self, rows: int) -> float:
-        """ms of a draft forward of one token for each of that many rows."""
+        """ms of a draft's token for each of that many rows."""
+        if rows == 1 and self.chained:
+            return self.chained
         return interpolated(self.draft, rows)
 
     def heading(self, rows: int) -> float:

@@ -20,7 +20,7 @@ from forerun.draft import Draft
 from forerun.fingerprint import fingerprint, same_model
 from forerun.prefix import PrefixStore, common
 from forerun.rows import LeanForward, Rows
-from forerun.sampling import Drawing
+from forerun.sampling import Drafted, Drawing
 from forerun.support import check_model, context_of
 
 __all__ = ["CausalLM", "LeanForward", "Rows", "context_of", "fingerprint", "same_model"]
@@ -330,18 +330,18 @@ class CausalLM(Rows):
         product: float,
         ends: Collection[int],
         drawing: Drawing | None = None,
-    ) -> tuple[list[int], Tensor | None] | None:
+    ) -> Drafted | None:
         """Runs and commits tokens of a sequence, then drafts one token behind another: up to `most` tokens, ending with
         one that is less probable than `least`, or with which all are together less than `product`, or which is one of
         the `ends`. All but the last one are run and committed. None, with nothing done, where this model has no faster
         way for it than `roll`.
 
         Tokens are the argmax, or as `drawing` says. Then there are fewer where logits are not numbers. Those that were
-        sampled by numbers come with the distributions [n, V] that they were sampled from."""
+        sampled by numbers come with the distributions [n, V] that they were sampled from, all with their
+        probabilities."""
         if not self.has_chain:
             return None
-        found: tuple[list[int], Tensor | None] | None
-        found = self.in_one_call(self.cache, id, pending, most, least, product, ends, drawing)
+        found: Drafted | None = self.in_one_call(self.cache, id, pending, most, least, product, ends, drawing)
         return found
 
     def _run(self, inputs: Inputs, cache: KVCache, logits: bool = True) -> tuple[Tensor | None, Tensor | None]:

@@ -267,6 +267,8 @@ def _profile(value: Any) -> Profile:
 
 def costs_of(value: Any) -> Costs:
     """From JSON; raises ValueError for what is no table of costs."""
+    if isinstance(value, dict):  # tables from before drafts in one call
+        value = {"chained": 0.0, "chained_sampled": 0.0} | value
     found = dict(_checked(Costs, value))
     for part in ("target", "draft", "head"):
         table = found[part]

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -97,6 +98,19 @@ class Drawing:
     keys: Sequence[int] = ()
 
 
+class Drafted(NamedTuple):
+    """A chain that was drafted in one call (`forerun.model.CausalLM.chain`).
+
+    Attributes:
+        laws: [n, V] that the tokens were sampled from, where that was by numbers.
+        chances: how probable each token was.
+    """
+
+    tokens: list[int]
+    laws: Tensor | None
+    chances: list[float]
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or sampling."""
@@ -155,6 +169,8 @@ class Sampler:
         if self.greedy or kinds not in ([], [warm], [best], [warm, best]):
             return None
         facts = {name: value for each in self.processors or () for name, value in vars(each).items()}
+        if facts.get("min_tokens_to_keep", 1) > 1:
+            return None
         return Law(*(float(facts.get(name, 1.0)) for name in ("temperature", "top_p")))
 
     @property

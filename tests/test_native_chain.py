@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from toys import COSTS
+from toys import COSTS, random_layer
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from forerun import Decoder
 from forerun.drafters.chain import Chain, ChainDrafter
 from forerun.generation import Generation, Request
-from forerun.lengths import Bounds, FixedLength
+from forerun.lengths import FixedLength
 from forerun.lengths.confidence import ProductRule
-from forerun.methods import method
+from forerun.methods import Parts, method
 from forerun.model import CausalLM
 from forerun.races import FLOOR, Races
+from forerun.runtime.costs import measure_costs
 from forerun.runtime.hot import HotHead, prepare_draft
 from forerun.runtime.native_chain import LONGEST, PENDING, NativeChain, native_chain
 from forerun.runtime.scores import draft_head
@@ -30,7 +31,6 @@ from forerun.sampling import Drawing, Law, Sampler
 pytestmark = pytest.mark.skipif(not has_tiles(), reason="this machine has no kernels of ours")
 
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
-NEVER = Bounds(6)
 
 
 def small(name: str = "llama", kind: str = "int8", hot: bool = False) -> CausalLM:
@@ -111,6 +111,8 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
 
 def test_it_ends_where_the_bounds_say() -> None:
     tokens, chances = rolled(begun(small()), 0, [7], 6)
+    told = begun(small()).chain(0, [7], 6, 0.0, 0.0, ())
+    assert told is not None and told.chances == pytest.approx(chances, rel=1e-3)
     products = torch.tensor(chances).cumprod(0).tolist()
 
     def count(most: int = 6, least: float = 0.0, product: float = 0.0, ends: tuple[int, ...] = ()) -> int:
@@ -173,6 +175,8 @@ def test_a_cache_that_grows_and_other_threads() -> None:
         ("cumulative", {"threshold": 0.02, "most": 7}),
         ("confidence", {"threshold": 0.05}),
         ("heuristic", {"gamma": 4}),
+        ("pacer", {"block": 2, "most": 7, "threshold": 0.3}),
+        ("pacer", {"block": 3, "most": 8, "threshold": 0.3, "score": "mean"}),
     ],
 )
 def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +190,13 @@ def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, m
     monkeypatch.setattr(NativeChain, "__call__", counted)
 
     def decoded() -> list[list[tuple[Any, ...]]]:
-        decoder = Decoder(small(), draft=small(hot=hot), method=method(name, **options), guard=False)
+        layer = None
+        if name == "pacer":
+            inputs = ["confidence", "echoes", "history", "entropy", "token", "target"]
+            width = tiny("llama").config.hidden_size
+            layer = random_layer(tiny("llama"), tiny("llama"), seed=1, inputs=inputs, token_size=width)
+        chosen = method(name, **options)
+        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False)
         decoder.costs = COSTS
         found = [decoder.generate(PROMPT, max_new_tokens=30, ignore_eos=True)]
         found += decoder.generate([PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True)
@@ -194,8 +204,20 @@ def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, m
 
     once = decoded()
     assert calls
+    lengths = {step[2] for each in once for step in each}
+    if name == "pacer":  # blocks, of which some end a draft and some do not
+        assert options["block"] in lengths and max(lengths) > options["block"]
     monkeypatch.setattr(CausalLM, "chain", lambda *_: None)
     assert decoded() == once
+
+
+def test_costs_know_what_a_token_of_a_chain_takes() -> None:
+    costs = measure_costs(small(), small(hot=True))
+    assert 0 < costs.drafting(1) == costs.chained and costs.sampled.drafting(1) == costs.chained_sampled > 0
+    assert costs.drafting(2) > 0 and measure_costs(small(), CausalLM(tiny("llama"))).chained == 0
+    # What drafts phrases runs no chain.
+    method_costs = method("pacer-ouroboros").costs(Parts(small(), costs=costs), "greedy", 1)
+    assert method_costs is not None and method_costs.drafting(1) == method_costs.draft[1]
 
 
 def test_rows_that_stop_together_do_so_alone() -> None:
@@ -223,7 +245,7 @@ def test_embeddings_with_padding_are_not_drafted_from(monkeypatch: pytest.Monkey
     assert draft.has_chain
     drafter = ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)
     chain: Any = SimpleNamespace(depth=3, seq=SimpleNamespace(id=0))
-    assert drafter._at_once(chain, NEVER) is None
+    assert drafter._at_once(chain, FixedLength(6)) is None
 
 
 # Sampled drafts
@@ -265,9 +287,9 @@ def test_drafts_are_sampled_from_the_distributions_that_are_told(law: Law, hot: 
 def test_bounds_are_those_of_the_sampled_tokens() -> None:
     numbers = torch.full((6,), 0.5, dtype=torch.float64)
     whole = begun(small()).chain(0, [7], 6, 0.0, 0.0, (), Drawing(WARM, numbers))
-    assert whole is not None and whole[1] is not None
-    tokens, laws = whole
-    chances = [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+    assert whole is not None and whole.laws is not None
+    tokens, laws, chances = whole
+    assert chances == [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
     for count, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
         found = begun(small()).chain(0, [7], 6, 0.0, product * 1.0001, (), Drawing(WARM, numbers))
         assert found is not None and found[0] == tokens[:count] and torch.equal(found[1], laws[:count])
@@ -322,10 +344,17 @@ def test_what_a_sampler_does_is_a_law_or_is_not() -> None:
     assert law(best, warm) is law(few) is law(warm, few) is law(warm, greedy=True) is law(greedy=True) is None
 
 
+@pytest.mark.parametrize("name", ["sd", "pacer"])
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("seed", [None, 4])
-def test_sampled_methods_draft_in_one_call(seed: int | None, hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a seed the output is what it is without the call, and the drafts are; the call is what drafts."""
+def test_sampled_methods_draft_in_one_call(
+    seed: int | None, hot: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a seed output and drafts are what they are without the call; the call is what drafts."""
+    layer, options = None, dict[str, Any](gamma=3)
+    if name == "pacer":
+        layer = random_layer(tiny("llama"), tiny("llama"), seed=2)
+        options = {"block": 2, "most": 7, "threshold": 0.47}
     calls, call = [], NativeChain.__call__
 
     def counted(self: NativeChain, *arguments: Any) -> Any:
@@ -335,7 +364,10 @@ def test_sampled_methods_draft_in_one_call(seed: int | None, hot: bool, monkeypa
     monkeypatch.setattr(NativeChain, "__call__", counted)
 
     def decoded(**asked: Any) -> Any:
-        decoder = Decoder(small(), draft=small(hot=hot), method=method("sd", gamma=3), guard=False)
+        chosen = method(name, **options)
+        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False)
+        decoder.costs = COSTS
+        torch.manual_seed(8)
         return decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, seed=seed, **asked)
 
     once = decoded(temperature=0.8, top_p=0.9)
@@ -343,9 +375,12 @@ def test_sampled_methods_draft_in_one_call(seed: int | None, hot: bool, monkeypa
     assert once.stats.accepted > 0
     done = len(calls)
     assert decoded(temperature=0.8, top_k=5).stats.drafted > 0 and len(calls) == done  # this goes token by token
+    lengths = {step.drafted for step in once.steps}
+    assert name == "sd" or ({2, 4} & lengths and max(lengths) > 2)
     monkeypatch.setattr(CausalLM, "chain", lambda *_: None)
-    assert seed is None or [step.tokens for step in decoded(temperature=0.8, top_p=0.9).steps] == [
-        step.tokens for step in once.steps
+    again = decoded(temperature=0.8, top_p=0.9)
+    assert seed is None or [(step.tokens, step.drafted) for step in again.steps] == [
+        (s.tokens, s.drafted) for s in once.steps
     ]
 
 
@@ -357,13 +392,13 @@ def test_numbers_that_are_not_needed_are_still_to_come() -> None:
     sampler = Sampler(False)
     seq = Generation(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
     chain = Chain(seq, 9)
-    found = drafter._at_once(chain, Bounds(9))
-    assert found is not None and len(found) < 9 and len(chain.q) == len(found)
+    assert drafter._at_once(chain, FixedLength(9)) is not None
+    assert 0 < len(chain.tokens) < 9 and len(chain.q) == len(chain.tokens)
     other = torch.Generator().manual_seed(6)
-    for _ in found:
+    for _ in chain.tokens:
         torch.rand((), dtype=torch.float64, generator=other)
     assert torch.equal(source.get_state(), other.get_state())
     draft.crop([0], [len(PROMPT)])
     before = source.get_state()
-    assert drafter._at_once(Chain(seq, LONGEST + 9), Bounds(LONGEST + 1)) is None
+    assert drafter._at_once(Chain(seq, LONGEST + 9), FixedLength(LONGEST + 1)) is None
     assert torch.equal(source.get_state(), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -566,6 +567,38 @@ def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch, cap
     ):
         code, out, err = run(*options)
         assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_in_a_bench(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(folders)
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "the cat sat"}\n{"prompt": "a dog ran"}\n')
+
+    def run(methods: str) -> tuple[int, str, str]:
+        given = ["bench", "--dataset", str(tmp_path / "texts.jsonl"), "--target", "./target", "--draft", "./pieces"]
+        given += ["--methods", methods, "--max-new-tokens", "8", "--rounds", "1", "--draft-tokens", "text", "--json"]
+        monkeypatch.setattr("sys.argv", ["forerun", *given])
+        code = 0
+        try:
+            main()
+        except SystemExit as error:
+            code = int(error.code or 0)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    code, out, _ = run("ar,sd")
+    found = json.loads(out)
+    (part,) = found["datasets"].values()
+    own = part["methods"]["sd"]
+    assert (
+        code == 0
+        and own["exact_match"] == 1.0
+        and own["acceptance_by_position"]
+        and found["arguments"]["draft_tokens"] == "text"
+    )
+    code, out, err = run("ar,ouroboros")
+    assert (code, out) == (2, "") and "method 'ouroboros' needs a draft with the target's tokenizer" in err
 
 
 @pytest.mark.parametrize("way", WAYS)

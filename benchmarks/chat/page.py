@@ -26,7 +26,13 @@ TITLES = {
     "nucleus": "Temperature 0.7, top-p 0.9",
     "temperature-1": "Temperature 1",
     "batch-4": "Batches of 4",
+    "batch-8": "Batches of 8",
+    "batch-8-1": "Batches of 8, temperature 1",
     "batch-16": "Batches of 16",
+    "repeats": "Tasks that repeat themselves: a request after another one like it",
+    "repeats-1": "The same at temperature 1",
+    "repeats-8": "The same in batches of 8",
+    "repeats-8-1": "The same in batches of 8, temperature 1",
     "transformers": "Beside transformers, in float32 what it decodes",
     "float32": "The target in float32",
 }

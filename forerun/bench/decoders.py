@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.api import Decoder
 from forerun.bench.choose import on_their_forward
-from forerun.bench.models import load_heads, load_layers, load_pair, load_theirs
+from forerun.bench.models import load_heads, load_layers, load_pair, load_theirs, translation_of
 from forerun.bench.plan import Plan
 from forerun.bench.roofline import read_costs
 from forerun.costs import Costs
@@ -22,6 +22,7 @@ from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import costs_of
 from forerun.runtime.costs import head_costs, measure_costs
 from forerun.runtime.heads import HiddenLM
+from forerun.vocabularies import Translation
 
 
 def load_decoders(
@@ -30,6 +31,7 @@ def load_decoders(
     """The methods of ours, on one target and one draft; the target; and what forwards cost: as the plan gives it, else
     on this machine when the run began, where a method or a run with a folder wants to know."""
     plan = _only(plan, on_theirs=False)
+    translation = translation_of(plan, tokenizer)
     target, draft = load_pair(plan)
     costs = read_costs(plan.costs) if plan.costs is not None else None
     layers, heads = _trained(plan, target, draft)
@@ -40,7 +42,7 @@ def load_decoders(
         costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
         if kept is not None:
             write_text(kept, json.dumps(asdict(costs)) + "\n")
-    return _decoders(plan, tokenizer, target, draft, costs, layers, heads), target, costs
+    return _decoders(plan, tokenizer, target, draft, costs, layers, heads, translation), target, costs
 
 
 def load_on_their_forward(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Decoder]:
@@ -51,6 +53,7 @@ def load_on_their_forward(plan: Plan, tokenizer: PreTrainedTokenizerBase | None)
     plan = _only(plan, on_theirs=True)
     if not plan.methods:
         return {}
+    translation = translation_of(plan, tokenizer)
     target, draft = CausalLM(load_theirs(plan, "target")), None
     if plan.needs_draft:
         draft = CausalLM(load_theirs(plan, "draft"))
@@ -58,7 +61,7 @@ def load_on_their_forward(plan: Plan, tokenizer: PreTrainedTokenizerBase | None)
     costs = read_costs(plan.costs) if plan.costs is not None else None
     if costs is None and any(each is not None and each.needs_costs for each in plan.methods.values()):
         costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
-    return _decoders(plan, tokenizer, target, draft, costs, layers, heads)
+    return _decoders(plan, tokenizer, target, draft, costs, layers, heads, translation)
 
 
 def _only(plan: Plan, on_theirs: bool) -> Plan:
@@ -83,6 +86,7 @@ def _decoders(
     costs: Costs | None,
     layers: dict[str | None, PreVerifier],
     heads: dict[str | None, HiddenLM],
+    translation: Translation | None,
 ) -> dict[str, Decoder]:
     decoders, truth = dict[str, Decoder](), Truth()
     for name, method in plan.methods.items():
@@ -95,6 +99,7 @@ def _decoders(
             plan.guard,
             pre_verifier=layers.get(method.layer),
             head=heads.get(method.head),
+            translation=translation if method.needs_draft else None,
             max_rows=plan.rows,
             prefix_bytes=0,  # a prompt that comes again is computed again
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from forerun.bench.plan import Plan
 from forerun.bench.shapes import difference, expand, expand_head
 from forerun.bench.sizes import SHAPES
 from forerun.loading import (
-    check_draft_tokenizer,
     load_config,
     load_head,
     load_model,
     load_pre_verifier,
     load_tokenizer,
+    translation_for,
 )
 from forerun.methods import Pacer, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
@@ -29,6 +30,7 @@ from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
 from forerun.runtime.heads import HiddenLM
 from forerun.runtime.hot import prepare_draft
+from forerun.vocabularies import Translation
 from forerun.zoo import companion, resolve
 
 
@@ -72,7 +74,8 @@ def load_prompts(
 
 
 def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The target's tokenizer, compared with the draft's; None where there is none and only the draft wanted one."""
+    """The target's tokenizer; None where there is none and only the draft wanted one. Raises ValueError for a draft
+    with another one where a method cannot do with that."""
     if not needed and not plan.needs_draft:
         return None
     try:
@@ -81,9 +84,22 @@ def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
         if needed:
             raise
         return None  # it would only show which part of a vocabulary is padding
-    if plan.needs_draft and plan.draft is not None:
-        check_draft_tokenizer(tokenizer, plan.draft, trust_remote_code=plan.trust_remote_code)
+    translation_of(plan, tokenizer)  # raises before anything long
     return tokenizer
+
+
+def translation_of(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> Translation | None:
+    """How the plan's draft drafts, where it is needed and has another tokenizer than the target's."""
+    if tokenizer is None or plan.draft is None or not plan.needs_draft:
+        return None
+    return _translation(tokenizer, plan.draft, plan.draft_tokens or "auto", plan.strict, plan.trust_remote_code)
+
+
+@lru_cache(1)
+def _translation(
+    tokenizer: PreTrainedTokenizerBase, draft: str, way: str, strict: str | None, trust: bool
+) -> Translation | None:
+    return translation_for(tokenizer, draft, way, strict, trust_remote_code=trust)
 
 
 def _texts(files: dict[str, list[Prompt]]) -> bool:

@@ -11,7 +11,7 @@ from forerun.bench.choose import ASSISTED, BATCHING, STATIC, check_llama, is_lla
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.bench.roofline import check_costs, read_costs
 from forerun.bench.sizes import SHAPES
-from forerun.kinds import check_kind
+from forerun.kinds import check_kind, check_way
 from forerun.methods import Method, Oracle, SeeingOracle
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, resolve
@@ -33,7 +33,7 @@ class Plan:
         pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
         target_shape, draft_shape: names of SHAPES (forerun/bench/sizes.py): the models' output is then measured at the
             costs of these.
-        graphs: as in `forerun.load`.
+        graphs, draft_tokens: as in `forerun.load`.
         costs: what methods that reckon with costs go by (`forerun.bench.roofline.read_costs`), as if they ran there;
             else what forwards cost here.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
@@ -54,6 +54,7 @@ class Plan:
     weights: str | None = None
     draft_weights: str | None = None
     draft_vocabulary: int | None = None
+    draft_tokens: str | None = None
     device: str | None = None
     threads: int | None = None
     trust_remote_code: bool = False
@@ -87,6 +88,7 @@ class Plan:
         self.params()
         check_kind(self.weights)
         check_kind(self.draft_weights)
+        check_way(self.draft_tokens)
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
             raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
         if self.top_p < 1 and not self.temperature:
@@ -171,6 +173,12 @@ class Plan:
     @property
     def needs_draft(self) -> bool:
         return any(map(self._needs_draft, self.methods))
+
+    @property
+    def strict(self) -> str | None:
+        """A method that needs a draft with the target's tokenizer, if any does."""
+        needy = filter(self._needs_draft, self.methods)
+        return next((name for name in needy if (own := self.methods[name]) is None or not own.any_tokenizer), None)
 
     @property
     def reference(self) -> str:

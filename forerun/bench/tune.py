@@ -29,7 +29,7 @@ from forerun.bench.report import provenance, summary, versions
 from forerun.bench.runners import Run, decoder_run
 from forerun.bench.search import FINALISTS, calibrate, finalists, screen, singly
 from forerun.costs import Costs
-from forerun.loading import load_config, load_pre_verifier
+from forerun.loading import check_draft_tokenizer, load_config, load_pre_verifier
 from forerun.methods import AR, METHODS, Lyanna, Method, Pacer, PacerEagle
 from forerun.model import context_of
 from forerun.nn.pre_verifier import PreVerifier
@@ -146,7 +146,10 @@ def tune(
     context = context_of(load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code))
     if context is not None:
         plan = replace(plan, max_new_tokens=max(1, min(plan.max_new_tokens, context // 2)))
-    (dataset, prompts), *_ = load_prompts(plan, files)[0].items()
+    datasets, tokenizer = load_prompts(plan, files)
+    (dataset, prompts), *_ = datasets.items()
+    if tokenizer is not None and plan.draft is not None:  # methods that need the target's are tried as well
+        check_draft_tokenizer(tokenizer, plan.draft, trust_remote_code=plan.trust_remote_code)
     target, draft = load_pair(plan)
     folder = bundled_layer(plan.target, Pacer()) if plan.draft == own_draft(plan.target) else None
     layers: dict[str | None, PreVerifier] = {}

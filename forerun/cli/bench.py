@@ -16,6 +16,7 @@ from forerun.bench.plan import Plan, check_folder
 from forerun.bench.sizes import SHAPES
 from forerun.cli.common import (
     DeviceOption,
+    DraftTokensOption,
     DraftVocabularyOption,
     DraftWeightsOption,
     DtypeOption,
@@ -65,6 +66,7 @@ def bench(
     weights: WeightsOption = None,
     draft_weights: DraftWeightsOption = None,
     draft_vocabulary: DraftVocabularyOption = None,
+    draft_tokens: DraftTokensOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     target_shape: Annotated[
@@ -110,6 +112,7 @@ def bench(
         weights=weights,
         draft_weights=draft_weights,
         draft_vocabulary=draft_vocabulary,
+        draft_tokens=draft_tokens,
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,

@@ -16,7 +16,7 @@ from forerun.generation import Generation
 from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
 from forerun.model import CausalLM
 from forerun.races import Race
-from forerun.sampling import Drawing, RowError, Verdict, next_tokens
+from forerun.sampling import Drafted, Drawing, RowError, Verdict, next_tokens
 
 
 @dataclass
@@ -109,32 +109,48 @@ class ChainDrafter:
         """`CausalLM.roll`; tokens and logits are those of drafts."""
         return self.model.roll(ids, pending, count, self.vocab_size)
 
-    def _at_once(self, chain: Chain, bounds: Bounds) -> list[int] | None:
-        """Drafts all of a chain within bounds, where that is one call (`CausalLM.chain`); None where it is not."""
-        if not self.model.has_chain or self.model.vocab_size > self.vocab_size:  # whose padding may be drafted
-            return None
-        most, seq, drawing = min(bounds.most, chain.depth), chain.seq, None
+    def _at_once(self, chain: Chain, rule: LengthRule) -> float | None:
+        """Drafts all of a chain, a call for what the rule can bound; the seconds of the rule. None, with nothing done,
+        where there are no such calls (`CausalLM.chain`)."""
+        bounds, seconds = rule.bounds(), 0.0
+        if bounds is None or not self.model.has_chain or self.model.vocab_size > self.vocab_size:
+            return None  # padding may be drafted
+        while bounds is not None:
+            found = self._stretch(chain, bounds)
+            if found is None:
+                assert not chain.tokens
+                return None
+            asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.most, None
+            if is_whole and self._goes_on(chain):
+                bounds = rule.on(chain.seq, chain.tokens, found.chances)
+            seconds += perf_counter() - asked
+        return seconds
+
+    def _stretch(self, chain: Chain, bounds: Bounds) -> Drafted | None:
+        """Drafts within bounds in one call, where there is one."""
+        most, seq, drawing = min(bounds.most, chain.depth - len(chain.tokens)), chain.seq, None
         source = seq.generator if chain.is_drawn else None
         before = source.get_state() if source is not None else None
         if not self._is_argmax(seq):
             if seq.sampler.law is None:
                 return None
             numbers = _numbers(source, most) if source is not None else None
-            keys = [race.key for race in map(seq.source, range(most)) if isinstance(race, Race)]
+            places = range(len(chain.tokens), len(chain.tokens) + most)
+            keys = [race.key for race in map(seq.source, places) if isinstance(race, Race)]
             drawing = Drawing(seq.sampler.law, numbers, keys)
         pending = self._pending(chain)
         found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
-        tokens, laws = found or ([], None)
-        if source is not None and before is not None and len(tokens) < most:
+        count = 0 if found is None else len(found.tokens)
+        if source is not None and before is not None and count < most:
             source.set_state(before)  # numbers that were not needed are still to come
-            _numbers(source, len(tokens))
+            _numbers(source, count)
         if found is None:
             return None
-        chain.tokens += tokens
-        if laws is not None:
+        chain.tokens += found.tokens
+        if found.laws is not None:
             missing = self.vocab_size - self.model.vocab_size
-            chain.q += functional.pad(laws, (0, missing)) if missing else laws
-        return tokens
+            chain.q += functional.pad(found.laws, (0, missing)) if missing else found.laws
+        return found
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
@@ -156,12 +172,12 @@ class ChainDrafter:
         rule = self.policy.begin([chain.seq for chain in going], rows) if going else None
         self._open.update(chain.seq.id for chain in going)
         forwards, forward_seconds, policy_seconds = 0, 0.0, 0.0
-        bounds = rule.bounds() if rule is not None and len(going) == 1 else None
-        if bounds is not None:
+        if rule is not None and len(going) == 1:
             begun = perf_counter()
-            found = self._at_once(going[0], bounds)
-            if found is not None:
-                return Proposal([chain.draft() for chain in chains], len(found), perf_counter() - begun, 0.0)
+            asked = self._at_once(going[0], rule)
+            if asked is not None:
+                seconds = perf_counter() - begun - asked
+                return Proposal([chain.draft() for chain in chains], len(going[0].tokens), seconds, asked)
         while going:
             assert rule is not None
             # The first forward catches up with what the target committed, the others run the last draft token.

@@ -18,7 +18,7 @@ from forerun.drafters.chain import Chain, ChainDrafter
 from forerun.drafters.reading import Reader
 from forerun.engine import Proposal
 from forerun.generation import Generation
-from forerun.lengths import Bounds, LengthPolicy
+from forerun.lengths import LengthPolicy, LengthRule
 from forerun.model import CausalLM
 from forerun.prefix import common
 from forerun.vocabularies import Translation
@@ -87,7 +87,7 @@ class TranslatedDrafter(ChainDrafter):
         text, length = self._text(chain.seq), len(self._held[chain.seq.id])
         return [*text[length:], *self._own(chain.tokens[max(0, length - len(text)) :])]
 
-    def _at_once(self, chain: Chain, bounds: Bounds) -> None:
+    def _at_once(self, chain: Chain, rule: LengthRule) -> None:
         """Never: what the model says is not yet what is drafted."""
 
     def _own(self, tokens: Sequence[int]) -> Sequence[int]:

@@ -62,7 +62,12 @@ class LengthRule:
         raise NotImplementedError
 
     def bounds(self) -> Bounds | None:
-        """All that it says of one row, where numbers can say it."""
+        """What it says of the first tokens of one row, where numbers can say it."""
+        return None
+
+    def on(self, seq: Generation, drafted: list[int], chances: list[float]) -> Bounds | None:
+        """What it says of the tokens behind those of its bounds, of which `chances` has the probabilities; None: no
+        more of them."""
         return None
 
     def certain(self, depth: int) -> int:

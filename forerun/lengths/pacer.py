@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forerun.costs import Costs
 from forerun.draft import Draft
 from forerun.generation import Generation, Mode
-from forerun.lengths import LengthPolicy, LengthRule, Look
+from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
 from forerun.lengths.confidence import ProductRule
 from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import LEAST, UNKNOWN, USUAL, PreVerifier, law_of
@@ -157,6 +157,10 @@ class PacerStop(LengthPolicy):
         greedy = mode == "greedy"
         blocks = BLOCKS if self.block is None else (self.block,)
         costs = costs if greedy else costs.sampled
+        if costs.chained and count == 1 and not self.wants_draft:  # the draft says how probable its tokens are
+            costs = replace(costs, policy=max(0.0, costs.policy - costs.glance), glance=0.0)
+        else:
+            costs = replace(costs, chained=0.0)
         known = self.layer.thresholds
         key = repr(costs), greedy, count, blocks, self.most, self.score
         if key not in known:
@@ -214,13 +218,25 @@ class BlockRule(LengthRule):
     def certain(self, depth: int) -> int:
         return min(self.block - depth % self.block, self.policy.most - depth)
 
+    def bounds(self) -> Bounds | None:
+        return None if self.policy.wants_draft else Bounds(self.certain(0))
+
+    def on(self, seq: Generation, drafted: list[int], chances: list[float]) -> Bounds | None:
+        if len(drafted) >= self.policy.most:
+            return None
+        output = self._output([seq], [drafted], [chances])
+        return Bounds(self.certain(len(drafted))) if self._judged(output)[0] else None
+
     def more(self, look: Look) -> list[bool]:
         self.looks.append(look)
         if look.depth < self.policy.most and look.depth % self.block:
             return [True] * len(look.tokens)
         if look.depth >= self.policy.most:
             return [False] * len(look.tokens)
-        output = self._ask(look)
+        return self._judged(self._ask(look))
+
+    def _judged(self, output: Array) -> list[bool]:
+        """Whether rows draft on, by the layer's output [R, b] for their last blocks."""
         least, score = self.threshold, SCORES[self.policy.score]
         if not self.policy.layer.acceptance:  # the output is logits
             if self.together > 1 or self.policy.score == "mean":
@@ -228,19 +244,14 @@ class BlockRule(LengthRule):
             else:  # only their order counts
                 least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
         if self.together > 1:
-            return [score(output).sum() >= least * self.together] * len(look.tokens)
-        return (score(output) >= least).tolist()
+            return [bool(score(output).sum() >= least * self.together)] * len(output)
+        found: list[bool] = (score(output) >= least).tolist()
+        return found
 
     def _ask(self, look: Look) -> Array:
         """The layer's output [R, b] for the last block of the rows that have come here."""
-        policy, looks, seqs = self.policy, self.looks, look.seqs
+        looks, ids = self.looks, [seq.id for seq in look.seqs]
         self.looks = []
-        ids = [seq.id for seq in seqs]
-        if self.state is None:
-            self.state = self._begin(seqs)
-        elif ids != self.ids:
-            self.state = self.state.select([self.ids.index(id) for id in ids])
-        self.ids = ids
         new = len(looks)
         tokens = torch.tensor([drafted[-new:] for drafted in look.tokens], device=look.scores.device)
         parts = []
@@ -248,12 +259,34 @@ class BlockRule(LengthRule):
             place = {seq.id: row for row, seq in enumerate(each.seqs)} if len(each.seqs) > len(ids) else None
             parts.append(each if place is None else each.part([place[id] for id in ids]))
         scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
+        hidden = torch.stack([part.hidden for part in parts], 1) if self.policy.wants_draft else None  # type: ignore[misc]
+        chances = probabilities_of(scores, tokens).tolist()
+        return self._output(look.seqs, look.tokens, chances, hidden, tokens.device)
+
+    def _output(
+        self,
+        seqs: Sequence[Generation],
+        drafted: list[list[int]],
+        chances: list[list[float]],
+        hidden: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Array:
+        """The layer's output [R, b] for the last b tokens, of which `chances` has the probabilities."""
+        policy, ids, new = self.policy, [seq.id for seq in seqs], len(chances[0])
+        if self.state is None:
+            self.state = self._begin(seqs)
+        elif ids != self.ids:
+            self.state = self.state.select([self.ids.index(id) for id in ids])
+        self.ids = ids
+        embedded = None
+        if policy.embedding:
+            embedded = policy.embeddings(torch.tensor([row[-new:] for row in drafted], device=device))
         output, self.state = policy.layer.step(
             self.state,
-            [[log(max(each, LEAST)) for each in row] for row in probabilities_of(scores, tokens).tolist()],
-            [self._echo(*row, new) for row in zip(seqs, look.tokens, strict=True)] if policy.echoing else None,
-            torch.stack([part.hidden for part in parts], 1) if policy.wants_draft else None,  # type: ignore[misc]
-            policy.embeddings(tokens) if policy.embedding else None,
+            [[log(max(each, LEAST)) for each in row] for row in chances],
+            [self._echo(*row, new) for row in zip(seqs, drafted, strict=True)] if policy.echoing else None,
+            hidden,
+            embedded,
         )
         return output
 

@@ -95,7 +95,11 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
 
 
 def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
-    """The method where none is named. With a setting that only `sd` has, that is `sd`."""
-    if has_draft and has_layer and {*options} <= {field.name for field in fields(PacerOuroboros)}:
-        return PacerOuroboros.name
-    return "sd" if has_draft else "suffix"
+    """The method where none is named: one that has these settings, as `sd` and `lookup` have `gamma`."""
+
+    def takes(method: type[Method]) -> bool:
+        return {*options} <= {field.name for field in fields(method)}
+
+    if has_draft:
+        return PacerOuroboros.name if has_layer and takes(PacerOuroboros) else SD.name
+    return Lookup.name if takes(Lookup) and not takes(Suffix) else Suffix.name

@@ -121,7 +121,7 @@ class PacerOuroboros(_Phrases, Pacer):
         if costs is None or rows > self.rows:
             return costs
         ms = self.share * costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
-        return replace(costs, draft={1: ms})
+        return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0)
 
 
 @dataclass(frozen=True)

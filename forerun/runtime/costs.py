@@ -20,15 +20,16 @@ from forerun.nn.pre_verifier import LEAST, PreVerifier
 from forerun.nn.quick import quick
 from forerun.probabilities import last_probabilities, probabilities_of
 from forerun.runtime.heads import HiddenLM
-from forerun.sampling import Sampler, accept, next_tokens
+from forerun.sampling import Drawing, Law, Sampler, accept, next_tokens
 
-_TOP_P = LogitsProcessorList([TopPLogitsWarper(0.95)])
+TOP_P = 0.95
 COUNTS = (1, 2, 4, 8, 16, 32)
 RUN = 10
 QUIET = 0.2  # the share of forwards that are taken to be undisturbed, on a machine that has more to do
 SECONDS = 1.0  # that measure_costs spends on a model, more or less
 CONTEXT = 256
 STATES = 4
+CHAIN = 4  # tokens of a draft in one call
 
 
 def measure_costs(
@@ -54,14 +55,33 @@ def measure_costs(
     if draft is None:
         return costs
     drawing, judging = _sampling_costs(target, draft, costs)
-    return replace(costs, drawing=drawing, judging=judging)
+    numbers = torch.linspace(0.0, 0.99, CHAIN, dtype=torch.float64)
+    chained, sampled = (_chained_cost(draft, context, drawn) for drawn in (None, Drawing(Law(top_p=TOP_P), numbers)))
+    return replace(costs, drawing=drawing, judging=judging, chained=chained, chained_sampled=sampled)
+
+
+@torch.inference_mode()
+def _chained_cost(draft: CausalLM, context: int, drawing: Drawing | None) -> float:
+    """Milliseconds of a token that the draft makes in one call with others, 0 where it does not."""
+    if not draft.has_chain:
+        return 0.0
+    draft, seconds = filled(draft, [number % draft.vocab_size for number in range(context)]), []
+    for _ in range(3 * RUN):
+        begun = perf_counter()
+        found = draft.chain(0, [0], CHAIN, 0.0, 0.0, (), drawing)
+        seconds.append(perf_counter() - begun)
+        if found is None or not found.tokens:
+            return 0.0
+        draft.crop([0], [context])
+    return round(1000 * sorted(seconds)[int(QUIET * len(seconds))] / CHAIN, 4)
 
 
 @torch.inference_mode()
 def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[float, float]:
     """How many ms longer a token takes with top-p than greedily: drafted, and as one of four that are verified. Medians
     of three times or more, each after a forward of its model, so that it finds no warm cache."""
-    samplers = [Sampler(greedy, None if greedy else _TOP_P) for greedy in (True, False)]
+    top_p = LogitsProcessorList([TopPLogitsWarper(TOP_P)])
+    samplers = [Sampler(greedy, None if greedy else top_p) for greedy in (True, False)]
     source = torch.Generator(target.device).manual_seed(0)  # the user's random state stays as it is
 
     def extra(model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]) -> float:

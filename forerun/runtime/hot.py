@@ -132,6 +132,8 @@ def hot_tokens(folder: Path | None, count: int | None, vocab_size: int) -> Tenso
             raise ValueError(f"{path} holds no hot tokens: {str(error).splitlines()[0]}") from None
         if known.ndim != 1 or not len(known) or known.min() < 0 or known.max() >= vocab_size:
             raise ValueError(f"{path} holds other tokens than those of a vocabulary of {vocab_size}")
+        if len(known.unique()) < len(known):
+            raise ValueError(f"{path} holds a token twice")
     if count is None:
         return known
     if not 0 <= count <= vocab_size:

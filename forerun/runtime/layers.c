@@ -441,7 +441,7 @@ void score(const head *w, const float *x, int n, const states *room, float *y, i
    `met` are asked beside those that the head has, `names` (0: it has all). cos, sin [.., D]: of all positions. Behind
    `length` committed positions come the `count` tokens `pending`, then what is drafted: up to `most` tokens, ending with
    one whose chance is below `least`, or with which the product of all chances is below `product`, or which is one of the
-   `ends`. logits [S + M, filled up to 16s]; drafted [most]. The batch has room for `count` tokens, and places are slots.
+   `ends`. logits [S + M, filled up to 16s]; drafted, chances [most]. The batch has room for `count` tokens, and places are slots.
 
    Tokens are the argmax, or where there are `laws` [most, as logits] sampled from these distributions, which are made
    here: of logits times `turn`, of the most probable tokens that have `top_p` of all. They are sampled by `numbers` in
@@ -451,7 +451,7 @@ typedef struct {
     const half *table, *rest;
     const int64_t *names, *met, *pending, *ends;
     const float *cos, *sin;
-    float *logits;
+    float *logits, *chances;
     int64_t *drafted;
     const int32_t *places;
     const double *numbers;
@@ -507,13 +507,13 @@ static int make_law(const chain *c, float *logits, int size, int padded, float *
 }
 
 static int drawn(const float *law, int n, double number) {
-    double below = 0;
+    double below = 0, whole = sum_of(law, n);
     int last = -1;
     for (int i = 0; i < n; i++) {
         if (!(law[i] > 0)) continue;
         below += law[i];
         last = i; /* rounding may leave the number above all */
-        if (number < below) break;
+        if (number * whole < below) break;
     }
     return last;
 }
@@ -587,6 +587,7 @@ int draft_chain(const layer *all, const batch *given, const head *w, const chain
             chance = 1 / total(sum);
         }
         int64_t token = name_of(w, c, best);
+        c->chances[done] = chance;
         c->drafted[done++] = token;
         product *= chance;
         int is_end = !(chance >= c->least) || !(product >= c->product);

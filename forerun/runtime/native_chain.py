@@ -27,7 +27,7 @@ from forerun.runtime.tiles import (
     TileArgument,
     room,
 )
-from forerun.sampling import Drawing
+from forerun.sampling import Drafted, Drawing
 
 if TYPE_CHECKING:
     from forerun.runtime.hot import HotHead
@@ -65,6 +65,7 @@ class NativeChain:
         self._met: Any = (ctypes.c_int64 * more)()
         self._ends: Any = (ctypes.c_int64 * ENDS)()
         self._drafted = (ctypes.c_int64 * LONGEST)()
+        self._chances: Any = (ctypes.c_float * LONGEST)()
         self._keys: Any = (ctypes.c_uint64 * LONGEST)()
         self._head = head.argument
         self._batch = BatchArgument(
@@ -101,6 +102,7 @@ class NativeChain:
             pending=ctypes.addressof(self._pending),
             ends=ctypes.addressof(self._ends),
             logits=logits.data_ptr(),
+            chances=ctypes.addressof(self._chances),
             drafted=ctypes.addressof(self._drafted),
             halves=states.argument,
         )
@@ -122,7 +124,7 @@ class NativeChain:
         product: float,
         ends: Collection[int],
         drawing: Drawing | None,
-    ) -> tuple[list[int], Tensor | None] | None:
+    ) -> Drafted | None:
         """`CausalLM.chain`."""
         if len(pending) > PENDING or len(ends) > ENDS or most > LONGEST:
             return None
@@ -150,7 +152,7 @@ class NativeChain:
         )
         cache.lengths[row] = length + len(pending) + count - 1
         whole = None if drawing is None or drawing.numbers is None else self._whole_laws(laws[:count])
-        return self._drafted[:count], whole
+        return Drafted(self._drafted[:count], whole, self._chances[:count])
 
     def _draw(self, drawing: Drawing | None, most: int) -> Tensor:
         """Says how tokens are sampled; where their distributions will be, [most, logits] of which the last ones are of

@@ -90,7 +90,7 @@ class ChainArgument(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("table", "rest", "names", "met", "pending", "ends", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("logits", "drafted", "places", "numbers", "keys", "laws")),
+        *((name, ctypes.c_void_p) for name in ("logits", "chances", "drafted", "places", "numbers", "keys", "laws")),
         ("halves", StatesArgument),
         *((name, ctypes.c_int64) for name in ("at", "length", "count", "most", "known", "ended", "size")),
         *((name, ctypes.c_float) for name in ("least", "product", "turn", "top_p")),
