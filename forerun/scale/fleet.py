@@ -247,9 +247,9 @@ class Fleet(Worker):
             return
         if step.finish_reason is not None:
             del job.open[id], self._jobs[id]
-        job.queue.put_nowait((index, step, at))
+        job.put((index, step, at))
 
     def _end(self, job: Job, error: ApiError) -> None:
         if job.open:
             self.cancel(job)
-            job.queue.put_nowait(error)
+            job.put(error)

@@ -96,20 +96,12 @@ async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found
     except ValueError as error:
         raise ApiError(400, str(error)) from None
     try:
-        while job.open or not job.queue.empty():
+        while not job.ended:
             try:
-                found = [await asyncio.wait_for(job.queue.get(), BEAT)]
-            except TimeoutError:
-                yield []
-                continue
-            while not job.queue.empty():
-                found.append(job.queue.get_nowait())
-            steps = [(each[0], each[1]) for each in found if not isinstance(each, ApiError)]
-            if steps:
-                yield steps
-            for each in found:
-                if isinstance(each, ApiError):
-                    raise worker.failed or each
+                found = await job.take(BEAT)
+            except ApiError as error:
+                raise worker.failed or error from None
+            yield [(index, step) for index, step, _ in found]
     finally:
         worker.cancel(job)
 

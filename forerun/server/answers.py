@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from time import perf_counter, time
 from typing import Any
@@ -174,26 +173,11 @@ class Answer:
 
 async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, float]]]:
     """A job's steps as they come, those that are there together; an empty list where none came for long."""
-    while job.open or not job.queue.empty():
-        found = []
-        if job.queue.empty():
-            left = until - perf_counter()
-            if left <= 0:
-                raise too_late()
-            try:
-                async with asyncio.timeout(min(KEEP_ALIVE, left)):  # `wait_for` makes a task each time
-                    found.append(await job.queue.get())
-            except TimeoutError:
-                yield []
-                continue
-        while not job.queue.empty():
-            found.append(job.queue.get_nowait())
-        steps = [each for each in found if not isinstance(each, ApiError)]
-        if steps:
-            yield steps
-        for each in found:
-            if isinstance(each, ApiError):
-                raise each
+    while not job.ended:
+        left = until - perf_counter()
+        if left <= 0:
+            raise too_late()
+        yield await job.take(min(KEEP_ALIVE, left))
 
 
 def _event(content: bytes) -> bytes:

@@ -25,6 +25,7 @@ _LOG = logging.getLogger("forerun.server")
 IDLE = 15  # seconds of a connection without a request
 STALLED = 60.0  # seconds that a reader may take nothing while there is more than fits into its buffers
 FLUSH = 5  # seconds for the last bytes when the server ends
+SWITCH = 0.0002  # seconds that the engine's thread waits for the loop's, and the other way round; 0.005 is Python's
 
 
 class _Protocol(H11Protocol):
@@ -121,6 +122,7 @@ def serve(
     Raises what the worker fails with.
     """
     set_up_log(log_level, log_json)
+    sys.setswitchinterval(SWITCH)
     app = create_app(worker, settings)
     config = uvicorn.Config(
         app,

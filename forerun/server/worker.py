@@ -29,12 +29,48 @@ class Job:
 
     Attributes:
         begun, queued: when the body's request came, and when its requests were queued.
+        open: index of a choice by its id in the engine.
     """
 
     def __init__(self, begun: float) -> None:
         self.begun, self.queued = begun, perf_counter()
-        self.open: dict[int, int] = {}  # index of a choice by its id in the engine
-        self.queue: asyncio.Queue[tuple[int, Step, float] | ApiError] = asyncio.Queue()
+        self.open: dict[int, int] = {}
+        self._steps: list[tuple[int, Step, float]] = []
+        self._error: ApiError | None = None
+        self._wanted: asyncio.Future[None] | None = None
+
+    def put(self, found: tuple[int, Step, float] | ApiError) -> None:
+        if isinstance(found, ApiError):
+            self._error = found
+        else:
+            self._steps.append(found)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more."""
+        return not (self.open or self._steps or self._error)
+
+    async def take(self, seconds: float) -> list[tuple[int, Step, float]]:
+        """All steps that are there, or the next ones; none where none came in time. Raises the ApiError that ended it,
+        behind the last steps. One waits at a time. A queue of asyncio's would cost several times as much a step."""
+        if not self._steps and self._error is None:
+            loop = asyncio.get_running_loop()
+            self._wanted = loop.create_future()
+            late = loop.call_later(seconds, self._wake)
+            try:
+                await self._wanted
+            finally:
+                late.cancel()
+                self._wanted = None
+        found, self._steps = self._steps, []
+        if not found and self._error is not None:
+            raise self._error
+        return found
 
 
 def _told(error: BaseException) -> ApiError:
@@ -147,7 +183,7 @@ class Worker:
         """Ends all jobs with an error."""
         for job in set(self._jobs.values()):
             self.cancel(job)
-            job.queue.put_nowait(error)
+            job.put(error)
 
     def _deliver(self, steps: list[Step], at: float) -> None:
         for step in steps:
@@ -159,11 +195,11 @@ class Worker:
             if step.error is not None:
                 _LOG.error("a request failed: %r", step.error)
                 self.cancel(job)
-                job.queue.put_nowait(_told(step.error))
+                job.put(_told(step.error))
                 continue
             if step.finish_reason is not None:
                 del job.open[step.id], self._jobs[step.id]
-            job.queue.put_nowait((index, step, at))
+            job.put((index, step, at))
 
     # In the thread.
 
