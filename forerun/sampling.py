@@ -91,11 +91,12 @@ class Law:
 @dataclass(frozen=True)
 class Drawing:
     """How a chain is sampled: each token from `law`, by its own of the `numbers` [n] (float64, in [0, 1)), or where
-    there are none by its race, of which `keys` has the key."""
+    there are none by its race among the target's `size` tokens, of which `keys` has the key."""
 
     law: Law
     numbers: Tensor | None
     keys: Sequence[int] = ()
+    size: int = 0
 
 
 class Drafted(NamedTuple):

@@ -314,6 +314,25 @@ def test_prompts_of_drafts_have_to_be_earned() -> None:
     assert pace.wait == (10 + 1) * FIRST
 
 
+def test_prompts_of_a_pause_are_no_loss_of_drafting() -> None:
+    """Heads run every prompt as its states come, so the time is spent whether drafting is tried again or not."""
+    clock = Clock()
+    pace = Pace(clock)
+
+    class Head(PlainDrafter):
+        wants_hidden = True
+
+        def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+            clock.now += 3
+            return ()
+
+    pace.saw(1, 1, 1.0, drafted=False)
+    pace.hold(4)
+    guarded = Guarded(Head(), pace)
+    list(guarded.admit(Generation(Request([0], 9), 0), None, 8))
+    assert pace.paused and pace._earned == 0
+
+
 def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
     def behind(tokens: int, late: float) -> int:
         pace = Pace(Clock())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from toys import COSTS, random_layer
+from toys import COSTS, p_value, random_layer
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from forerun import Decoder
@@ -298,10 +298,10 @@ def test_bounds_are_those_of_the_sampled_tokens() -> None:
     assert ended is not None and len(ended[0]) == tokens.index(tokens[1]) + 1
 
 
-@pytest.mark.parametrize(("law", "scale"), [(Law(), 1), (WARM, 1), (Law(), 6)])
+@pytest.mark.parametrize(("law", "scale", "more"), [(Law(), 1, 0), (WARM, 1, 0), (Law(), 6, 0), (Law(), 6, 60)])
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_seed_drafts_what_its_races_say(law: Law, scale: float, hot: bool) -> None:
-    """The tokens of `forerun.races`, the improbable ones included, which run as one."""
+def test_a_seed_drafts_what_its_races_say(law: Law, scale: float, more: int, hot: bool) -> None:
+    """The tokens of `forerun.races`, the improbable ones included, which run as one, and where the target has `more`."""
     model = small(hot=True)
     assert model.hot is not None
     weight, tokens = scale * model.hot.weight.float(), model.hot.tokens
@@ -310,17 +310,47 @@ def test_a_seed_drafts_what_its_races_say(law: Law, scale: float, hot: bool) -> 
     for stream in range(200):
         races = [Races(5, stream).at(position) for position in range(4)]
         one, other = begun(model.fresh()), begun(model.fresh())
-        found = one.chain(0, [7], 4, 0.0, 0.0, (), Drawing(law, None, [race.key for race in races]))
+        found = one.chain(0, [7], 4, 0.0, 0.0, (), Drawing(law, None, [race.key for race in races], 130 + more))
         assert found is not None and found[1] is None
         before = 7
         for token, race in zip(found[0], races, strict=True):
             _, (logits,), _ = other.roll([0], [[before]], 1, other.vocab_size)
-            wanted = law_of(logits, law)[0]
+            wanted = torch.nn.functional.pad(law_of(logits, law)[0], (0, more))
             chosen = race.sample(wanted)
             (low if wanted[chosen] <= FLOOR else same).append(token == chosen)
             before = token
     assert sum(same) >= 0.98 * len(same)  # rounding may decide a race
-    assert scale == 1 or sum(low) > len(low) / 2
+    assert scale == 1 or sum(low) > len(low) / 2 or (hot and not low)
+
+
+@pytest.mark.parametrize(("verification", "hot"), [("block", False), ("token", True), ("block", True)])
+def test_output_of_sampled_calls_follows_the_targets_distribution(verification: str, hot: bool) -> None:
+    """Three tokens, of which two are drafted by a model of another law, or one where the rule ends the draft."""
+    model, law, joint = begun(small()), Law(0.3, 0.5), torch.zeros(130, 130, 130)
+    tokens = torch.arange(3, 120, 3) if hot else torch.arange(130)
+    weight = tiny("llama").get_output_embeddings().weight.detach().float()
+    weight = weight + 0.4 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+
+    def behind(text: list[int]) -> torch.Tensor:
+        _, (logits,), _ = model.roll([0], [text], 1, model.vocab_size)
+        model.crop([0], [len(PROMPT) - 1])
+        return law_of(logits, law)[0].double()
+
+    model.crop([0], [len(PROMPT) - 1])
+    first = behind(PROMPT[-1:])
+    for one in first.nonzero()[:, 0].tolist():
+        second = behind([PROMPT[-1], one])
+        for two in second.nonzero()[:, 0].tolist():
+            joint[one, two] = first[one] * second[two] * behind([PROMPT[-1], one, two])
+    draft = with_head(small(hot=True), HotHead(weight, torch.zeros(len(weight)), tokens))
+    chosen = method("cumulative", threshold=0.25, verification=verification)
+    decoder = Decoder(small(), draft=draft, method=chosen, guard=False)
+    torch.manual_seed(3)
+    asked = {"max_new_tokens": 3, "temperature": law.temperature, "top_p": law.top_p, "ignore_eos": True}
+    found = [decoder.generate(PROMPT, **asked) for _ in range(1500)]
+    assert p_value([each.tokens for each in found], joint) > 1e-4
+    drafts = [(step.drafted, step.accepted) for each in found for step in each.steps]
+    assert {(1, 0), (1, 1), (2, 1), (2, 2)} <= set(drafts)
 
 
 def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:

@@ -242,7 +242,7 @@ def test_how_much_of_a_block_is_certain() -> None:
     rule, _ = begun(stop("last", 4, most=10))
     assert [rule.certain(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), 4, 10, costs=lambda mode, rows: None)
-    policy._settings["sampled", 1] = 3, 0.5, False
+    policy._settings["sampled", 1, False] = 3, 0.5, False
     seqs = [Generation(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
     seqs.append(Generation(Request([1], 9, Sampler(False), seed=1), 2))
     for seq in seqs:
@@ -448,18 +448,18 @@ def test_the_automatic_block_is_the_best() -> None:
         rates = {block: best_threshold(alive, block, last, costs) for block in BLOCKS}
         glancing = replace(costs, policy=costs.glance)
         rates[0] = best_threshold(alive, 1, last, glancing, 1, products)
-        block, threshold, _ = policy.settings(mode, 1)
+        block, threshold, _ = policy.settings(mode, 1, True)
         assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
-    assert policy.settings("greedy", 1) == (4, 0.5, False)
+    assert policy.settings("greedy", 1, True) == (4, 0.5, False)
 
 
 def test_few_numbers_of_rows_are_priced() -> None:
     policy = stop("auto", None)
     for count in range(1, 65):
-        policy.settings("greedy", count)
+        policy.settings("greedy", count, False)
     counts = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8)]
-    assert [count for _, count in policy._settings] == counts
+    assert [count for _, count, _ in policy._settings] == counts
 
 
 def scores_of(survival: Sequence[float]) -> Tensor:
@@ -513,7 +513,7 @@ def test_a_layer_that_does_not_pay_is_not_asked() -> None:
         rule, seqs = begun(policy)
         assert isinstance(rule, ProductRule) is cheap
         if isinstance(rule, ProductRule):
-            assert rule.threshold == policy.settings("greedy", 1)[1]
+            assert rule.threshold == policy.settings("greedy", 1, True)[1]
             wide = Look(seqs, [[2]], torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
             narrow = Look(seqs, [[2, 1]], torch.tensor([[0.0, -9.0, 9.0, 0.0]]))
             assert [rule.more(look) for look in (wide, narrow)] == [[True], [False]]

@@ -19,7 +19,8 @@ from forerun import engine
 from forerun.logprobs import Logprob
 from forerun.server import answers, asking, logprobs, schemas
 from forerun.server.logprobs import SLICE, Spelled, Spelling
-from forerun.server.worker import READERS
+from forerun.server.errors import ApiError
+from forerun.server.worker import READERS, Job
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 HEAVY = {"prompt": "heavy", "max_tokens": 2}
@@ -220,6 +221,53 @@ def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) 
             assert "took too long" in post(server, PLAIN, body | {"stream": stream}).text
         until(lambda: not server.service.open)
         assert ended(server) == {"length": 2, "abort": 2, "timeout": 4}
+
+
+def test_a_job_loses_nothing() -> None:
+    """Its steps come in order, its error behind them, and one that stops to wait takes none along."""
+    first, second = (0, object(), 0.0), (1, object(), 0.0)
+
+    async def run() -> None:
+        job: Any = Job(0.0)
+        job.open[7] = 0
+        assert await job.take(0.01) == [] and not job.ended
+        waiting = asyncio.ensure_future(job.take(60))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        job.put(first)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await job.take(60) == [first]
+        waiting = asyncio.ensure_future(job.take(60))
+        await asyncio.sleep(0)
+        for each in (first, second):
+            job.put(each)
+        assert await waiting == [first, second]
+        job.put(second)
+        job.put(ApiError(500, "an end"))
+        job.open.clear()
+        assert not job.ended and await job.take(0) == [second]
+        with pytest.raises(ApiError, match="an end"):
+            await job.take(60)
+
+    asyncio.run(run())
+
+
+def test_what_came_in_time_is_given_out_late() -> None:
+    step = (0, object(), 0.0)
+
+    async def run() -> None:
+        job: Any = Job(0.0)
+        job.put(step)
+        assert [found async for found in answers._steps(job, 0.0)] == [[step]]
+        job.open[7] = 0
+        job.put(step)
+        given = answers._steps(job, 0.0)  # the rest has not come in time
+        assert await anext(given) == [step]
+        with pytest.raises(ApiError, match="took too long"):
+            await anext(given)
+
+    asyncio.run(run())
 
 
 def test_answers_are_what_the_schema_says(server: Live) -> None:

@@ -68,6 +68,17 @@ def test_all_text_comes_in_whole_characters(chunks: tuple[str, list[list[int]]],
     assert stream.text == text and not stream.stopped
 
 
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *given: Any, **more: Any) -> str:
+            return super()._decode(*given, **more).upper()
+
+    ids = tiny_tokenizer().encode("the cat")
+    for kind in (PreTrainedTokenizerFast, Loud):
+        stream = TextStream(kind(tokenizer_object=tiny_tokenizer().backend_tokenizer), [])
+        assert push(stream, ids, finished=True) == ("the cat" if kind is PreTrainedTokenizerFast else "THE CAT")
+
+
 @given(chunked(), stops)
 def test_nothing_of_a_stop_string_leaks(chunks: tuple[str, list[list[int]]], stop: list[str]) -> None:
     text, parts = chunks

@@ -137,7 +137,7 @@ class ChainDrafter:
             numbers = _numbers(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
             keys = [race.key for race in map(seq.source, places) if isinstance(race, Race)]
-            drawing = Drawing(seq.sampler.law, numbers, keys)
+            drawing = Drawing(seq.sampler.law, numbers, keys, self.vocab_size)
         pending = self._pending(chain)
         found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
         count = 0 if found is None else len(found.tokens)

@@ -37,7 +37,8 @@ class Pace:
 
     A drafting step of B rows that commits T tokens in s seconds earns T / B - s / p, where p is the time of a plain
     step of B rows: the median of the last three. Drafting goes on until it has lost `ALLOWANCE`, or what it had earned,
-    but no more than `MOST`, since its peak. Where it has lost before, its first losing step ends it.
+    but no more than `MOST`, since its peak. Where it has lost before, the first step that leaves it below its peak ends
+    it. The time of drafts' prompts is a loss too, but for prompts that had to be run in a pause.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -152,7 +153,8 @@ class Guarded:
         self._inside[seq.id] = False
         pace = self.paces[seq.greedy]
         pace.begin(len(self._inside))
-        if self.wants_hidden or not pace.paused:
+        pays = not pace.paused  # in a pause the time is spent whether drafting is tried again or not
+        if self.wants_hidden or pays:
             self._admitting, seconds, begun = True, 0.0, pace.clock()
             try:
                 for count in self.drafter.admit(seq, hidden, chunk):
@@ -161,7 +163,8 @@ class Guarded:
                     begun = pace.clock()
             finally:
                 self._admitting = False
-            pace.charge(len(self._inside), seconds + pace.clock() - begun, late=False)
+            if pays:
+                pace.charge(len(self._inside), seconds + pace.clock() - begun, late=False)
             self._inside[seq.id] = True
 
     def propose(self, seqs: list[Generation], among: int | None = None) -> Proposal:

@@ -121,7 +121,7 @@ class PacerStop(LengthPolicy):
         self.echoing, self.embedding = "echoes" in inputs, "token" in inputs
         self.weighing = "entropy" in inputs or "top" in inputs
         self.past: dict[int, _Past] = {}
-        self._settings: dict[tuple[Mode, int], tuple[int, float, bool]] = {}
+        self._settings: dict[tuple[Mode, int, bool], tuple[int, float, bool]] = {}
 
     def admit(self, seq: Generation) -> None:
         self.past[seq.id] = _Past()
@@ -133,31 +133,35 @@ class PacerStop(LengthPolicy):
         modes: list[Mode] = list(dict.fromkeys(seq.mode for seq in seqs))
         # Greedy rows without a draft have their part of the costs as well.
         together = rows - sum(not seq.greedy for seq in seqs)
-        rules = {mode: self._rule(mode, together if mode == "greedy" else 1) for mode in modes}
+        # Whether the draft model may draft it in calls of C.
+        is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.law is not None)
+        rules = {mode: self._rule(mode, together if mode == "greedy" else 1, is_alone) for mode in modes}
         return rules[modes[0]] if len(modes) == 1 else _ByMode(rules)
 
-    def _rule(self, mode: Mode, count: int) -> LengthRule:
-        block, threshold, together = self.settings(mode, count)
+    def _rule(self, mode: Mode, count: int, is_alone: bool) -> LengthRule:
+        block, threshold, together = self.settings(mode, count, is_alone)
         if not block:
             return ProductRule(threshold, self.most, count if together else 1)
         return BlockRule(self, block, threshold, count if together else 1)
 
-    def settings(self, mode: Mode, count: int) -> tuple[int, float, bool]:
-        """Block (0: go by the draft's probabilities), threshold, and whether `count` rows of a mode stop together."""
+    def settings(self, mode: Mode, count: int, is_alone: bool) -> tuple[int, float, bool]:
+        """Block (0: go by the draft's probabilities), threshold, and whether `count` rows of a mode stop together.
+        `is_alone`: no other row drafts."""
         step = 1 << max(0, count.bit_length() - 3)
         count = -(-count // step) * step  # so that few numbers are in use
-        if (mode, count) not in self._settings:
-            self._settings[mode, count] = self._find(mode, count)
-        return self._settings[mode, count]
+        key = mode, count, is_alone
+        if key not in self._settings:
+            self._settings[key] = self._find(*key)
+        return self._settings[key]
 
-    def _find(self, mode: Mode, count: int) -> tuple[int, float, bool]:
+    def _find(self, mode: Mode, count: int, is_alone: bool) -> tuple[int, float, bool]:
         costs = self.costs(mode, count)
         if self.threshold is not None or costs is None:
             return self.block or BLOCK, self.threshold if self.threshold is not None else 0.5, False
         greedy = mode == "greedy"
         blocks = BLOCKS if self.block is None else (self.block,)
         costs = costs if greedy else costs.sampled
-        if costs.chained and count == 1 and not self.wants_draft:  # the draft says how probable its tokens are
+        if costs.chained and is_alone and not self.wants_draft:  # the draft says how probable its tokens are
             costs = replace(costs, policy=max(0.0, costs.policy - costs.glance), glance=0.0)
         else:
             costs = replace(costs, chained=0.0)

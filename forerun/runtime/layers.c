@@ -458,7 +458,7 @@ typedef struct {
     const uint64_t *keys;
     float *laws;
     states halves;
-    int64_t at, length, count, most, known, ended, size;
+    int64_t at, length, count, most, known, ended, size, among;
     float least, product, turn, top_p;
 } chain;
 
@@ -541,7 +541,8 @@ static int raced(const head *w, const chain *c, const float *law, int n, uint64_
     }
     if (winner >= 0 && !(-log(uniform(key, REST)) / low < best)) return winner;
     for (uint64_t at = REST + 1; at < REST + TURNS; at += 2) {
-        int place = place_of(w, c, uniform(key, at) * c->size);
+        int64_t token = uniform(key, at) * c->among;
+        int place = token < c->size ? place_of(w, c, token) : -1;
         if (place >= 0 && uniform(key, at + 1) * FLOOR < (law[place] < FLOOR ? law[place] : FLOOR)) return place;
     }
     return winner; /* hardly ever: what is drafted is a guess */
@@ -576,7 +577,7 @@ int draft_chain(const layer *all, const batch *given, const head *w, const chain
         int best;
         float chance;
         if (c->laws) {
-            float *law = c->laws + (size_t)done * padded;
+            float *law = c->laws + (c->keys ? 0 : (size_t)done * padded);
             if (!make_law(c, c->logits, size, padded, law)) break;
             best = c->numbers ? drawn(law, size, c->numbers[done]) : raced(w, c, law, size, c->keys[done]);
             chance = law[best];

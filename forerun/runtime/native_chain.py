@@ -156,20 +156,20 @@ class NativeChain:
 
     def _draw(self, drawing: Drawing | None, most: int) -> Tensor:
         """Says how tokens are sampled; where their distributions will be, [most, logits] of which the last ones are of
-        no token."""
+        no token. Of races, one row for all."""
         chain = self._chain
         padded = -(-(self._head.out + chain.known) // LANES) * LANES
-        laws = torch.empty(most if drawing is not None else 0, padded)
         chain.laws, chain.numbers, chain.keys = None, None, None
         if drawing is None:
-            return laws
+            return torch.empty(0, padded)
+        laws = torch.empty(most if drawing.numbers is not None else 1, padded)
         chain.laws, chain.turn, chain.top_p = laws.data_ptr(), 1 / drawing.law.temperature, drawing.law.top_p
         if drawing.numbers is not None:
             assert drawing.numbers.dtype == torch.float64 and len(drawing.numbers) >= most
             chain.numbers = drawing.numbers.data_ptr()
         else:
             self._keys[:most] = drawing.keys[:most]
-            chain.keys = ctypes.addressof(self._keys)
+            chain.keys, chain.among = ctypes.addressof(self._keys), drawing.size or chain.size
         return laws
 
     def _whole_laws(self, laws: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class ChainArgument(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("table", "rest", "names", "met", "pending", "ends", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("logits", "chances", "drafted", "places", "numbers", "keys", "laws")),
         ("halves", StatesArgument),
-        *((name, ctypes.c_int64) for name in ("at", "length", "count", "most", "known", "ended", "size")),
+        *((name, ctypes.c_int64) for name in ("at", "length", "count", "most", "known", "ended", "size", "among")),
         *((name, ctypes.c_float) for name in ("least", "product", "turn", "top_p")),
     )
 

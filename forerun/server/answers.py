@@ -174,10 +174,9 @@ class Answer:
 async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, float]]]:
     """A job's steps as they come, those that are there together; an empty list where none came for long."""
     while not job.ended:
-        left = until - perf_counter()
-        if left <= 0:
+        yield await job.take(max(0.0, min(KEEP_ALIVE, until - perf_counter())))
+        if job.open and perf_counter() >= until:  # what came in time is given out, however late it is read
             raise too_late()
-        yield await job.take(min(KEEP_ALIVE, left))
 
 
 def _event(content: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""One thread owns the models and the engine; jobs of the event loop get its steps in queues."""
+"""One thread owns the models and the engine; jobs of the event loop get its steps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Job:
                 self._wanted = None
         found, self._steps = self._steps, []
         if not found and self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # one error may end many jobs
         return found
 
 
