@@ -301,7 +301,7 @@ def test_bounds_are_those_of_the_sampled_tokens() -> None:
 @pytest.mark.parametrize(("law", "scale", "more"), [(Law(), 1, 0), (WARM, 1, 0), (Law(), 6, 0), (Law(), 6, 60)])
 @pytest.mark.parametrize("hot", [False, True])
 def test_a_seed_drafts_what_its_races_say(law: Law, scale: float, more: int, hot: bool) -> None:
-    """The tokens of `forerun.races`, the improbable ones included, which run as one, and where the target has `more`."""
+    """The tokens of `forerun.races`, the improbable ones included, which run as one; a target may have `more`."""
     model = small(hot=True)
     assert model.hot is not None
     weight, tokens = scale * model.hot.weight.float(), model.hot.tokens

@@ -18,8 +18,8 @@ from toys import tiny_tokenizer
 from forerun import engine
 from forerun.logprobs import Logprob
 from forerun.server import answers, asking, logprobs, schemas
-from forerun.server.logprobs import SLICE, Spelled, Spelling
 from forerun.server.errors import ApiError
+from forerun.server.logprobs import SLICE, Spelled, Spelling
 from forerun.server.worker import READERS, Job
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
