@@ -36,6 +36,7 @@ from forerun.files import write_text
 
 LOST = 700  # seconds without a byte until a request counts as lost: the server's own limit is 600
 EVERY = 5  # seconds between samples
+SHOWN = ("t", "rss_mb", "num_requests_running", "num_requests_waiting", "generation_tokens_total")  # of a sample
 SETTLED = 600  # seconds of a server's life, or a third of it, that its memory may grow in
 SMALL = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]  # so that slow readers fill their buffers
 
@@ -242,7 +243,7 @@ def main() -> None:
         "killed": soak.up[0][1],
         "up": soak.up,
         "last": last,
-        "samples": soak.samples,
+        "samples": [{name: each[name] for name in SHOWN if name in each} for each in soak.samples],
         "command": shlex.join(["python", "benchmarks/serving/soak.py", *shown]),
         **provenance({key: value for key, value in vars(asked).items() if key != "out"}),
     }
