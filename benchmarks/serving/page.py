@@ -121,7 +121,9 @@ def load_section(found: dict[str, Any]) -> list[str]:
 
 
 def overhead_section(found: dict[str, Any]) -> list[str]:
-    lines = [f"## Over the bare engine, {len(found['arguments']['cores'])} threads", "", *made_by(found), OVERHEAD]
+    given = found["arguments"]
+    plain = ", without drafts" if given["system"] == "forerun-ar" else ""
+    lines = [f"## Over the bare engine, {len(given['cores'])} threads{plain}", "", *made_by(found), OVERHEAD]
     header = ["rows", "engine, tokens/s", "server", "ratio", "quarters", "rounds", "cores of the clients"]
     rows = [
         [
