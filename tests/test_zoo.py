@@ -174,6 +174,8 @@ def test_the_gate_is_kept_with_the_weights() -> None:
     assert results["loss"]["draft_on_corpus"] - results["loss"]["target"] >= 0.4
     # Greedy output of a target this small loops, and docs say so; drawn output must not.
     assert results["distinct_4gram_share"]["0.8"] >= 0.5
-    assert sum(path.stat().st_size for path in FOLDER.rglob("*.safetensors")) < 32e6
+    sizes = {path: path.stat().st_size for path in FOLDER.rglob("*.safetensors")}
+    companions = sum(size for path, size in sizes.items() if "smollm2" in path.parts)
+    assert companions <= 30e6 and sum(sizes.values()) - companions < 32e6
     digests = {part: hashlib.sha256((FOLDER / part / WEIGHTS).read_bytes()).hexdigest() for part in ("target", "draft")}
     assert results["sha256"] == digests
