@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -42,9 +43,22 @@ class Inputs:
         """Most new nodes of a row, N."""
         return max(map(len, self.depths))
 
+    # What a forward gives is [B, N, V] with padding, or [n, V] without: of the named rows, in their order.
+
     def split(self, found: Tensor) -> list[Tensor]:
-        """Of what a forward gave [B, N, ..], each named row's own [N_r, ..]."""
+        """Of what a forward gave, each named row's own [N_r, V]."""
+        if found.dim() == 2:
+            return list(found.split([len(depths) for depths in self.depths]))
         return [found[row, : len(depths)] for row, depths in zip(self.rows, self.depths, strict=True)]
+
+    def last(self, found: Tensor) -> Tensor:
+        """Likewise the last of each named row, [R, V]."""
+        counts = [len(depths) for depths in self.depths]
+        if found.dim() == 2:
+            return found if len(found) == len(counts) else found[[end - 1 for end in accumulate(counts)]]
+        if len(set(counts)) == 1:  # a GPU waits for numbers of rows to come from the host, but not for a slice
+            return of_rows(found[:, counts[0] - 1], self.rows)
+        return found[list(self.rows), [count - 1 for count in counts]]
 
 
 @dataclass(frozen=True)

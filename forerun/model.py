@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from forerun.batch import Inputs, of_rows
+from forerun.batch import Inputs, by_row
 from forerun.cache import KVCache
 from forerun.draft import Draft
 from forerun.fingerprint import fingerprint, same_model
@@ -192,11 +192,11 @@ class CausalLM(Rows):
             logits, hidden = self._run(inputs, cache, logits=hear is not None)
             if hear is not None:
                 assert logits is not None
-                hear(logits[0])
+                hear(inputs.split(logits)[0])
             cache.commit([_PROMPT], [range(len(part))])
             self._prompt_tokens += part
             if hidden is not None:
-                self._prompt_hidden.append(hidden[0])
+                self._prompt_hidden += inputs.split(hidden)
             held += len(part)
             self.prefilled += len(part)
             yield len(part)
@@ -300,19 +300,12 @@ class CausalLM(Rows):
         for _ in range(count):
             found, heard = self._run(inputs, self.cache)
             assert found is not None
-            ends = [0] * inputs.size
-            for row, depths in zip(rows, inputs.depths, strict=True):
-                ends[row] = len(depths) - 1
-            # A GPU waits for numbers of rows to come from the host, but not for a slice.
-            last: Any = (slice(None), ends[0]) if len(set(ends)) == 1 else (range(len(ends)), ends)
-            found = found[last]
-            logits.append(of_rows(found, rows))
+            logits.append(inputs.last(found))
             if heard is not None:
-                hidden.append(of_rows(heard[last], rows))
-            following = found[:, :vocab_size].argmax(-1)
-            best.append(of_rows(following, rows))
+                hidden.append(inputs.last(heard))
+            best.append(logits[-1][:, :vocab_size].argmax(-1))
             self.cache.commit(ids, inputs.depths)
-            inputs = Inputs(rows, one, given=following[:, None])
+            inputs = Inputs(rows, one, given=by_row(best[-1], rows)[:, None])
         return torch.stack(best, 1), logits, hidden
 
     @property
@@ -345,13 +338,15 @@ class CausalLM(Rows):
         return found
 
     def _run(self, inputs: Inputs, cache: KVCache, logits: bool = True) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, N, V] of padded rows where they are wanted (else they may be of any positions), and the LM head's
-        inputs [B, N, d], or what `feature` says, where these are kept."""
+        """Logits where they are wanted (else they may be of any positions), and the LM head's inputs, or what `feature`
+        says, where these are kept; each as `Inputs.split` takes it."""
         if self.hot is not None and logits and cache is self.cache:
             for row, own in zip(inputs.rows, inputs.tokens or [[]] * len(inputs.rows), strict=True):
                 self.hot.meet(cache.ids[row], own)
             _, states = self._states(inputs, cache, False, "head")
-            return self.hot(states, cache.ids[: inputs.size]), states if self.keeps_hidden else None
+            assert states is not None
+            found = self.hot(inputs.split(states), [cache.ids[row] for row in inputs.rows])
+            return found, states if self.keeps_hidden else None
         keeps = self.keeps_hidden if cache is self.cache else self.keeps_prompt
         wanted = self.feature if keeps else ""
         if self.recorded is not None and cache is self.cache:  # shapes are of one cache

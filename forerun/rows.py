@@ -12,8 +12,8 @@ from forerun.batch import ForwardBatch, Inputs, lay_out
 from forerun.cache import KVCache
 
 # (a ForwardBatch, or what its own `lay_out` makes; cache; whether logits are wanted; which states are: "head" for the
-# LM head's input, "below" for that of the last layer, "" for none) -> logits [B, N, V], those states [B, N, d]; for a
-# head over hidden states its next states [B, 1, d], None.
+# LM head's input, "below" for that of the last layer, "" for none) -> logits [B, N, V], those states [B, N, d], or both
+# without padding (`Inputs.split`); for a head over hidden states its next states [B, 1, d], None.
 LeanForward = Callable[[Any, KVCache, bool, str], tuple[Tensor | None, Tensor | None]]
 
 

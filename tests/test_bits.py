@@ -15,6 +15,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from forerun import load
+from forerun.batch import Inputs
+from forerun.cache import KVCache
 from forerun.draft import Draft
 from forerun.loading import load_model
 from forerun.model import CausalLM
@@ -243,6 +245,22 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     list(ends.prefill(tokens[: length + count + 1], 7))  # decoded keys and values, in place of a prompt's
     ends.join(9)
     assert torch.equal(ends.forward([9], [Draft.root(tokens[length + count + 1])])[0][0], single[count + 1])
+
+
+@pytest.mark.skipif(library() is None, reason="without C rows are padded")
+def test_nothing_is_run_beside_what_was_asked_for() -> None:
+    """A long draft in one row is no work for the others, nor are rows without a draft."""
+    cache = KVCache(1)
+    for id, length in enumerate((5, 9, 2)):
+        cache.add(id, 32)
+        cache.lengths[id] = length
+    batch = native.lay_out_tokens(Inputs([2, 1], [range(4), range(1)], tokens=[[7, 8, 9, 10], [11]]), cache)
+    assert batch.ids.tolist() == [7, 8, 9, 10, 11]
+    assert batch.row.tolist() == [2, 2, 2, 2, 1]
+    assert batch.slot.tolist() == batch.positions.tolist() == [2, 3, 4, 5, 9]
+    assert batch.paths.tolist() == [[2, 3, 4, 5]] * 4 + [[9, 10, 11, 12]]
+    given = torch.tensor([[0], [11], [7]])  # by the rows of the cache
+    assert native.lay_out_tokens(Inputs([2, 1], [range(1)] * 2, given=given), cache).ids.tolist() == [7, 11]
 
 
 def test_a_model_of_another_architecture_has_its_linear_layers_replaced() -> None:

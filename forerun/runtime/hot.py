@@ -77,17 +77,16 @@ class HotHead:
         self._met.clear()
         self._rows.clear()
 
-    def __call__(self, states: Tensor, ids: Sequence[int]) -> Tensor:
-        """[B, N, V] float32 from states [B, N, d], the first rows of which are those of `ids`."""
-        flat = states.reshape(-1, states.shape[-1])
-        logits = torch.full((len(flat), self.vocab_size), -torch.inf, device=states.device)
-        logits.index_copy_(1, self.tokens, self.product(flat).float())
-        logits = logits.view(*states.shape[:-1], -1)
-        for row, id in enumerate(ids):
+    def __call__(self, states: Sequence[Tensor], ids: Sequence[int]) -> Tensor:
+        """[n, V] float32 from the states [N_r, d] of each of these sequences."""
+        whole = torch.cat(list(states))
+        logits = torch.full((len(whole), self.vocab_size), -torch.inf, device=whole.device)
+        logits.index_copy_(1, self.tokens, self.product(whole).float())
+        for own, id, part in zip(states, ids, logits.split(list(map(len, states))), strict=True):
             if self._met.get(id):
                 met, weight, bias = self._rows.get(id) or self._gather(id)
                 # A row's own product, so that its bits do not depend on its neighbours.
-                logits[row].index_copy_(1, met, states[row].float() @ weight + bias)
+                part.index_copy_(1, met, own.float() @ weight + bias)
         return logits
 
     def _gather(self, id: int) -> tuple[Tensor, Tensor, Tensor]:

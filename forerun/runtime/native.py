@@ -126,14 +126,13 @@ def _opened(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """New entries of the first B rows of a cache, N each, padding among them, one behind the other.
+    """New entries of some rows of a cache, one behind the other, without padding: a step costs what it has tokens.
 
     Attributes:
-        ids: [B, N] tokens.
-        positions: [B, N].
-        row, length, slot, place: [B N] int32, of each its row, that row's committed length, where its keys go, its
+        ids, positions: [n].
+        row, length, slot, place: [n] int32, of each its row, that row's committed length, where its keys go, its
             position.
-        paths: [B N, P] int32, where the entries from the row's length to its own place stand.
+        paths: [n, P] int32, where the entries from the row's length to its own place stand.
         end: above all places.
     """
 
@@ -149,30 +148,32 @@ class TokenBatch:
 
 def lay_out_tokens(inputs: Inputs, cache: KVCache) -> TokenBatch:
     """A batch of these entries. Tells the cache where they will go."""
-    size, new = inputs.size, inputs.new
-    lengths = np.array(cache.lengths[:size], dtype=np.int32)[:, None]
-    start = int(lengths.max())
-    cache.begin(size, start, start + new)
-    each = np.arange(new, dtype=np.int32)
-    slots = lengths + each
-    # Padding takes a position that has been there: the next one may lie behind the model's last.
-    ids, places = np.zeros((size, new), dtype=np.int64), np.maximum(lengths - 1, 0).repeat(new, 1)
-    paths = np.broadcast_to(slots[:, None], (size, new, new)).copy()
-    for order, (own, depths) in enumerate(zip(inputs.rows, inputs.depths, strict=True)):
-        count, length = len(depths), int(lengths[own, 0])
-        if inputs.tokens is not None:
-            ids[own, :count] = inputs.tokens[order]
-        places[own, :count] = np.asarray(depths) + length
-        if inputs.masks is not None:
-            mask = inputs.masks[order].numpy()
+    start, new = max(cache.lengths[: inputs.size]), inputs.new
+    cache.begin(inputs.size, start, start + new)
+    rows: list[int] = []
+    lengths: list[int] = []
+    slots: list[int] = []
+    places: list[int] = []
+    for own, depths in zip(inputs.rows, inputs.depths, strict=True):
+        length, count = cache.lengths[own], len(depths)
+        rows += [own] * count
+        lengths += [length] * count
+        slots += range(length, length + count)
+        places += [length + depth for depth in depths]
+    row, behind, slot, place = torch.tensor([rows, lengths, slots, places], dtype=torch.int32)
+    paths = behind[:, None] + torch.arange(new, dtype=torch.int32)
+    if inputs.masks is not None:
+        first = 0
+        for mask in inputs.masks:
+            seen = mask[:, -len(mask) :].numpy()
             # A node's ancestors stand in the order of their depths, as a parent comes before its children.
-            for node in range(count):
-                path = np.flatnonzero(mask[node, -count:])
-                paths[own, node, : len(path)] = length + path
-    given = torch.from_numpy(ids) if inputs.given is None else inputs.given
-    which = np.arange(size, dtype=np.int32)[:, None].repeat(new, 1)
-    parts = [which, lengths.repeat(new, 1), slots, places, paths]
-    row, behind, slot, place, ways = (
-        torch.from_numpy(np.ascontiguousarray(part, np.int32).reshape(size * new, -1)) for part in parts
-    )
-    return TokenBatch(given, torch.from_numpy(places.astype(np.int64)), row, behind, slot, place, ways, start + new)
+            for node, before in enumerate(seen, first):
+                path = np.flatnonzero(before)
+                paths[node, : len(path)] = torch.from_numpy(path) + lengths[first]
+            first += len(mask)
+    if inputs.tokens is not None:
+        ids = torch.tensor([token for tokens in inputs.tokens for token in tokens])
+    else:
+        assert inputs.given is not None
+        ids = inputs.given[row.long(), (slot - behind).long()]
+    return TokenBatch(ids, place.long(), row, behind, slot, place, paths, start + new)

@@ -115,15 +115,13 @@ class NativeForward(FamilyForward):
         return lay_out_tokens(inputs, cache)
 
     def __call__(self, batch: Any, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
-        """As `FamilyForward` has it."""
-        rows, new = batch.positions.shape
-        x = self.embed(batch.ids.reshape(-1)).float().contiguous()
+        """As `FamilyForward` has it, without padding: logits [n, V], states [n, d]."""
+        x = self.embed(batch.ids).float().contiguous()
         count, width = x.shape
-        turn = self._turn(batch.positions.flatten(), batch.end)
+        turn = self._turn(batch.positions, batch.end)
         if self.whole is not None:
             whole, states = self.whole(x, batch, turn, cache, wanted == "below")
-            scores = self.head(whole).view(rows, new, -1) if logits else None
-            return scores, states.view(rows, new, -1) if wanted else None
+            return self.head(whole) if logits else None, states if wanted else None
         # Buffers that all layers use: every allocation counts here.
         h, whole = room(count, width, dtype=torch.bfloat16), room(count, width)
         attended = room(count, self.heads * self.size, dtype=torch.bfloat16)
@@ -144,9 +142,8 @@ class NativeForward(FamilyForward):
             added = down(inner)
             last = whole.data_ptr() if following == self._last else None
             norm(here, added.data_ptr(), following, floor, count, width, there, last)
-        scores = self.head(whole).view(rows, new, -1) if logits else None
         hidden = below if wanted == "below" else h if wanted else None
-        return scores, hidden.view(rows, new, -1) if hidden is not None else None
+        return self.head(whole) if logits else None, hidden
 
     def _turn(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, D], of which the sines of the first half are negative."""
