@@ -155,18 +155,19 @@ def times(rows: Sequence[Sequence[Step]]) -> Times:
     )
 
 
-Work = tuple[tuple[int, int, int, int], ...]
+Work = tuple[tuple[int, int, float, int], ...]
 
 
-def work(rows: Sequence[Sequence[Step]]) -> Work:
-    """What a batch did, as far as time depends on it: (how many steps, rows, nodes that the target verified in the
-    widest row, draft forwards), one for each kind of step that there was."""
+def work(rows: Sequence[Sequence[Step]], pads: bool = True) -> Work:
+    """What a batch did, as far as time depends on it: (how many steps, rows, nodes that the target verified in each
+    row, draft forwards), one for each kind of step that there was. Where it `pads`, all rows are as wide as the widest;
+    else the nodes are the mean."""
     by_number: dict[int, list[Step]] = {}
     for row in rows:
         for step in row:
             by_number.setdefault(step.number, []).append(step)
-    found: Counter[tuple[int, int, int]] = Counter()
+    found: Counter[tuple[int, float, int]] = Counter()
     for steps in by_number.values():
-        nodes, forwards = (max(getattr(step, name) for step in steps) for name in ("drafted", "draft_forwards"))
-        found[len(steps), nodes + 1, forwards] += 1
+        drafted, forwards = [step.drafted for step in steps], max(step.draft_forwards for step in steps)
+        found[len(steps), 1 + (max(drafted) if pads else round(sum(drafted) / len(drafted), 3)), forwards] += 1
     return tuple((count, *shape) for shape, count in sorted(found.items()))

@@ -113,6 +113,11 @@ class CausalLM(Rows):
         return getattr(self._forward, "exact", "rounding")
 
     @property
+    def pads(self) -> bool:
+        """Whether forwards run as many tokens of each row as the widest one has."""
+        return getattr(self._forward, "pads", True)
+
+    @property
     def head(self) -> nn.Module:
         """The LM head; raises ValueError for a model that names none."""
         head = self.model.get_output_embeddings()

@@ -34,6 +34,7 @@ def steps(number: int, *each: tuple[int, int]) -> list[Step]:
 def test_the_work_of_a_batch_is_that_of_its_widest_rows() -> None:
     long, short = steps(4, (3, 3), (0, 3), (5, 5), (5, 5)), steps(4, (1, 3), (2, 3))
     assert work([long, short]) == ((2, 1, 6, 5), (1, 2, 3, 3), (1, 2, 4, 3))
+    assert work([long, short], pads=False) == ((2, 1, 6, 5), (1, 2, 2, 3), (1, 2, 3, 3))
     # A row that joins later shares the steps of its numbers.
     assert work([long, steps(7, (1, 5), (2, 2))]) == (
         (1, 1, 1, 3), (1, 1, 3, 2), (1, 1, 4, 3), (1, 1, 6, 5), (1, 2, 6, 5)

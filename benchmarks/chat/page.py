@@ -23,6 +23,7 @@ TITLES = {
     "validation-1": "The same at temperature 1",
     "greedy": "Greedy, 128 new tokens",
     "greedy-512": "Greedy, 512 new tokens",
+    "heads": "Heads over hidden states, greedy",
     "nucleus": "Temperature 0.7, top-p 0.9",
     "temperature-1": "Temperature 1",
     "batch-4": "Batches of 4",
@@ -45,7 +46,8 @@ them. `python benchmarks/chat/run.py --data DATA` makes the runs, `page.py` besi
 
 `speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompt in the same round,
 10-90 % its spread. `by place` is the share of drafts that reached a place and were accepted there. The last columns are
-where the time of decoding went. All else is as in every bench: see README's "Measure".
+where the time of decoding went. Guards are off, but in batches: there drafts are left out while they do not pay, as
+they are wherever else forerun decodes. All else is as in every bench: see README's "Measure".
 """
 
 

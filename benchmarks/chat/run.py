@@ -17,6 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 OURS = "ar,sd,cumulative,confidence,lookup,suffix,hybrid,ouroboros"
 SAMPLED = "ar,sd,cumulative,lookup,suffix,hybrid"
+HEADS = "ar,sd,cumulative,lyanna,pacer-lyanna,eagle,pacer-eagle"
 LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
 TEST = "{here}/test.jsonl,humaneval,gsm8k"
@@ -29,14 +30,16 @@ RUNS = {
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
     "nucleus": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 1",
-    "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --methods {OURS}",
-    "batch-8": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --methods {OURS}",
-    "batch-8-1": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --methods {SAMPLED} --temperature 1",
+    "heads": f"--dataset {TEST} --limit 8 --rounds 2 --methods {HEADS}",
+    # Batches with the guard, as everything but `forerun bench` decodes: many rows leave little to gain on a CPU.
+    "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --guard --methods {OURS}",
+    "batch-8": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {OURS}",
+    "batch-8-1": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {SAMPLED} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {OURS}",
     "repeats-1": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {SAMPLED} --temperature 1",
-    "repeats-8": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --methods {OURS}",
-    "repeats-8-1": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --methods {SAMPLED} --temperature 1",
-    "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --methods {OURS}",
+    "repeats-8": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {OURS}",
+    "repeats-8-1": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {SAMPLED} --temperature 1",
+    "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --guard --methods {OURS}",
     "transformers": f"--dataset {TEST} --limit 4 --rounds 2 --methods ar,sd,{THEIRS}",
     "float32": f"--dataset {TEST} --limit 4 --rounds 2 --weights float32 --methods {OURS}",
 }

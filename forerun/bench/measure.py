@@ -84,7 +84,7 @@ def group_records(
                 method=name,
                 stats=stats,
                 times=spent,
-                work=work(outcome.steps) if outcome.steps is not None else None,
+                work=work(outcome.steps, outcome.pads) if outcome.steps is not None else None,
                 prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
                 equal=equal,
                 differences=differences,

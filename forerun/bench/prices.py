@@ -43,8 +43,8 @@ class Prices:
         """A step without a draft."""
         return self.costs.verify(1) + self.step_ms
 
-    def shape(self, kind: str, rows: int, nodes: int, forwards: int) -> float:
-        """A step of so many rows, the widest of which has `nodes` tokens under the target's eyes, the root included; at
+    def shape(self, kind: str, rows: int, nodes: float, forwards: int) -> float:
+        """A step of so many rows, each of which has `nodes` tokens under the target's eyes, the root included; at
         least half of its forwards in the table, as few measurements can give nonsense."""
         table = self.costs.verify(rows * nodes) + forwards * drafting(self.costs, kind, rows)
         ms = table + self.step_ms + self.own_ms.get(kind, 0.0) + forwards * self.token_ms.get(kind, 0.0)

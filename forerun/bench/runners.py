@@ -24,6 +24,7 @@ class Outcome:
         target_forwards, draft_forwards: counted once for each row that took part. Transformers' first forward is the
             prefill and gives a token; our prefill gives none and is not counted.
         steps: of each row; None where the method keeps no record.
+        pads: whether the target's forwards run as many tokens of each row as the widest one has.
     """
 
     tokens: list[list[int]]
@@ -31,6 +32,7 @@ class Outcome:
     target_forwards: int
     draft_forwards: int
     steps: list[list[Step]] | None = None
+    pads: bool = True
 
     @property
     def stats(self) -> Stats:
@@ -82,6 +84,7 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
             target_forwards=sum(map(len, rows)),
             draft_forwards=sum(step.draft_forwards for row in rows for step in row),
             steps=rows,
+            pads=decoder.target.pads,
         )
 
     return run

@@ -32,6 +32,8 @@ class NativeForward(FamilyForward):
     """The same arithmetic, in another order. Attention looks at as many keys as there are, in the order of their
     places, whatever the tree."""
 
+    pads = False
+
     def __init__(self, model: PreTrainedModel, library: Any) -> None:
         self.library = library
         super().__init__(model)
