@@ -1,8 +1,8 @@
 """Puts what was trained for smollm2 into the package, in few bits, with its recipe and its curve.
 
-    python benchmarks/chat/bundle.py RUN... [--bits 6]
+    python benchmarks/chat/bundle.py RUN... [--bits 6] [--work WORK]
 
-A RUN is the `--out` of `forerun train`. Recipes stand in the README of each folder that this writes.
+A RUN is the `--out` of `forerun train`, WORK its `--work`, where it had one. Recipes stand in the README of each folder that this writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.zoo.quantise import save_quantised
 LAYERS = {"survival": Pacer.layer, "acceptance": SpecDec.layer}
 
 
-def put(source: Path, bits: int) -> Path:
+def put(source: Path, bits: int, work: Path | None) -> Path:
     """Writes the folder of a draft, head or layer; returns it."""
     config = json.loads((source / "config.json").read_text())
     kind = LAYERS.get(config.get("kind", "draft"), config.get("kind", "draft"))
@@ -43,7 +43,7 @@ def put(source: Path, bits: int) -> Path:
         shutil.copy(source / "README.md", folder)
     else:
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("work"))
-    curve(source, folder)
+    curve(source, folder, work)
     return folder
 
 
@@ -54,9 +54,9 @@ def card(recipe: dict[str, Any], bits: int) -> str:
     )
 
 
-def curve(source: Path, folder: Path) -> None:
+def curve(source: Path, folder: Path, work: Path | None) -> None:
     """Validation losses by step."""
-    logs = sorted((source / "work").rglob("log.jsonl"))
+    logs = sorted((work / "training" / source.name if work else source / "work").rglob("log.jsonl"))
     found = {log.parent.name: read_log(log) for log in logs}
     kept = {
         name: [[each["step"], each["validation"]] for each in records if "validation" in each]
@@ -69,9 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--bits", type=int, choices=(6, 8), default=6)
+    parser.add_argument("--work", type=Path, help="where the runs kept their logs, if not beside them")
     given = parser.parse_args()
     for run in given.runs:
-        folder = put(run, given.bits)
+        folder = put(run, given.bits, given.work)
         print(f"{folder.name}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
 
 

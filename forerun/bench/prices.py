@@ -63,7 +63,9 @@ class Prices:
 
     def steps_ms(self, kind: str, record: Record) -> float:
         """All steps of a record."""
-        return sum(count * self.shape(kind, *shape) for count, *shape in record.work or ())
+        return sum(
+            count * self.shape(kind, rows, nodes, forwards) for count, rows, nodes, forwards in record.work or ()
+        )
 
 
 def forwards_of(kind: str, step: Step) -> int:
