@@ -152,7 +152,7 @@ class Decoder:
         self.costs: Costs | None = None  # measured when a method first asks for them
         self._made: dict[Any, Driver] = {}  # the driver in use, by what it was made of
         self._making = Lock()
-        for each in (self.method, sampling_method):
+        for each in (self.method, self.sampling_method):
             if each is not None and each.needs_draft and self.draft is None:
                 raise ValueError(NO_DRAFT.format(each.name))
             if each is not None and each.needs_draft and translation is not None and not each.any_tokenizer:
@@ -160,11 +160,11 @@ class Decoder:
         if self.draft is not None and translation is None:
             check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
         self.pre_verifier: PreVerifier | None = None
-        for each in (self.method, sampling_method):
+        for each in (self.method, self.sampling_method):
             if each is not None and each.layer is not None:
                 self.pre_verifier = self.layer_for(each, self.pre_verifier or pre_verifier)
         self.head: HiddenLM | None = None
-        for each in (self.method, sampling_method):
+        for each in (self.method, self.sampling_method):
             if each is not None and each.head is not None:
                 self.head = self.head_for(each, head)
 

@@ -148,9 +148,9 @@ class Engine:
         waiting = {seq.id for seq in list(self.waiting)}
         begun = [self._begun[id] for id in sorted(self._begun) if id not in delivered | waiting]
         for seq in [*self._begun.values(), *self.running]:
-            self.drafter.drop(seq)
             if seq.id in self._before and seq.id not in delivered:
                 seq.cut(*self._before[seq.id])
+            self.drafter.drop(seq)  # as it is now: what is undone is no output to draft from
         self.target.reset()
         self.running, self._prefilling = [], None
         for each in (self._begun, self._before, self._features):

@@ -66,7 +66,7 @@ def custom_generate(
     Args:
         draft: a smaller model with the same vocabulary.
         method: a name from `forerun.methods.METHODS` or its dataclass. Default: "pacer-ouroboros" with a draft and
-            its pre-verifier, "sd" with a draft, else "lookup".
+            its pre-verifier, "sd" with a draft, else "suffix".
         token_streamer: is given the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
         guard: as in `forerun.load`.

@@ -334,7 +334,7 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
         own = nodes[1 : 1 + draft.sampled]
         q_of[own] = draft.q[own - 1, tokens[own]].to(q_of.dtype)
     uniforms = torch.rand(len(draft), generator=generator, device=device)
-    numbers = torch.stack([each.double() for each in (uniforms, q_of, p[above, tokens], p.argmax(-1))])
+    numbers = torch.stack([each.float() for each in (uniforms, q_of, p[above, tokens], p.argmax(-1))])
     u, q, p_at, best = numbers.tolist()
     argmax = [int(token) for token in best]
     path = [0]

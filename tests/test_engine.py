@@ -19,7 +19,7 @@ from transformers.generation import logits_process as hf
 from forerun import Decoder
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Engine, QueueFullError, Step
-from forerun.generation import Request
+from forerun.generation import Generation, Request
 from forerun.methods import METHODS, method
 from forerun.model import CausalLM
 from forerun.sampling import Sampler
@@ -266,6 +266,25 @@ def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st
         assert found == tokens if request.sampler.greedy or name == "ar" else len(found) == len(tokens), (owner, place)
     assert [steps[id][-1].finish_reason for id in (aborted, bad)] == ["abort", "error"]
     assert not engine.target.cache.ids and not leftovers(engine.drafter)
+
+
+def test_what_is_undone_is_no_output_to_learn_from() -> None:
+    engine = engine_of("ar")
+    engine.add(Request(PROMPTS[0], 3))
+    reasons: list[str | None] = []
+    drop = engine.drafter.drop
+
+    def noted(seq: Generation) -> None:
+        reasons.append(seq.finish_reason)
+        drop(seq)
+
+    engine.drafter.drop = noted  # type: ignore[method-assign]
+    interrupt_once(engine, "_observe", 2)  # in its last step
+    steps = []
+    while engine.busy:
+        with suppress(KeyboardInterrupt):
+            steps += engine.step()
+    assert len(steps) == 3 and set(reasons[:-1]) == {None} and reasons[-1] == "length"
 
 
 def interrupt_once(owner: Any, name: str, after: int) -> None:

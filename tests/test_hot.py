@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from toys import COSTS, noisy_copy, p_value, random_layer, tiny, tiny_tokenizer
 
 import forerun
@@ -47,6 +48,18 @@ def test_logits_are_those_of_the_hot_tokens_and_of_the_text(architecture: str) -
     part.add(0)
     assert torch.isinf(part.extend([0], [[2]])[0][:, [9, 7]]).all()  # another text
     assert part.hidden is None
+
+
+@pytest.mark.parametrize(("name", "setting"), [("Granite", {"logits_scaling": 4.0}), ("Cohere", {"logit_scale": 0.25})])
+def test_a_models_own_scale_of_logits(name: str, setting: dict[str, float]) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = getattr(transformers, f"{name}Config")(vocab_size=60, intermediate_size=48, **sizes, **setting)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    whole, part = CausalLM(model), prepare_draft(model, None, 20, fast=False, in_place=False, graphs=False)
+    for each in (whole, part):
+        each.add(0)
+    wanted, found = (each.extend([0], [[4, 5]])[0] for each in (whole, part))
+    assert torch.allclose(found[:, :20], wanted[:, :20], atol=1e-2)
 
 
 def test_a_row_has_the_same_bits_beside_others() -> None:

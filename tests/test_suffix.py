@@ -41,7 +41,7 @@ from forerun.engine import Engine, Proposal
 from forerun.generation import Generation, Request
 from forerun.methods import AR, SD, Hybrid, Ouroboros, Parts, Suffix, method
 from forerun.model import CausalLM
-from forerun.sampling import Constraint, Sampler
+from forerun.sampling import Constraint, Sampler, Verdict
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
@@ -298,6 +298,16 @@ def test_outputs_are_drafted_from_later() -> None:
     assert drafter.propose([seq]).drafts[0].tokens[1:] == [4, 5, 6]
 
 
+def test_a_text_that_goes_round_in_circles_takes_no_others_place() -> None:
+    memory = SuffixMemory(1000)
+    memory.add(list(range(500)))
+    memory.add([7] * 900)
+    assert len(memory.texts) == 2 and len(memory) <= 1000
+    for start in (1000, 2000):  # whole texts do
+        memory.add(list(range(start, start + 450)))
+    assert memory.texts[-1][0] == 2000 and list(range(500)) not in map(list, memory.texts) and len(memory) <= 1000
+
+
 def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
     memory = SuffixMemory(100)
     drafter = SuffixDrafter(1.0, 0.0, 16, 1, 0.1, memory)
@@ -507,6 +517,10 @@ def test_auto_is_what_the_decoder_has() -> None:
     for name, decoder in found.items():
         assert decoder.method == Hybrid(other=name)
     assert found["eagle"].head is not None and found["pacer-ouroboros"].pre_verifier is layer
+    for part in ({"pre_verifier": layer}, {"head": head}):  # the method of sampling brings its parts along
+        both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)
+        assert (both.head is None) == ("head" not in part) and (both.pre_verifier is None) == ("head" in part)
+        assert len(both.generate([[1, 2, 3]], temperature=1.0, max_new_tokens=6, ignore_eos=True)[0].tokens) == 6
     # Set behind a decoder's back, it takes what is there.
     late = Decoder(target, None, small, SD(), guard=False)
     late.method = Hybrid()
@@ -557,7 +571,32 @@ def test_the_others_guard_judges_only_steps_of_its_own() -> None:
     engine.abort(first)
     engine.step()
     assert seen == [1]
-    # A decoder's guard is there for both, or not at all.
+
+
+def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
+    """In a pause of its guard, and where it is asked in vain; but a guard's plain steps stay plain."""
+    pace = Pace()
+    guarded = Guarded(Fixed(), pace)
+    for other, wanted in ((Fixed(), [[4, 5]]), (guarded, [[]] * 2)):  # it looks at two plain steps first
+        made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), other, 3.0)
+        seq = Generation(Request([3, 4, 5, 6, 7, 8, 2, 3], 20))
+        list(made.admit(seq, None, 8))
+        for tokens in wanted:
+            (draft,) = made.propose([seq]).drafts
+            assert draft.tokens[1:] == tokens[:1]
+            made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
+    pace.hold(2)
+    for wait in (1, 0):
+        (draft,) = made.propose([seq]).drafts
+        assert draft.tokens[1:] == [4] and pace.wait == wait
+        assert not made._asked and not guarded.asked(seq)
+        made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
+    assert len(pace._plain[1]) == 2  # such steps say nothing of plain ones
+    (draft,) = made.propose([seq]).drafts
+    assert guarded.asked(seq) and draft.tokens[1:] == [4]
+
+
+def test_a_decoders_guard_is_there_for_both_or_not_at_all() -> None:
     target = tiny("llama")
     for guard, kind in ((None, Guarded), (False, HybridDrafter)):
         drafter = Decoder(target, None, noisy_copy(target, 0.03), Hybrid(), guard).engine.drafter

@@ -2,7 +2,8 @@
 
     python benchmarks/chat/bundle.py RUN... [--bits 6] [--work WORK]
 
-A RUN is the `--out` of `forerun train`, WORK its `--work`, where it had one. Recipes stand in the README of each folder that this writes.
+A RUN is the `--out` of `forerun train`, WORK its `--work`, where it had one. Recipes stand in the README of each folder
+that this writes.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "heuristic": {"gamma": (3, 5, 8)},
     "lookup": {"gamma": (3, 6, 10, 16), "ngram": (2, 3)},
     "suffix": {"factor": (1.0, 2.0), "most": (8, 24)},
+    "hybrid": {"threshold": (3.0, 6.0), "other": ("cumulative",)},
     "ouroboros": {"gamma": (6, 10, 16), "window": (0, 4), "suffixes": (0, 1)},
     "pacer-ouroboros": {"guesses": (1, 3), "ngram": (5, 9)},
     "lookahead": {"window": (0, 3)},
@@ -89,11 +90,11 @@ def candidates(draft: bool, thin: int = 1, layers: Collection[str | None] = ()) 
     heads."""
     found: dict[str, Method] = {}
     for name, grid in GRID.items():
-        if name not in METHODS or (METHODS[name].needs_draft and not draft):
-            continue
-        if not {METHODS[name].layer, METHODS[name].head} <= {None, *layers}:
+        if name not in METHODS:
             continue
         made = [METHODS[name](**dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
+        if (made[0].needs_draft and not draft) or not {made[0].layer, made[0].head} <= {None, *layers}:
+            continue
         found |= {label(each): each for each in made[(thin - 1) // 2 :: thin] or made[:1]}
     return found
 

@@ -167,6 +167,19 @@ class Guarded:
                 pace.charge(len(self._inside), seconds + pace.clock() - begun, late=False)
             self._inside[seq.id] = True
 
+    def rests(self, seqs: list[Generation]) -> bool:
+        """Whether it is in a pause, of which a step then passes that is not judged: others may draft in it."""
+        pace = self.paces[all(seq.greedy for seq in seqs)]
+        if pace.paused:
+            pace.passed()
+            self._asked, self._judge = set(), None
+            return True
+        return False
+
+    def asked(self, seq: Generation) -> bool:
+        """Whether the drafter was asked for a draft of it in this step."""
+        return seq.id in self._asked
+
     def propose(self, seqs: list[Generation], among: int | None = None) -> Proposal:
         """`among`: how many rows the step has altogether, where these are only some of them. Such a step is not judged:
         it shows neither what a plain step costs nor what a draft of all rows brings."""

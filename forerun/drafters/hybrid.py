@@ -17,9 +17,10 @@ from forerun.steps import observe_rows
 
 class HybridDrafter:
     """Asks the suffixes first. The other drafter is asked for those sequences whose suffix draft scores below
-    `threshold`; to it, the others have simply grown.
+    `threshold`; to it, the others have simply grown. Where it has no draft, that of the suffixes stands.
 
-    The other one may have a guard of its own, which then judges it by those steps that it drafted for all rows of.
+    The other one may have a guard of its own, which then judges it by those steps that it drafted for all rows of. In a
+    pause of the guard suffixes draft for all; its plain steps stay plain, as it measures what they cost.
     """
 
     def __init__(self, suffixes: SuffixDrafter, other: Drafter, threshold: float) -> None:
@@ -36,18 +37,21 @@ class HybridDrafter:
         drafts: dict[int, Draft] = {}
         rest = []
         for seq in seqs:
-            draft, score = self.suffixes.find(seq)
-            if score >= self.threshold and draft.drafted:
-                drafts[seq.id] = draft
-            else:
+            drafts[seq.id], score = self.suffixes.find(seq)
+            if score < self.threshold or not drafts[seq.id].drafted:
                 rest.append(seq)
+        guard = self.other if isinstance(self.other, Guarded) else None
+        if rest and guard is not None and guard.rests(rest):
+            rest = []
         self._asked = {seq.id for seq in rest}
         proposal = Proposal([])
-        if rest and isinstance(self.other, Guarded):
-            proposal = self.other.propose(rest, len(seqs))
+        if rest and guard is not None:
+            proposal = guard.propose(rest, len(seqs))
         elif rest:
             proposal = self.other.propose(rest)
-        drafts |= zip([seq.id for seq in rest], proposal.drafts, strict=True)
+        for seq, draft in zip(rest, proposal.drafts, strict=True):
+            if draft.drafted or (guard is not None and not guard.asked(seq)):
+                drafts[seq.id] = draft
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
 
     def observe(

@@ -78,9 +78,9 @@ class SuffixMemory:
                 self._renew(text)
                 return
             self._mend()
-            while self._ends and self._size + len(text) > self.most:
-                self._forget(next(iter(self._ends)))
             self._put(text)
+            while self._size > self.most:
+                self._forget(next(iter(self._ends)))
 
     def _put(self, text: tuple[int, ...]) -> None:
         self._is_whole, automaton = False, self._automaton
@@ -140,7 +140,8 @@ class SuffixMemory:
         try:
             memory = cls(about["most"])
             tables = [parts[name] for name in ("tokens", "lengths", "ranks")]
-            is_whole = all(table.dtype == torch.int32 and table.ndim == 1 for table in tables)
+            is_whole = isinstance(memory.most, int)
+            is_whole = is_whole and all(table.dtype == torch.int32 and table.ndim == 1 for table in tables)
             tokens, lengths, ranks = (table.flatten().tolist() for table in tables)
             texts, at = [], 0
             for length in lengths:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.files import write_text
 from forerun.model import CausalLM
@@ -104,11 +104,17 @@ def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int 
     if tokens is not None and not how.get("graphs"):
         size = model.config.get_text_config(decoder=True).hidden_size
         weight, bias = head_rows(plain, torch.arange(plain.vocab_size, device=plain.device), size)
-        hot = HotHead(weight, bias, tokens.to(plain.device))
+        scale = logit_scale(model.config.get_text_config(decoder=True))
+        hot = HotHead(scale * weight, scale * bias, tokens.to(plain.device))
     ready = prepare(model, **how)
     ready.hot = hot
     ready.in_one_call = native_chain(ready._forward, hot)
     return ready
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """What a model multiplies its LM head's logits with: Cohere's form and Granite's."""
+    return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
 def save_hot(folder: Path, tokens: Tensor) -> None:
