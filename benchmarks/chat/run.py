@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OURS = "ar,sd,cumulative,confidence,lookup,suffix,hybrid,ouroboros"
-SAMPLED = "ar,sd,cumulative,lookup,suffix,hybrid"
+OURS = "ar,sd,cumulative,confidence,pacer,lookup,suffix,hybrid,ouroboros"
+SAMPLED = "ar,sd,cumulative,pacer,lookup,suffix,hybrid"
 HEADS = "ar,sd,cumulative,lyanna,pacer-lyanna,eagle,pacer-eagle"
 LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
