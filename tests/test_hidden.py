@@ -210,6 +210,9 @@ class TellingHead:
     feature, chains = "head", None
     hot = torch.arange(VOCAB)
 
+    def guesses(self, id: int, count: int, most: int) -> bool:
+        return False
+
     def __init__(self, seqs: Sequence[Generation]) -> None:
         self.curves = [[0.0, 1.0, 0.9]]
         self.seqs = {seq.id: seq for seq in seqs}
@@ -805,7 +808,7 @@ def test_reused_logits_are_those_of_the_earlier_step(feature: str) -> None:
             old, (seq,) = self.old.get(seqs[0].id), seqs
             if old is not None:
                 texts.append(list(seq.tokens))
-                seen.append((len(seq.tokens) - old.ahead, old.ahead, torch.stack(old.places)))
+                seen.append((len(seq.tokens) - old.ahead, old.ahead, old.places))
             return super().draft(seqs, limits)
 
     texts: list[list[int]] = []

@@ -12,7 +12,9 @@ from torch import Tensor
 from toys import random_head, tiny
 
 from forerun import Decoder
+from forerun.costs import Costs
 from forerun.drafters.beams import grow
+from forerun.drafters.heads import EagleDrafter, HeadDrafter
 from forerun.drafters.lyanna import LyannaDrafter
 from forerun.methods import method
 from forerun.methods.hidden import Eagle, Lyanna
@@ -20,6 +22,7 @@ from forerun.model import CausalLM
 from forerun.runtime import native_heads
 from forerun.runtime.heads import HiddenLM
 from forerun.runtime.information import NativeInformation
+from forerun.runtime.native_heads import LONGEST, PENDING, Guess, HeadChain
 from forerun.runtime.tiles import has_tiles
 from forerun.sampling import Verdict
 
@@ -143,7 +146,7 @@ def test_chains_in_one_call_are_those_of_the_general_way(reuse: str) -> None:
     assert head.chains is not None
     for quick in (True, False):
         own = head.fresh()
-        own.chains = head.chains if quick else None
+        own.chains, own.chain = head.chains if quick else None, None
         drafter = LyannaDrafter(own, 5, 1, 5, reuse, weight=0.7, least=2)
         seqs = [sequence(range(2, 9), id, new=(30, 3)[id % 2]) for id in range(3)]
         for seq in seqs:
@@ -159,6 +162,70 @@ def test_chains_in_one_call_are_those_of_the_general_way(reuse: str) -> None:
                 drafter.observe([seq], [draft], [Verdict(path, 8, len(path), True)], [hidden])
     assert [each[1:] for each in found if each[0]] == [each[1:] for each in found if not each[0]]
     assert any("reused" in each[-1] for each in found) == (reuse != "off")
+
+
+GUESSING = Costs({1: 1.0, 100: 3.0}, {}, head={1: 0.01})
+
+
+@pytest.mark.parametrize("reuse", ["off", "add", "free"])
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_a_chain_in_one_call_is_that_of_many(kind: str, form: str, is_planned: bool, reuse: str) -> None:
+    """Over steps with one waiting feature or several, with old logits and a budget; a second row comes and goes."""
+    if kind == "eagle" and reuse != "off":
+        pytest.skip("it reuses nothing")
+    target = CausalLM(tiny("llama"))
+    weight = target.model.get_input_embeddings().weight.data
+    weight.copy_(weight.bfloat16())  # C has them so
+    head, found, drafts_of = head_of(target, kind=kind, **FORMS[form]), {}, {}
+    head.curves = [[0.5, 1.0, 0.9]] * 8
+    assert head.chain is not None
+    calls = []
+
+    class Watched(HeadChain):
+        def __call__(self, *given: Any, **more: Any) -> Guess:
+            calls.append(given)
+            return super().__call__(*given, **more)
+
+    for way in ("calls", "many"):
+        own = head.fresh()
+        own.chain = Watched(*head.chain._made) if way == "calls" else None
+        costs = (lambda mode: GUESSING) if is_planned else None
+        if kind == "lyanna":
+            drafter: HeadDrafter = LyannaDrafter(own, 6, 1, 6, reuse, 0.7, 2, costs, block=2)
+        else:
+            drafter = EagleDrafter(own, 6, 1, 6, costs, block=2)
+        seqs = [sequence(range(2, 9), id, new=40) for id in range(2)]
+        for seq in seqs:
+            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1], own.feature), 4)) == 5
+        found[way], drafts_of[way] = [], 0
+        for step in range(9):
+            here = seqs if step == 4 else seqs[:1]
+            proposal = drafter.propose(here)
+            for seq, draft in zip(here, proposal.drafts, strict=True):
+                found[way].append((draft.tokens, draft.origins, own.length(seq.id)))
+                drafts_of[way] += draft.drafted
+                path = list(range(1 + step % len(draft)))
+                seq.tokens += [*draft.tokens[1 : len(path)], 8 + step]
+                hidden = features_of(target, seq.tokens, own.feature)[-len(path) - 1 : -1]
+                drafter.observe([seq], [draft], [Verdict(path, 8 + step, len(path), True)], [hidden])
+    assert found["calls"] == found["many"] and len(calls) >= 4 and drafts_of["calls"] > 9
+
+
+def test_chains_of_one_call_stay_in_bounds() -> None:
+    """C would write and read on."""
+    target = CausalLM(tiny("llama"))
+    head = head_of(target, max_position_embeddings=16)
+    chain, features = head.chain, features_of(target, TEXTS[9])
+    assert chain is not None
+    head.add(0)
+    assert head.guesses(0, 8, 8) and not head.guesses(0, 8, 9) and not head.guesses(0, 0, 3)
+    assert not chain.fits(0, PENDING + 1, 1) and not chain.fits(0, 1, LONGEST + 1)
+    for tokens, root in (([target.vocab_size], 3), ([3], target.vocab_size), ([3], -1)):
+        with pytest.raises(IndexError, match="outside the head's vocabulary"):
+            head.guess(0, features[:1], tokens, root, 2)
+    assert head.length(0) == 0
+    assert len(head.guess(0, features[:8], TEXTS[9][1:9], 5, 8).tokens) == 8 and head.length(0) == 8
 
 
 def test_the_first_of_equal_tokens_is_chosen() -> None:
@@ -179,15 +246,41 @@ def test_the_first_of_equal_tokens_is_chosen() -> None:
     assert torch.equal(chains[rest], wanted[rest]) and set(chains[4].tolist()) <= set(head.hot.tolist())
 
 
-def test_any_number_of_hot_tokens_has_chains_one_by_one() -> None:
+def test_other_ranks_have_chains_one_by_one() -> None:
     """Sizes that C cannot do take the general way."""
     target = CausalLM(tiny("llama"))
-    for settings in ({"rank": 8}, {"hot": 12}):
-        head = HiddenLM(random_head(target, **{"rank": 32} | SIZES | settings), target)
-        assert head.native is not None and head.chains is None
-    logits = torch.randn(3, 1, 12, generator=torch.Generator().manual_seed(0))
+    head = HiddenLM(random_head(target, **SIZES | {"rank": 8}), target)
+    assert head.native is not None and head.chains is None and head.chain is None
+    logits = torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(0))
     (draft,) = grow([5], lambda k, tokens, at: logits[k][:, None] + head.information(tokens), head.hot, [3], 1, 3)
     assert draft.drafted == 3
+
+
+@pytest.mark.parametrize("hot", [1, 12, 33])
+def test_chains_of_any_number_of_hot_tokens(hot: int) -> None:
+    target = CausalLM(tiny("llama"))
+    head = head_of(target, hot=hot)
+    assert head.chains is not None and head.information is not None
+    logits = torch.randn(3, 2, hot, generator=torch.Generator().manual_seed(0)) - 9  # below what is filled up
+
+    def behind(k: int, tokens: Tensor, at: Tensor) -> Tensor:
+        return logits[k][:, None] + head.information(tokens)  # type: ignore[misc]
+
+    wanted = grow([5, 6], behind, head.hot, [3, 3], 1, 3)
+    assert head.chains(logits, roots=[5, 6]).tolist() == [draft.tokens[1:] for draft in wanted]
+    head.add(0)
+    found = head.guess(0, features_of(target, TEXTS[4])[:-1], TEXTS[4][1:], 5, 3, old=logits[:2, 0] * 30, weight=1.0)
+    sums = found.logits.clone()
+    sums[:2] += logits[:2, 0] * 30
+    (alone,) = grow(
+        [5],
+        lambda k, tokens, at: sums[k] + head.information(tokens),
+        head.hot,
+        [3],
+        1,
+        3,  # type: ignore[misc]
+    )
+    assert found.tokens == alone.tokens[1:]
 
 
 def test_without_c_heads_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ compared with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import log
 from time import perf_counter
 
 import torch
@@ -18,6 +19,8 @@ from forerun.engine import Proposal
 from forerun.generation import Generation, Mode
 from forerun.runtime.heads import HiddenLM
 from forerun.sampling import Verdict
+
+LEAST = 1e-30  # the smallest probability of a token
 
 
 class HeadDrafter:
@@ -76,6 +79,40 @@ class HeadDrafter:
         """A draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
         raise NotImplementedError
 
+    def guess(
+        self,
+        seqs: Sequence[Generation],
+        limits: Sequence[int],
+        budget: Budget | None,
+        old: Tensor | None = None,
+        weight: float = 0.0,
+    ) -> tuple[Draft, Tensor] | None:
+        """A chain for a sequence alone and its logits (`Guess`), where the head makes these in calls of C: one, or with
+        a budget one a block. None where it does not."""
+        if len(seqs) > 1 or self.width > 1 or (self.drawing is not None and not seqs[0].greedy):
+            return None
+        seq, depth = seqs[0], min(limits[0], self.nodes)
+        features, root = self.features[seq.id], seq.tokens[-1]
+        if not self.head.guesses(seq.id, len(features), depth):
+            return None
+        behind = seq.tokens[len(seq.tokens) - len(features) :] if self.head.known else None
+        begun, tokens = perf_counter(), list[int]()
+        while True:
+            start = len(tokens)
+            most = (depth if budget is None else min(budget.deep[0], depth)) - start
+            found = self.head.guess(seq.id, features, behind, root, most, start, old, weight)
+            tokens += found.tokens
+            if budget is None:
+                break
+            chances = [log(max(chance, LEAST)) for chance in found.chances]
+            if not budget.deeper_chains(start, [chances]) or len(tokens) == depth:
+                tokens = tokens[: budget.sizes()[0]]
+                break
+        self.features[seq.id] = features[len(features) :]
+        self.forwards += len(found.logits)
+        self.seconds += perf_counter() - begun
+        return Draft.chain(root, tokens, origin="draft"), found.logits
+
     def grow(
         self,
         seqs: Sequence[Generation],
@@ -127,6 +164,17 @@ class EagleDrafter(HeadDrafter):
         # Sequences without a feature, or without room, sit out.
         live = [row for row, limit in enumerate(limits) if limit > 0]
         own = [seqs[row] for row in live]
+        limits, budget = [limits[row] for row in live], None
+        if self.budgets is not None:
+            budget = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
+        guessed = self.guess(own, limits, budget)
+        found = [guessed[0]] if guessed is not None else self._grown(own, limits, budget)
+        drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
+        for row, draft in zip(live, found, strict=True):
+            drafts[row] = draft
+        return drafts
+
+    def _grown(self, own: list[Generation], limits: list[int], budget: Budget | None) -> list[Draft]:
         head, ids, begun = self.head, [seq.id for seq in own], perf_counter()
         states = self.run(own)[:, None]  # [B, w, d]
         self.seconds += perf_counter() - begun
@@ -150,14 +198,8 @@ class EagleDrafter(HeadDrafter):
             self.seconds += perf_counter() - begun
             return found
 
-        limits, budget = [limits[row] for row in live], None
-        if self.budgets is not None:
-            budget = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
-        found = self.grow(own, logits, limits, budget)
+        drafts = self.grow(own, logits, limits, budget)
         head.crop(ids, lengths)
-        drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
-        for row, draft in zip(live, found, strict=True):
-            drafts[row] = draft
         return drafts
 
 

@@ -26,19 +26,18 @@ class OldLogits:
     """Logits that an earlier step drafted.
 
     Attributes:
-        places: [S] for the next place of the sequence, the one behind it, and so on.
+        places: [n, S], for the next place of the sequence, the one behind it, and so on.
         ahead: how many places lay before the first of these when they were drafted.
     """
 
-    places: list[Tensor]
+    places: Tensor
     ahead: int = 0
 
     def behind(self, count: int) -> OldLogits | None:
         """What is left when the sequence has grown by so many tokens."""
         if count >= len(self.places):
             return None
-        # A copy: the logits of all rows and places are one tensor.
-        return OldLogits(list(torch.stack(self.places[count:])), self.ahead + count)
+        return OldLogits(self.places[count:], self.ahead + count)
 
 
 class LyannaDrafter(HeadDrafter):
@@ -90,17 +89,19 @@ class LyannaDrafter(HeadDrafter):
         deep = [min(limit, left[row]) if free[row] else limit for row, limit in enumerate(limits)]
         ahead = [0 if row in fresh or each is None else each.ahead for row, each in enumerate(old)]
         budget = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
+        if fresh and self.reuse != "both":
+            added = old[0].places if old[0] is not None and self.reuse == "add" else None
+            guessed = self.guess(seqs, deep, budget, added, self.weight)
+            if guessed is not None:
+                self._keep(seqs[0], guessed[0], guessed[1], left[0])
+                return [guessed[0]]
         logits = StepLogits(self, seqs, fresh, deep, old, budget)
         origins = ["reused" if is_free else "draft" for is_free in free]
         quick = logits.chains if self.head.chains is not None else None
         drafts = self.grow(seqs, logits, deep, budget, origins, quick)
         logits.close()
         for row in fresh:
-            if self.reuse == "add":
-                for node, depth in enumerate(drafts[row].depths):
-                    if 0 < depth <= left[row]:
-                        drafts[row].origins[node] = "reused"
-            self.old[seqs[row].id] = OldLogits(logits.drafted(row))
+            self._keep(seqs[row], drafts[row], logits.drafted(row), left[row])
         if self.reuse == "both" and any(left):
             again = [min(pair) for pair in zip(limits, left, strict=True)]
             branches = StepLogits(self, seqs, [], again, old)
@@ -108,6 +109,15 @@ class LyannaDrafter(HeadDrafter):
             more = grow(roots, branches, self.head.hot, again, self.width, self.nodes, origins=["reused"] * len(seqs))
             drafts = [draft.merge(own) for draft, own in zip(drafts, more, strict=True)]
         return drafts
+
+    def _keep(self, seq: Generation, draft: Draft, logits: Tensor, left: int) -> None:
+        """Keeps the logits [n, S] of a fresh draft, to which `left` old ones were added."""
+        if self.reuse == "add":
+            for node, depth in enumerate(draft.depths):
+                if 0 < depth <= left:
+                    draft.origins[node] = "reused"
+        if self.reuse != "off":
+            self.old[seq.id] = OldLogits(logits)
 
     def _free(self, seqs: list[Generation], limits: list[int], left: list[int]) -> list[bool]:
         """Which rows draft from old logits alone."""
@@ -124,7 +134,7 @@ class LyannaDrafter(HeadDrafter):
         super().observe(seqs, drafts, verdicts, hidden)
         for seq, verdict in zip(seqs, verdicts, strict=True):
             old = self.old.pop(seq.id, None)
-            left = old.behind(len(verdict.path)) if old is not None and self.reuse != "off" else None
+            left = old.behind(len(verdict.path)) if old is not None else None
             if left is not None:
                 self.old[seq.id] = left
 
@@ -163,9 +173,9 @@ class StepLogits:
             self._reach(k)
         return self.head.chains(torch.stack([self._summed(k, len(roots)) for k in range(depth)]), roots=roots)
 
-    def drafted(self, row: int) -> list[Tensor]:
-        """A fresh row's new logits, as many as it would have alone: its next draft must not depend on others."""
-        return [place[self.fresh[row]] for place in self.places[: self._deep(row)]]
+    def drafted(self, row: int) -> Tensor:
+        """A fresh row's new logits [n, S], as many as it would have alone: its next draft must not depend on others."""
+        return torch.stack([place[self.fresh[row]] for place in self.places[: self._deep(row)]])
 
     def close(self) -> None:
         """Has the head forget the drafted states."""

@@ -19,7 +19,7 @@ from forerun.nn.heads import HeadLayer, HiddenDrafter, MedusaBlock
 from forerun.rows import Rows
 from forerun.runtime.information import NativeInformation, token_information
 from forerun.runtime.lean import LeanLayers
-from forerun.runtime.native_heads import NativeHead, native_head
+from forerun.runtime.native_heads import Guess, HeadChain, NativeHead, head_chain, native_head
 from forerun.runtime.packed import Product, product
 from forerun.runtime.recorded import Recorded
 from forerun.runtime.scores import draft_head
@@ -42,11 +42,13 @@ class HiddenLM(Rows):
         chains: of logits [n, B, S] and B tokens, chains [B, n] of the argmax tokens behind these with their information
             (`NativeInformation.chains`). None where there is no such call.
         native: runs the layers instead, where C can.
+        chain: drafts a whole chain for one sequence instead, where C can (`guess`).
         recorded: runs states one by one instead, where the target's forwards are recorded.
     """
 
     recorded: Recorded | None = None
     native: NativeHead | None = None
+    chain: HeadChain | None = None
     information: Product | None = None
     chains: Callable[..., Tensor] | None = None
 
@@ -77,6 +79,10 @@ class HiddenLM(Rows):
             self.chains = functools.partial(self.information.chains, hot=self.hot)
         self.native = native_head(head) if few else None
         if self.native is not None:
+            known = self.information
+            if known is None or isinstance(known, NativeInformation):
+                is_eagle = self.kind == "eagle"
+                self.chain = head_chain(self.native, self.logits, self.hot, known, self.embeddings, is_eagle)
             return
         fuse = head.fuse.weight.to(self.dtype)
         self.both = multiply(fuse)
@@ -106,6 +112,8 @@ class HiddenLM(Rows):
         """The same head with a cache of its own."""
         other = copy.copy(self)
         other._empty()
+        if self.chain is not None:
+            other.chain = self.chain.fresh()
         if self.recorded is not None:
             other.recorded = Recorded(other._step)
         return other
@@ -137,6 +145,31 @@ class HiddenLM(Rows):
         """Runs and keeps the next features [n_r, d] of each sequence, at least one, with the tokens behind them or
         without. Returns the head's states [R, d] behind each sequence's last one."""
         return self._extend(self.cache, ids, [self._entered(own) for own in states], tokens)
+
+    def guesses(self, id: int, count: int, most: int) -> bool:
+        """Whether `guess` can draft `most` tokens behind so many features of a sequence."""
+        return self.chain is not None and self.chain.fits(self.length(id), count, most)
+
+    @torch.inference_mode()
+    def guess(
+        self,
+        id: int,
+        features: Tensor,
+        tokens: Sequence[int] | None,
+        root: int,
+        most: int,
+        start: int = 0,
+        old: Tensor | None = None,
+        weight: float = 0.0,
+    ) -> Guess:
+        """A chain of argmax tokens behind `root`. Runs and keeps the next features [n, d] of the sequence with the
+        tokens behind them, or without; what is drafted is not kept.
+
+        With a `start` it goes on with the draft of that length that the last call made of the same features. `old`
+        [m, S]: logits of the first places that are added with `weight`.
+        """
+        assert self.chain is not None
+        return self.chain(self.cache, id, self._entered(features), tokens, root, most, start, old, weight)
 
     def _entered(self, features: Tensor) -> Tensor:
         if self._enter is None:

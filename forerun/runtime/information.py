@@ -23,22 +23,25 @@ LARGEST_TABLE = 2**26  # numbers
 
 @dataclass(frozen=True)
 class NativeInformation:
-    """The product of tokens' states [V, r], in bfloat16, with a weight [S, r], in C."""
+    """The product of tokens' states [V, r], in bfloat16, with a weight [S, r], in C. The weight is filled up to a
+    multiple of 16 rows."""
 
     states: Tensor
     answer: Tiles
+    size: int
     library: Any
 
     def __call__(self, ids: Tensor) -> Tensor:
         """[.., S] of tokens [..]."""
-        return self.answer(self.states[ids.flatten()]).float().view(*ids.shape, -1)
+        return self.answer(self.states[ids.flatten()])[:, : self.size].float().view(*ids.shape, -1)
 
     def chains(self, logits: Tensor, roots: Sequence[int], hot: Tensor) -> Tensor:
         """Chains of tokens [B, n] behind `roots`, from logits [n, B, S]: each is the argmax of its place's logits with
         the information of the token before it. `hot` [S]: the tokens."""
-        logits, threads = logits.contiguous(), torch.get_num_threads()
-        steps, count, out = logits.shape
-        assert logits.dtype == torch.float32 and out == self.answer.out == len(hot)
+        steps, count, size = logits.shape
+        assert logits.dtype == torch.float32 and size == self.size == len(hot)
+        out, threads = self.answer.out, torch.get_num_threads()
+        logits = functional.pad(logits, (0, out - size), value=-torch.inf).contiguous()
         if max(roots) >= len(self.states):  # C would read on
             raise IndexError(f"token {max(roots)} is outside the head's vocabulary of {len(self.states)}")
         tokens = torch.tensor(roots)
@@ -60,8 +63,9 @@ def token_information(head: HiddenDrafter, dtype: torch.dtype, few: bool) -> Nat
     if config.kind != "lyanna" or not config.rank:
         return None
     every = torch.arange(config.vocab_size, device=head.hot.device)
-    if few and has_tiles() and config.rank % BLOCK == 0 and config.hot_size % LANES == 0:
-        return NativeInformation(head.token_states(every).bfloat16(), tiles_of(head.answer.weight), library())
+    if few and has_tiles() and config.rank % BLOCK == 0:
+        weight = functional.pad(head.answer.weight, (0, 0, 0, -config.hot_size % LANES))
+        return NativeInformation(head.token_states(every).bfloat16(), tiles_of(weight), config.hot_size, library())
     if config.vocab_size * config.hot_size <= LARGEST_TABLE:
         return functools.partial(functional.embedding, weight=head.token_information(every).to(dtype))
     tokens = head.token_states(every).to(dtype)

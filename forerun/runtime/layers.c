@@ -376,19 +376,17 @@ static inline __attribute__((always_inline)) void head_panel(const head *w, int 
     }
 }
 
+/* Own values from a place on. */
+static inline lanes own_values(const head *w, size_t at) {
+    if (w->table) return wide(w->table + at);
+    __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->codes + at)));
+    return (lanes)_mm512_cvtepi32_ps(code) * w->steps[at / BLOCK] + w->least[at / BLOCK];
+}
+
 /* A state's product with one output's own values. */
 static float own_product(const head *w, const float *x, int64_t which) {
     lanes sum = {0};
-    for (int i = 0; i < w->in; i += LANES) {
-        size_t at = (size_t)which * w->in + i;
-        lanes value;
-        if (w->table) value = wide(w->table + at);
-        else {
-            __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->codes + at)));
-            value = (lanes)_mm512_cvtepi32_ps(code) * w->steps[at / BLOCK] + w->least[at / BLOCK];
-        }
-        sum += load(x + i) * value;
-    }
+    for (int i = 0; i < w->in; i += LANES) sum += load(x + i) * own_values(w, (size_t)which * w->in + i);
     return total(sum);
 }
 
@@ -596,6 +594,107 @@ int draft_chain(const layer *all, const batch *given, const head *w, const chain
         if (is_end) break;
     }
     return done;
+}
+
+/* What a head over hidden states drafts for one row. Behind `length` committed entries come `count` states `given`
+   [count, d] with the tokens `behind` them (0: without), whose embeddings are `embed`'s own values. Then come `most`
+   tokens, the first of which is number `start` of the draft: later calls of a step go on where the last one ended.
+
+   A state is made of the one before, by `between` where that has data; where `sees`, of that and of the token drafted
+   behind it, by `both`. Each token has the largest sum of its state's logits, of `old` [olds, S] times `weight`, and of
+   `answer`'s product with the state in `tokens` [V, r] of the token before it; that of the first one is `root`.
+   hot [S]: the tokens. logits [.., S], chances, drafted: of all tokens of the draft; found [.., d]: their states.
+   entry [count, 2 d], sums and own [S, filled up to 16s], and `room` for a product's input. The batch has room for `count` tokens. */
+typedef struct {
+    head embed;
+    tiles both, alone, between, answer;
+    const float *given, *old, *cos, *sin;
+    const int64_t *behind, *hot;
+    const half *tokens;
+    float *found, *logits, *sums, *chances;
+    int64_t *drafted;
+    half *entry, *own;
+    states halves;
+    inputs room;
+    int64_t at, length, count, start, most, olds, root, sees;
+    float weight;
+} guess;
+
+/* A state, and behind it a token's embedding with a root mean square of 1 where there is a token. */
+static void put_entry(const guess *c, const float *x, int64_t token, int d, half *to) {
+    for (int i = 0; i < d; i += LANES) narrow(to + i, load(x + i));
+    if (token < 0) return;
+    size_t from = (size_t)token * d;
+    lanes squares = {0};
+    for (int i = 0; i < d; i += LANES) squares += own_values(&c->embed, from + i) * own_values(&c->embed, from + i);
+    float turn = 1 / sqrtf(total(squares) / d + 1.1920929e-7f);
+    for (int i = 0; i < d; i += LANES) narrow(to + d + i, own_values(&c->embed, from + i) * turn);
+}
+
+/* Runs n entries at slots from `slot` on, `steps` times one after the other; each sees all from `length` on before it. */
+static void run_entries(const layer *all, batch *b, const guess *c, int length, int slot, int n, int steps, float *whole) {
+    int path = slot + n + steps - 1 - length;
+    for (int i = 0; i < n; i++) {
+        ((int32_t *)b->row)[i] = c->at;
+        ((int32_t *)b->length)[i] = length;
+        for (int k = 0; k < path; k++) ((int32_t *)b->paths)[i * path + k] = length + k;
+    }
+    for (int i = 0; i < n + steps - 1; i++) ((int32_t *)b->slot)[i] = slot + i;
+    b->n = n;
+    b->path = path;
+    b->steps = steps;
+    b->entry = c->entry;
+    b->cos = c->cos + (size_t)slot * b->size;
+    b->sin = c->sin + (size_t)slot * b->size;
+    b->whole = whole;
+    run_layers(all, b);
+}
+
+void draft_states(const layer *all, const batch *given, const head *w, const guess *c) {
+    batch b = *given;
+    int d = b.d, out = w->out, last = c->start + c->most, behind = c->length + c->count;
+    float *found = c->found;
+    if (!c->start) {
+        int wide_in = c->behind ? 2 * d : d;
+        for (int i = 0; i < c->count; i++)
+            put_entry(c, c->given + (size_t)i * d, c->behind ? c->behind[i] : -1, d, c->entry + (size_t)i * wide_in);
+        b.fuse = c->behind ? c->both : c->alone;
+        run_entries(all, &b, c, c->length, c->length, c->count, 1, given->whole);
+        memcpy(found, given->whole + (size_t)(c->count - 1) * d, d * sizeof(float));
+    }
+    int there = c->start ? c->start : 1;
+    if (!c->sees && last > there) {
+        float *before = found + (size_t)(there - 1) * d;
+        put_entry(c, before, -1, d, c->entry);
+        memcpy(b.x, before, d * sizeof(float));
+        b.fuse = b.between = c->between;
+        run_entries(all, &b, c, behind, behind + there - 1, 1, last - there, before + d);
+    }
+    if (!c->sees) score(w, found + (size_t)c->start * d, c->most, &c->halves, c->logits + (size_t)c->start * out, b.threads);
+    for (int k = c->start; k < last; k++) {
+        int64_t before = k ? c->drafted[k - 1] : c->root;
+        const float *here = c->logits + (size_t)k * out;
+        if (c->sees && k) {
+            put_entry(c, found + (size_t)(k - 1) * d, before, d, c->entry);
+            b.fuse = c->both;
+            run_entries(all, &b, c, behind, behind + k - 1, 1, 1, found + (size_t)k * d);
+        }
+        if (c->sees) score(w, found + (size_t)k * d, 1, &c->halves, c->logits + (size_t)k * out, b.threads);
+        inputs room = c->room;
+        if (c->answer.data) multiply(&c->answer, c->tokens + before * c->answer.in, 1, &room, c->own, b.threads);
+        for (int i = 0; i < out; i += LANES) {
+            __mmask16 there = out - i < LANES ? (1 << (out - i)) - 1 : 0xffff;
+            lanes sum = (lanes)_mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), there, here + i);
+            if (k < c->olds) sum += (lanes)_mm512_maskz_loadu_ps(there, c->old + (size_t)k * out + i) * c->weight;
+            if (c->answer.data) sum += wide(c->own + i);
+            put(c->sums + i, sum);
+        }
+        lanes sum = {0};
+        int best = largest_sum(c->sums, 0, out);
+        for (int i = 0; i < out; i += LANES) sum += power(load(c->sums + i) - c->sums[best]);
+        c->chances[k] = 1 / total(sum);
+        c->drafted[k] = c->hot[best];
+    }
 }
 
 int has_products(void) { return 1; }

@@ -42,6 +42,7 @@ _OF_PRODUCTS = {
     "choose_chains": (*[_P] * 5, _I, _I, _P, _P, _P, _I),
     "score": (_P, _P, _I, _P, _P, _I),
     "draft_chain": (_P, _P, _P, _P),
+    "draft_states": (_P, _P, _P, _P),
 }
 _ARGUMENTS = {
     "add_and_norm": (_P, _P, _P, _F, _I, _I, _P, _P),

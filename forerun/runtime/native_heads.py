@@ -1,24 +1,45 @@
 """A head's layers in C (`forerun.runtime.native_layers`), with weights in 8 bits. All states that are drafted without
-tokens between them are one call."""
+tokens between them are one call, and so is a whole chain for one sequence."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.cache import KVCache
 from forerun.nn.heads import HeadLayer, HiddenDrafter
-from forerun.runtime.bits import stored
+from forerun.runtime.bits import Blocks, stored
 from forerun.runtime.lean import rotations
-from forerun.runtime.native import LARGEST_HEAD, TokenBatch, library
-from forerun.runtime.native_layers import LayerWeights, NativeLayers
-from forerun.runtime.tiles import BLOCK, Tiles, has_tiles
+from forerun.runtime.native import LANES, LARGEST_HEAD, TokenBatch, library
+from forerun.runtime.native_layers import LayerWeights, NativeLayers, buffers, places_and_space
+from forerun.runtime.scores import Scores
+from forerun.runtime.stored import StoredEmbedding
+from forerun.runtime.tiles import (
+    BLOCK,
+    BatchArgument,
+    GuessArgument,
+    Halves,
+    HeadArgument,
+    Room,
+    TileArgument,
+    Tiles,
+    has_tiles,
+    room,
+)
+
+if TYPE_CHECKING:
+    from forerun.runtime.information import NativeInformation
 
 Array = np.ndarray[Any, Any]
+LARGEST_TABLE = 2**26  # numbers of embeddings that are copied
+PENDING = 32  # features that may wait for a chain
+LONGEST = 64  # tokens of one
 
 
 class NativeHead:
@@ -109,6 +130,192 @@ class NativeHead:
         cos, sin = (table[positions] for table in self.turn)
         found, _ = self.layers(given, batch, (cos, sin), cache, fuse=fuse, between=self.between, steps=steps)
         return found
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Tokens of a chain, how probable the head finds each, and their states' logits [n, S] without token information
+    and old ones."""
+
+    tokens: list[int]
+    chances: list[float]
+    logits: Tensor
+
+
+class HeadChain:
+    """Chains of argmax tokens for one sequence in one call of C: `draft_states` in `layers.c`.
+
+    A head's layer is done in a tenth of a millisecond. What Python and torch do around it takes five times as long
+    behind a target's forward, which leaves none of their code in the processor's caches.
+    """
+
+    def __init__(
+        self,
+        head: NativeHead,
+        scores: Scores,
+        hot: Tensor,
+        information: NativeInformation | None,
+        embeddings: Blocks | Tensor,
+        is_eagle: bool,
+    ) -> None:
+        """`embeddings` [V, d]: the target's, bfloat16 where they are no blocks."""
+        self._made = head, scores, hot, information, embeddings, is_eagle
+        self._head, self._out, layers = head, scores.out, head.layers
+        self._each = type(layers.arguments).from_buffer_copy(layers.arguments)
+        d, attended, parts = layers.width, layers.heads * layers.size, (layers.heads + 2 * layers.groups) * layers.size
+        entries = [room(PENDING, width, dtype=torch.bfloat16) for width in (d, parts, attended, 2 * layers.inner)]
+        entries += [room(PENDING, layers.inner, dtype=torch.bfloat16), room(PENDING, 2 * d, dtype=torch.bfloat16)]
+        numbers = [
+            room(size, dtype=torch.int32) for size in (PENDING, PENDING, PENDING + LONGEST, PENDING**2 + LONGEST)
+        ]
+        x, whole, found, sums = (
+            room(PENDING, d),
+            room(PENDING, d),
+            room(LONGEST, d),
+            room(-(-self._out // LANES) * LANES),
+        )
+        inputs, halves = Room(PENDING, max(2 * d, attended, layers.inner)), Halves(LONGEST, d)
+        own = room(len(sums), dtype=torch.bfloat16)
+        self._behind: Any = (ctypes.c_int64 * PENDING)()
+        self._drafted, self._chances = (ctypes.c_int64 * LONGEST)(), (ctypes.c_float * LONGEST)()
+        self._scores, nothing = scores.argument, TileArgument()
+        if isinstance(embeddings, Blocks):
+            stored = (part.data_ptr() for part in (embeddings.codes, embeddings.scales, embeddings.least))
+            codes, steps, least = stored
+            embed = HeadArgument(None, codes, None, steps, least, None, *embeddings.codes.shape)
+        else:
+            embed = HeadArgument(None, None, None, None, None, embeddings.data_ptr(), *embeddings.shape)
+        self._vocab_size = embed.out
+        self._batch = BatchArgument(
+            layers=len(self._each),
+            d=d,
+            inner=layers.inner,
+            heads=layers.heads,
+            groups=layers.groups,
+            size=layers.size,
+            first=layers.first.data_ptr(),
+            x=x.data_ptr(),
+            whole=whole.data_ptr(),
+            fuse=nothing,
+            between=nothing,
+            room=inputs.argument,
+            floor=layers.floors[0],
+            floor_each=layers.floors[1],
+            **dict(zip(("row", "length", "slot", "paths"), (each.data_ptr() for each in numbers), strict=True)),
+            **dict(
+                zip(
+                    ("h", "parts", "attended", "both", "inside"), (each.data_ptr() for each in entries[:5]), strict=True
+                )
+            ),
+        )
+        self._batch.place = self._batch.slot
+        self._guess = GuessArgument(
+            embed=embed,
+            both=head.both.argument,
+            alone=nothing if head.alone is None else head.alone.argument,
+            between=nothing if head.between is None else head.between.argument,
+            answer=nothing if information is None else information.answer.argument,
+            tokens=None if information is None else information.states.data_ptr(),
+            cos=head.turn[0].data_ptr(),
+            sin=head.turn[1].data_ptr(),
+            hot=hot.data_ptr(),
+            found=found.data_ptr(),
+            sums=sums.data_ptr(),
+            chances=ctypes.addressof(self._chances),
+            drafted=ctypes.addressof(self._drafted),
+            entry=entries[5].data_ptr(),
+            own=own.data_ptr(),
+            halves=halves.argument,
+            room=inputs.argument,
+            sees=is_eagle,
+        )
+        self._kept: Any = x, whole, found, sums, inputs, halves, own, entries, numbers  # C knows addresses alone
+        self._logits = room(0, self._out)
+        self._capacity = self._threads = 0
+
+    def fresh(self) -> HeadChain:
+        """The same for another cache, with buffers of its own."""
+        return HeadChain(*self._made)
+
+    def fits(self, length: int, count: int, most: int) -> bool:
+        """Whether it can draft `most` tokens behind so many entries and `count` new ones."""
+        return 0 < count <= PENDING and most <= LONGEST and length + count + most <= len(self._head.turn[0])
+
+    def __call__(
+        self,
+        cache: KVCache,
+        id: int,
+        given: Tensor,
+        behind: Sequence[int] | None,
+        root: int,
+        most: int,
+        start: int = 0,
+        old: Tensor | None = None,
+        weight: float = 0.0,
+    ) -> Guess:
+        """Runs and keeps the features `given` [n, d] with the tokens behind them; drafts `most` tokens behind `root`.
+
+        With a `start` it goes on with the draft of that length that the last call made of the same features.
+
+        Raises IndexError for a token outside the vocabulary.
+        """
+        row, guess, batch, count, last = cache.row(id), self._guess, self._batch, len(given), start + most
+        if not 0 <= root < self._vocab_size or not all(0 <= token < self._vocab_size for token in behind or ()):
+            raise IndexError(f"a token is outside the head's vocabulary of {self._vocab_size}")
+        length, batch.threads = cache.lengths[row] - (count if start else 0), torch.get_num_threads()
+        assert self.fits(length, count, last) and (old is None or old.is_contiguous())
+        if not start:  # later calls must find the entries of the first
+            cache.reserve(row + 1, length + count + LONGEST)
+        if cache.capacity != self._capacity or batch.threads > self._threads:
+            self._make_room(cache)
+        for at, layer in zip(self._each, cache.layers, strict=True):
+            both = buffers(layer, self._head.layers.groups, self._head.layers.size)
+            at.cache, at.capacity = both.data_ptr(), both.shape[2]
+        given, logits = given.float().contiguous(), room(last, self._out)
+        logits[:start] = self._logits[:start]
+        self._logits = logits
+        guess.behind = None if behind is None else ctypes.addressof(self._behind)
+        self._behind[: len(behind or ())] = list(behind or ())
+        guess.given, guess.logits, guess.old = (
+            given.data_ptr(),
+            logits.data_ptr(),
+            None if old is None else old.data_ptr(),
+        )
+        guess.at, guess.length, guess.count, guess.start, guess.most = row, length, count, start, most
+        guess.olds, guess.root, guess.weight = 0 if old is None else len(old), root, weight
+        arguments = (ctypes.byref(each) for each in (self._each, batch, self._scores, guess))
+        self._head.layers.library.draft_states(*arguments)
+        cache.lengths[row] = length + count
+        return Guess(self._drafted[start:last], self._chances[start:last], logits)
+
+    def _make_room(self, cache: KVCache) -> None:
+        """What depends on the cache's length, and on the threads."""
+        self._capacity, self._threads = cache.capacity, torch.get_num_threads()
+        layers = self._head.layers
+        places, space = places_and_space(cache.capacity, layers.heads, layers.groups, layers.size)
+        self._scratch = room(self._threads, space)
+        self._batch.width, self._batch.space, self._batch.scratch = places, space, self._scratch.data_ptr()
+
+
+def head_chain(
+    head: NativeHead,
+    scores: Any,
+    hot: Tensor,
+    information: NativeInformation | None,
+    embeddings: nn.Module,
+    is_eagle: bool,
+) -> HeadChain | None:
+    """None for what C cannot draft with: an LM head with a bias, embeddings of another form or too large for a copy."""
+    stored: Any = embeddings.stored if type(embeddings) is StoredEmbedding else None
+    if type(embeddings) is nn.Embedding and embeddings.weight.numel() <= LARGEST_TABLE:
+        stored = embeddings.weight.detach().bfloat16()
+    if isinstance(stored, Blocks):
+        stored = stored if all(part.is_contiguous() for part in (stored.codes, stored.scales, stored.least)) else None
+    elif stored is not None:
+        stored = stored.contiguous()
+    if stored is None or not isinstance(scores, Scores) or scores.tiles is None:
+        return None
+    return HeadChain(head, scores, hot, information, stored, is_eagle)
 
 
 def native_head(head: HiddenDrafter) -> NativeHead | None:

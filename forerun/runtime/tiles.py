@@ -97,6 +97,21 @@ class ChainArgument(ctypes.Structure):
     )
 
 
+class GuessArgument(ctypes.Structure):
+    """`guess` of layers.c."""
+
+    _fields_ = (
+        ("embed", HeadArgument),
+        *((name, TileArgument) for name in ("both", "alone", "between", "answer")),
+        *((name, ctypes.c_void_p) for name in ("given", "old", "cos", "sin", "behind", "hot", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("found", "logits", "sums", "chances", "drafted", "entry", "own")),
+        ("halves", StatesArgument),
+        ("room", RoomArgument),
+        *((name, ctypes.c_int64) for name in ("at", "length", "count", "start", "most", "olds", "root", "sees")),
+        ("weight", ctypes.c_float),
+    )
+
+
 class Halves:
     """Memory for n states as a head takes them."""
 
