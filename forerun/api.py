@@ -67,7 +67,8 @@ def load(
         method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
             decoding and for sampling. Else "pacer-ouroboros" with a draft and its pre-verifier, "sd" with a draft, and
-            "suffix" without. Models that are given as objects, `device_map` and fast=False have no such profiles.
+            "suffix" without; with a head that none of these has a use for, the method of its kind. Models that are
+            given as objects, `device_map` and fast=False have no such profiles.
         tokenizer: the target's own by default; needed for text.
         dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
         weights: what the target's are stored as on a CPU: "float32", "bfloat16", "int8", "int4" (blocks of 32 with a
@@ -113,7 +114,8 @@ def load(
     layered = pre_verifier is not None or (is_own and bundled_layer(target, Pacer()) is not None)
     chosen = methods.method(method or methods.default_method(draft is not None, layered, options), **options)
     comes = "lyanna" if draft is None and companion(target, "lyanna") is not None else None
-    chosen = chosen.given(draft is not None, layered, kind_of(head) or comes)
+    own_kind = kind_of(head)
+    chosen = chosen.given(draft is not None, layered, own_kind or comes)
     if chosen.needs_draft and draft is None:
         raise ValueError(NO_DRAFT.format(chosen.name))
     unnamed = method is None and not options
@@ -149,6 +151,8 @@ def load(
             has = draft is not None, layered, comes
             chosen = (ours.choice("greedy") or chosen).given(*has)
             drawing = (ours.choice("sampling") or chosen).given(*has)
+    if own_kind is not None and unnamed and all(each is None or each.head is None for each in (chosen, drawing)):
+        chosen, drawing = methods.method(own_kind), None
     if pre_verifier is None and is_own:
         pre_verifier = bundled_layer(target, chosen, drawing)
     if head is None:

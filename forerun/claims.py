@@ -31,10 +31,14 @@ def stored_shapes(folder: Path) -> Shapes | None:
     """The shape of every tensor in a folder's safetensors files, of quantised ones as they are when they are restored.
 
     Only headers are read. None where there are no such files or they are broken: who loads them says what is wrong.
+    Who loads quantised ones begins with the model: raises ValueError where those are broken.
     """
-    try:
-        if (folder / WEIGHTS).is_file():
+    if (folder / WEIGHTS).is_file():
+        try:
             return _read(folder / WEIGHTS, packed=True)
+        except Exception as error:  # broken files may raise anything
+            raise ValueError(f"{WEIGHTS} cannot be read: {error}") from None
+    try:
         if (folder / SINGLE).is_file():
             return _read(folder / SINGLE)
         files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))

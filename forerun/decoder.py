@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from forerun.loading import Prompt, check_vocabularies, encode, load_head, load_
 from forerun.methods import AR, Method, Parts
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
-from forerun.nn.heads import HiddenDrafter
+from forerun.nn.heads import KINDS, HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.params import SamplingParams
 from forerun.requests import merged, requests, stop_strings
@@ -153,10 +154,8 @@ class Decoder:
         self._made: dict[Any, Driver] = {}  # the driver in use, by what it was made of
         self._making = Lock()
         for each in (self.method, self.sampling_method):
-            if each is not None and each.needs_draft and self.draft is None:
-                raise ValueError(NO_DRAFT.format(each.name))
-            if each is not None and each.needs_draft and translation is not None and not each.any_tokenizer:
-                raise ValueError(f"method {each.name!r} needs a draft with the target's tokenizer")
+            if each is not None:
+                self.check_draft(each)
         if self.draft is not None and translation is None:
             check_vocabularies(self.target.vocab_size, self.draft.vocab_size, tokenizer)
         self.pre_verifier: PreVerifier | None = None
@@ -167,6 +166,13 @@ class Decoder:
         for each in (self.method, self.sampling_method):
             if each is not None and each.head is not None:
                 self.head = self.head_for(each, head)
+
+    def check_draft(self, method: Method) -> None:
+        """Raises ValueError where a method cannot do with the draft that is there."""
+        if method.needs_draft and self.draft is None:
+            raise ValueError(NO_DRAFT.format(method.name))
+        if method.needs_draft and self.translation is not None and not method.any_tokenizer:
+            raise ValueError(f"method {method.name!r} needs a draft with the target's tokenizer")
 
     def layer_for(self, method: Method, pre_verifier: str | Path | PreVerifier | None) -> PreVerifier | None:
         """The trained layer that a method of this decoder needs, if any; raises ValueError where it is not given or
@@ -492,10 +498,16 @@ class Decoder:
 
 
 def kind_of(head: str | Path | HiddenDrafter | HiddenLM | None) -> str | None:
-    """The kind of a head. One in a folder is taken for Lyanna's until it is loaded."""
+    """The kind of a head. One in a folder that cannot be read is taken for Lyanna's until it is loaded."""
     if isinstance(head, HiddenDrafter):
         return head.config.kind
-    return head.kind if isinstance(head, HiddenLM) else None if head is None else "lyanna"
+    if head is None or isinstance(head, HiddenLM):
+        return None if head is None else head.kind
+    try:
+        kind = json.loads((Path(head) / "config.json").read_text())["kind"]
+    except (OSError, ValueError, TypeError, KeyError):
+        kind = None
+    return kind if kind in KINDS else "lyanna"
 
 
 def _chunks(run: Run, texts: list[TextStream | None]) -> Iterator[Chunk]:

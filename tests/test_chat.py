@@ -341,7 +341,7 @@ def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch
     count = 0
     talk.take("the")
     assert len(talk.messages) == 2
-    assert "the message is taken back" in capsys.readouterr().err
+    assert "the conversation is as it was" in capsys.readouterr().err
 
 
 def test_lines_go_on_behind_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_an_interrupt_frees_the_row_and_keeps_what_was_written(
     assert talk.figures[0].tokens < 400 and "cut by Ctrl-C" in capsys.readouterr().err
     count = 0
     talk.take("the")
-    assert len(talk.messages) == 2 and "the message is taken back" in capsys.readouterr().err
+    assert len(talk.messages) == 2 and "the conversation is as it was" in capsys.readouterr().err
 
 
 def test_answers_follow_a_form(server: Live, talk: Talk, capsys: Any) -> None:

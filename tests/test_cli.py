@@ -142,6 +142,11 @@ def test_demo_shows_equal_output(method: str) -> None:
     assert result["prompts"][0]["tau"] > 1
 
 
+def test_the_demo_samples_equal_output_too() -> None:
+    done = run("demo", "--embedded", "--prompts", "1", "--max-new-tokens", "24", "--temperature", "1", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["prompts"][0]["equal"] is True
+
+
 def test_demo_prints_a_table() -> None:
     done = apart("demo", "--embedded", "--prompts", "1", "--max-new-tokens", "16")
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,8 @@ RECIPE = Recipe(sequences=12, anchors=5, depth=6, drawn_depth=4, steps=6, batch=
 
 
 def conversation(prompt: list[int], answer: list[int], temperature: float = 0.0, split: str = "train") -> Conversation:
-    return Conversation("?", prompt, answer, "", temperature, "own", split)
+    text = tiny_tokenizer().decode(answer, skip_special_tokens=True)
+    return Conversation("?", prompt, answer, text, temperature, "own", split)
 
 
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "sampled"])
@@ -270,4 +271,8 @@ def test_refusals(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
         ValueError, match="the longest conversation is 300 tokens, more than the target's context of 256"
     ):
         train(pair, tmp_path / "out", tmp_path)
+    for strange in (replace(rows[0], text="others"), replace(rows[0], answer=[49151])):
+        (tmp_path / "train.jsonl").write_text(json.dumps(asdict(strange)) + "\n")
+        with pytest.raises(ValueError, match="are of a model with other tokens than"):
+            train(pair, tmp_path / "out", tmp_path)
     assert not (tmp_path / "out").exists()

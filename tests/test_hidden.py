@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import decode, p_value, random_head, tiny, tokens_of
+from toys import decode, p_value, random_head, tiny, tiny_tokenizer, tokens_of
 
+import forerun
 from forerun import Decoder
 from forerun.costs import Costs
 from forerun.draft import Draft
@@ -940,3 +941,16 @@ def test_settings_are_checked() -> None:
     target = CausalLM(tiny("llama"))
     with pytest.raises(ValueError, match="of the kind 'medusa'; the method needs 'lyanna'"):
         Decoder(target, method=Lyanna(), head=HiddenLM(random_head(target, kind="medusa"), target))
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_a_head_alone_names_its_method(kind: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    save_quantised(random_head(CausalLM(model), kind=kind), tmp_path / "head", {})
+    decoder = forerun.load(tmp_path / "target", head=tmp_path / "head")
+    assert decoder.method.name == kind and decoder.head is not None
+    assert forerun.load(tmp_path / "target", head=tmp_path / "head", method="lookup").head is None
+    with pytest.raises(ValueError, match="nowhere"):
+        forerun.load(tmp_path / "target", head=tmp_path / "nowhere")

@@ -37,7 +37,7 @@ from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.sampling import Sampler
-from forerun.zoo.quantise import save_quantised
+from forerun.zoo.quantise import WEIGHTS, save_quantised
 
 PROMPTS = ["the cat sat", "def add(a", "for"]
 
@@ -510,6 +510,13 @@ def test_what_is_stored_in_few_bits_is_held_to_its_sizes(tmp_path: Path, request
     request.getfixturevalue("unmade")
     with pytest.raises(ValueError, match=r"^cannot load the head .* in its file"):
         load_head(tmp_path / "head", CausalLM(model))
+    for bits in ("6", "head"):
+        shutil.copytree(tmp_path / bits, tmp_path / f"{bits} damaged")
+        (tmp_path / f"{bits} damaged" / WEIGHTS).write_bytes(b"not tensors")
+    with pytest.raises(ValueError, match=rf"^cannot load draft .*{WEIGHTS} cannot be read"):
+        load_model(tmp_path / "6 damaged", "draft")
+    with pytest.raises(ValueError, match=rf"^cannot load the head .*{WEIGHTS} cannot be read"):
+        load_head(tmp_path / "head damaged", CausalLM(model))
     for bits in (6, 8):
         claiming(tmp_path / str(bits), hidden_size=60000)
         with pytest.raises(ValueError, match=r"^cannot load draft .* in its file \[.*, 32\]$"):

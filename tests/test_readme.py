@@ -55,7 +55,7 @@ TABLES = [
         }
         | {
             f"forerun `{name}`": name
-            for name in ("ar", "sd", "cumulative", "confidence", "lookup", "suffix", "ouroboros")
+            for name in ("ar", "sd", "cumulative", "confidence", "pacer", "lookup", "suffix", "ouroboros")
         },
     ),
     Table(

@@ -375,7 +375,7 @@ def test_a_profile_says_which_layer_and_head_were_tried(
     folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("forerun.api.Decoder", lambda *each, **_: given.append(each[6:]) or Decoder(*each[:3], SD(4)))
+    monkeypatch.setattr("forerun.api.Decoder", lambda *each, **_: given.append(each[6:]) or Decoder(*each[:3], AR()))
     target, draft = str(folder / "target"), str(folder / "draft")
     save(
         pair_of(target, draft, None, None),

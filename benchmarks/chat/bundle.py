@@ -63,6 +63,8 @@ def curve(source: Path, folder: Path, work: Path | None) -> None:
         name: [[each["step"], each["validation"]] for each in records if "validation" in each]
         for name, records in found.items()
     }
+    if not kept:
+        raise SystemExit(f"no log of the training of {source}: give --work")
     write_text(folder / "curve.json", json.dumps(kept) + "\n")
 
 

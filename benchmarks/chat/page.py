@@ -19,8 +19,6 @@ from forerun.files import write_text
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "results" / "chat.md"
 TITLES = {
-    "validation": "How long a draft: validation prompts",
-    "validation-1": "The same at temperature 1",
     "greedy": "Greedy, 128 new tokens",
     "greedy-512": "Greedy, 512 new tokens",
     "heads": "Heads over hidden states, greedy",
@@ -46,8 +44,9 @@ them. `python benchmarks/chat/run.py --data DATA` makes the runs, `page.py` besi
 
 `speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompt in the same round,
 10-90 % its spread. `by place` is the share of drafts that reached a place and were accepted there. The last columns are
-where the time of decoding went. Guards are off, but in batches: there drafts are left out while they do not pay, as
-they are wherever else forerun decodes. All else is as in every bench: see README's "Measure".
+where the time of decoding went. In batches the guard is on, as it is wherever else forerun decodes: drafts are left out
+while they do not pay. In the other tables it is off, so that what is slower shows. All else is as in every bench: see
+README's "Measure".
 """
 
 

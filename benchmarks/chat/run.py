@@ -2,8 +2,8 @@
 
     python benchmarks/chat/run.py --data DATA [--only greedy,batch-4] [--runs runs/chat]
 
-Each run goes on where it was stopped; one that is done is not made again. `validation` comes first: settings were
-chosen from it, of ours (`forerun/zoo/weights/smollm2/tuned.json`) and of peers (below). Leave the machine alone.
+Each run goes on where it was stopped; one that is done is not made again. Settings were chosen from the validation
+runs, of ours (`forerun/zoo/weights/smollm2/tuned.json`) and of peers (below). Leave the machine alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,23 @@ LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
 TEST = "{here}/test.jsonl,humaneval,gsm8k"
 REPEATS = "{here}/../suffix/agent.jsonl,{here}/../suffix/edits.jsonl"
+VALIDATION = "--dataset {here}/validation.jsonl --limit 12 --rounds 2"
+KNOBS = {  # what forerun/zoo/weights/smollm2/tuned.json was chosen from: the best by median speedup
+    "sd.gamma": "1,2,3,4,5,6",
+    "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
+    "pacer.threshold": "0.4,0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
+    "lookup.gamma": "2,3,5,8",
+    "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=cumulative",
+    "ouroboros.gamma": "2,3,5",
+    "lyanna.depth": "1,2,3,4",
+    "eagle.depth": "1,2,3,4",
+    "pacer-lyanna.block": "1,2,3",
+    "pacer-eagle.block": "1,2",
+}
 # Of each run: what `forerun bench` is called with, beside what all are.
 RUNS = {
-    "validation": "--dataset {here}/validation.jsonl --rounds 1 --tune sd.gamma=1,2,3,4,5,6",
-    "validation-1": "--dataset {here}/validation.jsonl --rounds 1 --tune sd.gamma=1,2,3,4 --temperature 1",
+    **{f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}" for knob, values in KNOBS.items()},
+    **{f"validation-1-{knob}": f"{VALIDATION} --tune {knob}={KNOBS[knob]} --temperature 1" for knob in list(KNOBS)[:5]},
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
     "nucleus": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",

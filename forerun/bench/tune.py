@@ -48,11 +48,12 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "lookup": {"gamma": (3, 6, 10, 16), "ngram": (2, 3)},
     "suffix": {"factor": (1.0, 2.0), "most": (8, 24)},
     "hybrid": {"threshold": (3.0, 6.0), "other": ("cumulative",)},
-    "ouroboros": {"gamma": (6, 10, 16), "window": (0, 4), "suffixes": (0, 1)},
+    "ouroboros": {"gamma": (3, 6, 10, 16), "window": (0, 4), "suffixes": (0, 1)},
     "pacer-ouroboros": {"guesses": (1, 3), "ngram": (5, 9)},
     "lookahead": {"window": (0, 3)},
-    "lyanna": {"depth": (4, 8, 12)},
-    "pacer-lyanna": {"block": (2, 4), "width": (1, 2)},
+    "lyanna": {"depth": (1, 2, 4, 8)},
+    "eagle": {"depth": (1, 2, 4, 8)},
+    "pacer-lyanna": {"block": (1, 2, 4), "width": (1, 2)},
     "pacer-eagle": {"block": (1, 2), "width": (1, 2)},
 }
 CALIBRATION = 0.1  # share of the budget for the times that the cost table lacks

@@ -62,9 +62,10 @@ class Local:
     def switch(self, name: str) -> None:
         """Another method on the models at hand; where they lack something, they are loaded anew."""
         method, decoder = parse_method(name), self.decoder
+        if decoder.draft is not None:
+            decoder.check_draft(method)
         try:
-            if method.needs_draft and decoder.draft is None:
-                raise ValueError("no draft")
+            decoder.check_draft(method)
             layer = decoder.layer_for(method, decoder.pre_verifier)
             head = decoder.head_for(method, decoder.head)
         except ValueError:

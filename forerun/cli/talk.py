@@ -111,7 +111,7 @@ class Talk:
             if answer.text and not answer.text.endswith("\n"):
                 print(flush=True)
         if cut and not answer.text:
-            self.say("interrupted before the first word; the message is taken back")
+            self.say("interrupted before the first word; the conversation is as it was")
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         figures = self.partner.figures(answer)

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api import load
-from forerun.chat import chat_prompt, has_template
+from forerun.chat import chat_prompt, has_template, turn_ends
 from forerun.decoder import Decoder
 from forerun.files import read_text, write_text
 from forerun.params import SamplingParams
@@ -86,6 +86,10 @@ def make_chats(
     tokenizer = decoder.tokenizer
     if tokenizer is None or not has_template(tokenizer):
         raise ValueError(f"{target!r} has no chat template, so it cannot talk to itself")
+    # Turns end where the template ends them, even where the checkpoint's generation config does not say so.
+    config = decoder.target.model.generation_config
+    known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+    config.eos_token_id = sorted({*known, *turn_ends(tokenizer)})
     claim(out, json.dumps(asdict(recipe) | {"target": decoder.target.fingerprint}, sort_keys=True))
     questions = _questions(decoder, tokenizer, out, recipe, say)
     shards = -(-len(questions) // recipe.shard)

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from forerun.files import read_text
 from forerun.zoo.corpus import Split
 
@@ -33,6 +35,14 @@ class Conversation:
     temperature: float
     source: str
     split: str
+
+
+def check_chats(folder: Path, tokenizer: PreTrainedTokenizerBase, target: str) -> None:
+    """Raises ValueError where there are no conversations, or those of a model with another tokenizer."""
+    for each in read_chats(folder, SPLITS[0])[:8]:
+        is_known = max([*each.prompt, *each.answer]) < len(tokenizer)
+        if not is_known or tokenizer.decode(each.answer, skip_special_tokens=True) != each.text:
+            raise ValueError(f"the conversations in {folder} are of a model with other tokens than {target!r}")
 
 
 def read_chats(folder: Path, split: str) -> list[Conversation]:

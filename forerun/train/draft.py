@@ -16,6 +16,7 @@ from forerun.loading import load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.heads import hot_set
 from forerun.runtime.hot import save_hot
+from forerun.train.chats import check_chats
 from forerun.train.data import read_texts, tokenize
 from forerun.train.distill import distill, distill_chats
 from forerun.train.lm import new_llama
@@ -66,6 +67,8 @@ def train_draft(
         raise ValueError(f"hot must be above 0 and at most 1, not {hot}")
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
     check_sources(data, chats)
+    if chats is not None:
+        check_chats(chats, tokenizer, target)
     made = None if chats is None else learnt_and_held(chats, config.length)
     stream = np.zeros(0)
     if made is None:

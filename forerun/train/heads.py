@@ -20,6 +20,7 @@ from forerun.model import CausalLM, context_of
 from forerun.nn.heads import FEATURES, FUSIONS, KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.runtime.bits import BLOCK
 from forerun.runtime.heads import head_rows
+from forerun.train.chats import check_chats
 from forerun.train.data import read_texts, tokenize
 from forerun.train.head_losses import embeddings_of, loss_of, measure
 from forerun.train.judged import Recall, judged
@@ -130,6 +131,8 @@ def train_head(
         stream = tokenize(tokenizer, list(read_texts(data)), 0)
         if len(stream) < 4 * recipe.prompt:
             raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
+    if chats is not None:
+        check_chats(chats, tokenizer, target)
     made = None if chats is None else learnt_and_held(chats)
     model = load_model(target, "target", device=device, trust_remote_code=trust_remote_code, plain=True)
     text = model.config.get_text_config(decoder=True)

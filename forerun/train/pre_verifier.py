@@ -19,6 +19,7 @@ from forerun.loading import check_draft_tokenizer, load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.sampling import Sampler
+from forerun.train.chats import check_chats
 from forerun.train.data import read_texts, tokenize
 from forerun.train.drafts import Shard, collect, gather, of_conversations, of_own_output, split
 from forerun.train.loop import TrainConfig, claim, train
@@ -105,6 +106,7 @@ def train_pre_verifier(
             raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * recipe.prompt}")
         length, what = recipe.prompt + recipe.output, "prompt + output"
     else:
+        check_chats(chats, tokenizer, target)
         shards = of_conversations(chats, recipe.sequences, recipe.held, depths)
         length, what = max(shard.texts.tokens.shape[1] for shard in shards), "the longest conversation"
     big, small = (

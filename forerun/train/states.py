@@ -113,7 +113,10 @@ class StoredStates:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.target: dict[str, Any] = json.loads(read_text(folder / "config.json"))["target"]
+        try:
+            self.target: dict[str, Any] = json.loads(read_text(folder / "config.json"))["target"]
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(f"{folder / 'config.json'} is not that of `forerun train chat-data`") from None
         self._files: dict[tuple[Path, str], Any] = {}
         self._places: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
         self._laws: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
