@@ -63,15 +63,16 @@ def test_what_is_no_plain_llama_is_left_to_transformers(
     assert lean_forward(LlamaForCausalLM(LlamaConfig(**sizes))) is None
 
 
-LAYOUTS = [(64, 16, torch.float32), (50, 16, torch.float32), (24, 16, torch.bfloat16)]
+LAYOUTS = [(64, 16, torch.float32), (64, 32, torch.float32), (50, 16, torch.float32), (24, 16, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize(("out", "width", "dtype"), LAYOUTS)  # 50 outputs do not fill two panels
 def test_products_equal_linear_for_any_number_of_rows(
-    out: int, width: int, dtype: torch.dtype, bias: bool, one_row: bool
+    out: int, width: int, dtype: torch.dtype, bias: bool, one_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(packed_weights, "processor", lambda: "an AMD one" if width > 16 else "another")
     linear = torch.nn.Linear(width, out, bias=bias, dtype=dtype)
     multiply = product(linear.weight.detach(), linear.bias.detach() if bias else None, one_row)
     for rows in (1, 2, 3, 16, 200):
