@@ -62,14 +62,15 @@ class Local:
     def switch(self, name: str) -> None:
         """Another method on the models at hand; where they lack something, they are loaded anew."""
         method, decoder = parse_method(name), self.decoder
-        if decoder.draft is not None:
-            decoder.check_draft(method)
+        if method.needs_draft and decoder.draft is None:
+            self.decoder = self.make(method)  # or it says what is missing
+            return
+        decoder.check_draft(method)
         try:
-            decoder.check_draft(method)
             layer = decoder.layer_for(method, decoder.pre_verifier)
             head = decoder.head_for(method, decoder.head)
         except ValueError:
-            self.decoder = self.make(method)  # or it says what is missing
+            self.decoder = self.make(method)
             return
         decoder.method, decoder.sampling_method = method, None
         decoder.pre_verifier, decoder.head = layer or decoder.pre_verifier, head or decoder.head

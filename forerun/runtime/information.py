@@ -14,11 +14,9 @@ from torch.nn import functional
 
 from forerun.nn.heads import HiddenDrafter
 from forerun.runtime.native import LANES, library
-from forerun.runtime.native_heads import tiles_of
+from forerun.runtime.native_heads import LARGEST_TABLE, tiles_of
 from forerun.runtime.packed import Product, product
 from forerun.runtime.tiles import BLOCK, Room, Tiles, has_tiles, room
-
-LARGEST_TABLE = 2**26  # numbers
 
 
 @dataclass(frozen=True)

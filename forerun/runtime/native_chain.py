@@ -15,16 +15,13 @@ from torch import Tensor
 
 from forerun.cache import KVCache
 from forerun.runtime.native_family import NativeForward
-from forerun.runtime.native_layers import buffers, places_and_space
+from forerun.runtime.native_layers import OwnBatch
 from forerun.runtime.scores import Scores
 from forerun.runtime.stored import StoredEmbedding
 from forerun.runtime.tiles import (
     LANES,
-    BatchArgument,
     ChainArgument,
     Halves,
-    Room,
-    TileArgument,
     room,
 )
 from forerun.sampling import Drafted, Drawing
@@ -46,14 +43,8 @@ class NativeChain:
         assert forward.whole is not None and table.dtype == torch.bfloat16 and table.is_contiguous()
         self._made = forward, head, table
         self._layers, self._forward, self._hot = forward.whole, forward, hot
-        self._each = type(self._layers.arguments).from_buffer_copy(self._layers.arguments)
-        layers, d, n = self._layers, self._layers.width, PENDING
-        attended, parts = layers.heads * layers.size, (layers.heads + 2 * layers.groups) * layers.size
-        widths = d, parts, attended, 2 * layers.inner, layers.inner
-        self._whole, x = room(n, d), room(n, d)
-        halves = [room(n, width, dtype=torch.bfloat16) for width in widths]
-        inputs = Room(n, max(d, attended, layers.inner))
-        numbers = [room(n * (n if each == 3 else 1), dtype=torch.int32) for each in range(4)]
+        d, n = self._layers.width, PENDING
+        self._batch = OwnBatch(self._layers, n, n, n * n)
         states = Halves(1, d)
         rest, more = (table, 0) if hot is None else (hot.weight, hot.most)
         assert rest.dtype == torch.bfloat16 and rest.is_contiguous()
@@ -68,30 +59,6 @@ class NativeChain:
         self._chances: Any = (ctypes.c_float * LONGEST)()
         self._keys: Any = (ctypes.c_uint64 * LONGEST)()
         self._head = head.argument
-        self._batch = BatchArgument(
-            layers=len(self._each),
-            n=1,
-            d=d,
-            inner=layers.inner,
-            heads=layers.heads,
-            groups=layers.groups,
-            size=layers.size,
-            path=1,
-            steps=1,
-            first=layers.first.data_ptr(),
-            x=x.data_ptr(),
-            whole=self._whole.data_ptr(),
-            fuse=TileArgument(),
-            between=TileArgument(),
-            room=inputs.argument,
-            floor=layers.floors[0],
-            floor_each=layers.floors[1],
-            **dict(zip(("row", "length", "slot", "paths"), (each.data_ptr() for each in numbers), strict=True)),
-            **dict(
-                zip(("h", "parts", "attended", "both", "inside"), (each.data_ptr() for each in halves), strict=True)
-            ),
-        )
-        self._batch.place = self._batch.slot
         self._chain = ChainArgument(
             table=table.data_ptr(),
             rest=rest.data_ptr(),
@@ -107,8 +74,7 @@ class NativeChain:
             halves=states.argument,
         )
         # C knows addresses alone.
-        self._kept: Any = head, table, rest, x, halves, inputs, numbers, states, logits, places
-        self._capacity = self._threads = 0
+        self._kept: Any = head, table, rest, states, logits, places
 
     def fresh(self, hot: HotHead | None) -> NativeChain:
         """The same for another cache, with buffers of its own."""
@@ -128,14 +94,12 @@ class NativeChain:
         """`CausalLM.chain`."""
         if len(pending) > PENDING or len(ends) > ENDS or most > LONGEST:
             return None
-        row, chain, batch = cache.row(id), self._chain, self._batch
-        length, batch.threads = cache.lengths[row], torch.get_num_threads()
+        row, chain = cache.row(id), self._chain
+        length = cache.lengths[row]
         cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
-        if cache.capacity != self._capacity or batch.threads > self._threads:
-            self._make_room(cache)
-        for at, stored in zip(self._each, cache.layers, strict=True):
-            both = buffers(stored, self._layers.groups, self._layers.size)
-            at.cache, at.capacity = both.data_ptr(), both.shape[2]
+        if self._batch.point_at(cache):
+            self._turn = self._forward.rotations(cache.capacity)
+            chain.cos, chain.sin = (each.data_ptr() for each in self._turn)
         chain.known = 0
         if self._hot is not None:
             self._hot.meet(id, pending)
@@ -148,7 +112,10 @@ class NativeChain:
         chain.least, chain.product = least, product
         laws = self._draw(drawing, most)
         count = self._layers.library.draft_chain(
-            ctypes.byref(self._each), ctypes.byref(batch), ctypes.byref(self._head), ctypes.byref(chain)
+            ctypes.byref(self._batch.each),
+            ctypes.byref(self._batch.argument),
+            ctypes.byref(self._head),
+            ctypes.byref(chain),
         )
         cache.lengths[row] = length + len(pending) + count - 1
         whole = None if drawing is None or drawing.numbers is None else self._whole_laws(laws[:count])
@@ -181,16 +148,6 @@ class NativeChain:
         whole[:, self._hot.tokens] = laws[:, : self._head.out]
         whole[:, met] = laws[:, self._head.out : self._head.out + len(met)]
         return whole
-
-    def _make_room(self, cache: KVCache) -> None:
-        """What depends on the cache's length, and on the threads."""
-        self._capacity, self._threads = cache.capacity, torch.get_num_threads()
-        layers = self._layers
-        places, space = places_and_space(cache.capacity, layers.heads, layers.groups, layers.size)
-        self._scratch = room(self._threads, space)
-        self._turn = self._forward.rotations(cache.capacity)
-        self._batch.width, self._batch.space, self._batch.scratch = places, space, self._scratch.data_ptr()
-        self._chain.cos, self._chain.sin = (each.data_ptr() for each in self._turn)
 
 
 def native_chain(forward: Any, hot: HotHead | None) -> NativeChain | None:

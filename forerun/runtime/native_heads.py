@@ -17,16 +17,14 @@ from forerun.nn.heads import HeadLayer, HiddenDrafter
 from forerun.runtime.bits import Blocks, stored
 from forerun.runtime.lean import rotations
 from forerun.runtime.native import LANES, LARGEST_HEAD, TokenBatch, library
-from forerun.runtime.native_layers import LayerWeights, NativeLayers, buffers, places_and_space
+from forerun.runtime.native_layers import LayerWeights, NativeLayers, OwnBatch
 from forerun.runtime.scores import Scores
 from forerun.runtime.stored import StoredEmbedding
 from forerun.runtime.tiles import (
     BLOCK,
-    BatchArgument,
     GuessArgument,
     Halves,
     HeadArgument,
-    Room,
     TileArgument,
     Tiles,
     has_tiles,
@@ -161,20 +159,10 @@ class HeadChain:
         """`embeddings` [V, d]: the target's, bfloat16 where they are no blocks."""
         self._made = head, scores, hot, information, embeddings, is_eagle
         self._head, self._out, layers = head, scores.out, head.layers
-        self._each = type(layers.arguments).from_buffer_copy(layers.arguments)
-        d, attended, parts = layers.width, layers.heads * layers.size, (layers.heads + 2 * layers.groups) * layers.size
-        entries = [room(PENDING, width, dtype=torch.bfloat16) for width in (d, parts, attended, 2 * layers.inner)]
-        entries += [room(PENDING, layers.inner, dtype=torch.bfloat16), room(PENDING, 2 * d, dtype=torch.bfloat16)]
-        numbers = [
-            room(size, dtype=torch.int32) for size in (PENDING, PENDING, PENDING + LONGEST, PENDING**2 + LONGEST)
-        ]
-        x, whole, found, sums = (
-            room(PENDING, d),
-            room(PENDING, d),
-            room(LONGEST, d),
-            room(-(-self._out // LANES) * LANES),
-        )
-        inputs, halves = Room(PENDING, max(2 * d, attended, layers.inner)), Halves(LONGEST, d)
+        d = layers.width
+        self._batch = OwnBatch(layers, PENDING, PENDING + LONGEST, PENDING**2 + LONGEST)
+        found, sums = room(LONGEST, d), room(-(-self._out // LANES) * LANES)
+        entry, halves = room(PENDING, 2 * d, dtype=torch.bfloat16), Halves(LONGEST, d)
         own = room(len(sums), dtype=torch.bfloat16)
         self._behind: Any = (ctypes.c_int64 * PENDING)()
         self._drafted, self._chances = (ctypes.c_int64 * LONGEST)(), (ctypes.c_float * LONGEST)()
@@ -186,29 +174,6 @@ class HeadChain:
         else:
             embed = HeadArgument(None, None, None, None, None, embeddings.data_ptr(), *embeddings.shape)
         self._vocab_size = embed.out
-        self._batch = BatchArgument(
-            layers=len(self._each),
-            d=d,
-            inner=layers.inner,
-            heads=layers.heads,
-            groups=layers.groups,
-            size=layers.size,
-            first=layers.first.data_ptr(),
-            x=x.data_ptr(),
-            whole=whole.data_ptr(),
-            fuse=nothing,
-            between=nothing,
-            room=inputs.argument,
-            floor=layers.floors[0],
-            floor_each=layers.floors[1],
-            **dict(zip(("row", "length", "slot", "paths"), (each.data_ptr() for each in numbers), strict=True)),
-            **dict(
-                zip(
-                    ("h", "parts", "attended", "both", "inside"), (each.data_ptr() for each in entries[:5]), strict=True
-                )
-            ),
-        )
-        self._batch.place = self._batch.slot
         self._guess = GuessArgument(
             embed=embed,
             both=head.both.argument,
@@ -223,15 +188,14 @@ class HeadChain:
             sums=sums.data_ptr(),
             chances=ctypes.addressof(self._chances),
             drafted=ctypes.addressof(self._drafted),
-            entry=entries[5].data_ptr(),
+            entry=entry.data_ptr(),
             own=own.data_ptr(),
             halves=halves.argument,
-            room=inputs.argument,
+            room=self._batch.argument.room,
             sees=is_eagle,
         )
-        self._kept: Any = x, whole, found, sums, inputs, halves, own, entries, numbers  # C knows addresses alone
+        self._kept: Any = found, sums, entry, halves, own  # C knows addresses alone
         self._logits = room(0, self._out)
-        self._capacity = self._threads = 0
 
     def fresh(self) -> HeadChain:
         """The same for another cache, with buffers of its own."""
@@ -259,18 +223,14 @@ class HeadChain:
 
         Raises IndexError for a token outside the vocabulary.
         """
-        row, guess, batch, count, last = cache.row(id), self._guess, self._batch, len(given), start + most
+        row, guess, count, last = cache.row(id), self._guess, len(given), start + most
         if not 0 <= root < self._vocab_size or not all(0 <= token < self._vocab_size for token in behind or ()):
             raise IndexError(f"a token is outside the head's vocabulary of {self._vocab_size}")
-        length, batch.threads = cache.lengths[row] - (count if start else 0), torch.get_num_threads()
+        length = cache.lengths[row] - (count if start else 0)
         assert self.fits(length, count, last) and (old is None or old.is_contiguous())
         if not start:  # later calls must find the entries of the first
             cache.reserve(row + 1, length + count + LONGEST)
-        if cache.capacity != self._capacity or batch.threads > self._threads:
-            self._make_room(cache)
-        for at, layer in zip(self._each, cache.layers, strict=True):
-            both = buffers(layer, self._head.layers.groups, self._head.layers.size)
-            at.cache, at.capacity = both.data_ptr(), both.shape[2]
+        self._batch.point_at(cache)
         given, logits = given.float().contiguous(), room(last, self._out)
         logits[:start] = self._logits[:start]
         self._logits = logits
@@ -283,18 +243,10 @@ class HeadChain:
         )
         guess.at, guess.length, guess.count, guess.start, guess.most = row, length, count, start, most
         guess.olds, guess.root, guess.weight = 0 if old is None else len(old), root, weight
-        arguments = (ctypes.byref(each) for each in (self._each, batch, self._scores, guess))
+        arguments = (ctypes.byref(each) for each in (self._batch.each, self._batch.argument, self._scores, guess))
         self._head.layers.library.draft_states(*arguments)
         cache.lengths[row] = length + count
         return Guess(self._drafted[start:last], self._chances[start:last], logits)
-
-    def _make_room(self, cache: KVCache) -> None:
-        """What depends on the cache's length, and on the threads."""
-        self._capacity, self._threads = cache.capacity, torch.get_num_threads()
-        layers = self._head.layers
-        places, space = places_and_space(cache.capacity, layers.heads, layers.groups, layers.size)
-        self._scratch = room(self._threads, space)
-        self._batch.width, self._batch.space, self._batch.scratch = places, space, self._scratch.data_ptr()
 
 
 def head_chain(

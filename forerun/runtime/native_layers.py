@@ -94,9 +94,7 @@ class NativeLayers:
         x = given if fuse is None else room(count, self.width)
         assert x.is_contiguous() and x.dtype == torch.float32
         layers = type(self.arguments).from_buffer_copy(self.arguments)  # others may run on other caches meanwhile
-        for at, stored in zip(layers, cache.layers, strict=True):
-            both = buffers(stored, self.groups, self.size)
-            at.cache, at.capacity = both.data_ptr(), both.shape[2]
+        point_at(layers, cache, self.groups, self.size)
         attended, parts = self.heads * self.size, (self.heads + 2 * self.groups) * self.size
         outs = self.width, parts, attended, 2 * self.inner, self.inner
         h, *others = (room(count, size, dtype=torch.bfloat16) for size in outs)
@@ -118,6 +116,69 @@ class NativeLayers:
         )
         self.library.run_layers(ctypes.byref(layers), ctypes.byref(argument))
         return whole, h if lower is None else lower.bfloat16()
+
+
+class OwnBatch:
+    """A batch with memory of its own, for calls of C that fill it in. Its places are its slots.
+
+    Attributes:
+        argument, each: of these calls: the batch and its layers.
+    """
+
+    def __init__(self, layers: NativeLayers, most: int, slots: int, paths: int) -> None:
+        """`most`: tokens at once. `slots`, `paths`: numbers of these."""
+        self._layers, d, attended = layers, layers.width, layers.heads * layers.size
+        widths = d, attended + 2 * layers.groups * layers.size, attended, 2 * layers.inner, layers.inner
+        halves = [room(most, width, dtype=torch.bfloat16) for width in widths]
+        numbers = [room(count, dtype=torch.int32) for count in (most, most, slots, paths)]
+        x, whole = room(most, d), room(most, d)
+        inputs = Room(most, max(2 * d, attended, layers.inner))
+        self.each = type(layers.arguments).from_buffer_copy(layers.arguments)
+        self.argument = BatchArgument(
+            layers=len(self.each),
+            n=1,
+            d=d,
+            inner=layers.inner,
+            heads=layers.heads,
+            groups=layers.groups,
+            size=layers.size,
+            path=1,
+            steps=1,
+            first=layers.first.data_ptr(),
+            x=x.data_ptr(),
+            whole=whole.data_ptr(),
+            fuse=_NOTHING,
+            between=_NOTHING,
+            room=inputs.argument,
+            floor=layers.floors[0],
+            floor_each=layers.floors[1],
+            **dict(zip(("row", "length", "slot", "paths"), (part.data_ptr() for part in numbers), strict=True)),
+            **dict(
+                zip(("h", "parts", "attended", "both", "inside"), (part.data_ptr() for part in halves), strict=True)
+            ),
+        )
+        self.argument.place = self.argument.slot
+        self._kept: Any = x, whole, halves, numbers, inputs  # C knows addresses alone
+        self._capacity = 0
+
+    def point_at(self, cache: KVCache) -> bool:
+        """Has the batch run in this cache, with torch's threads. Whether what depends on these was made anew."""
+        layers, batch, threads = self._layers, self.argument, torch.get_num_threads()
+        is_new = cache.capacity != self._capacity or threads > batch.threads
+        if is_new:
+            batch.width, batch.space = places_and_space(cache.capacity, layers.heads, layers.groups, layers.size)
+            self._scratch, self._capacity = room(threads, batch.space), cache.capacity
+            batch.scratch = self._scratch.data_ptr()
+        batch.threads = threads
+        point_at(self.each, cache, layers.groups, layers.size)
+        return is_new
+
+
+def point_at(arguments: Any, cache: KVCache, groups: int, size: int) -> None:
+    """Tells layers where their keys and values are."""
+    for at, stored in zip(arguments, cache.layers, strict=True):
+        both = buffers(stored, groups, size)
+        at.cache, at.capacity = both.data_ptr(), both.shape[2]
 
 
 def buffers(stored: KVLayer, groups: int, size: int) -> Tensor:

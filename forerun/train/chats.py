@@ -39,15 +39,15 @@ class Conversation:
 
 def check_chats(folder: Path, tokenizer: PreTrainedTokenizerBase, target: str) -> None:
     """Raises ValueError where there are no conversations, or those of a model with another tokenizer."""
-    for each in read_chats(folder, SPLITS[0])[:8]:
+    for each in read_chats(folder, SPLITS[0], most=8):
         is_known = max([*each.prompt, *each.answer]) < len(tokenizer)
         if not is_known or tokenizer.decode(each.answer, skip_special_tokens=True) != each.text:
             raise ValueError(f"the conversations in {folder} are of a model with other tokens than {target!r}")
 
 
-def read_chats(folder: Path, split: str) -> list[Conversation]:
-    """The conversations of a split; raises ValueError where they have not been made."""
+def read_chats(folder: Path, split: str, most: int | None = None) -> list[Conversation]:
+    """The conversations of a split, or the first ones of it; raises ValueError where they have not been made."""
     path = folder / f"{split}.jsonl"
     if not path.is_file():
         raise ValueError(f"no conversations in {folder}: `forerun train chat-data` makes them")
-    return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
+    return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()[:most]]
