@@ -1,0 +1,130 @@
+"""Runs the benches behind docs/results/chat.md and embedded.md, one after the other, and keeps what came of each here.
+
+    python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
+
+Each run goes on where it was stopped; one that is done is not made again. Settings were chosen from the validation
+runs, of ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+OURS = "ar,sd,cumulative,confidence,pacer,lookup,suffix,hybrid,ouroboros"
+SAMPLED = "ar,sd,cumulative,pacer,lookup,suffix,hybrid"
+HEADS = "ar,sd,cumulative,lyanna,pacer-lyanna,eagle,pacer-eagle"
+LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
+THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
+TEST = "{here}/chat/test.jsonl,humaneval,gsm8k"
+REPEATS = "{here}/suffix/agent.jsonl,{here}/suffix/edits.jsonl"
+VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 12 --rounds 2"
+KNOBS = {  # what forerun/zoo/weights/smollm2/tuned.json was chosen from: the best by median speedup
+    "sd.gamma": "1,2,3,4,5,6",
+    "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
+    "pacer.threshold": "0.4,0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
+    "lookup.gamma": "2,3,5,8",
+    "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=cumulative",
+    "ouroboros.gamma": "2,3,5",
+    "lyanna.depth": "1,2,3,4",
+    "eagle.depth": "1,2,3,4",
+    "pacer-lyanna.block": "1,2,3",
+    "pacer-eagle.block": "1,2",
+}
+# Of each run: what `forerun bench` is called with, beside what all of its page are.
+CHAT = {
+    **{f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}" for knob, values in KNOBS.items()},
+    **{f"validation-1-{knob}": f"{VALIDATION} --tune {knob}={KNOBS[knob]} --temperature 1" for knob in list(KNOBS)[:5]},
+    "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
+    "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
+    "nucleus": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
+    "temperature-1": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 1",
+    "heads": f"--dataset {TEST} --limit 8 --rounds 2 --methods {HEADS}",
+    # Batches with the guard, as everything but `forerun bench` decodes: many rows leave little to gain on a CPU.
+    "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --guard --methods {OURS}",
+    "batch-8": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {OURS}",
+    "batch-8-1": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {SAMPLED} --temperature 1",
+    "repeats": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {OURS}",
+    "repeats-1": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {SAMPLED} --temperature 1",
+    "repeats-8": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {OURS}",
+    "repeats-8-1": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {SAMPLED} --temperature 1",
+    "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --guard --methods {OURS}",
+    "transformers": f"--dataset {TEST} --limit 4 --rounds 2 --methods ar,sd,{THEIRS}",
+    "float32": f"--dataset {TEST} --limit 4 --rounds 2 --weights float32 --methods {OURS}",
+}
+
+CODE = "stdlib-test,humaneval"
+OWN = f"{OURS},pacer-ouroboros,lyanna,pacer-lyanna"
+PEERS = "hf-ar,hf-lookup/10/3,hf-assisted/heuristic/5,hf-forward/ar,hf-forward/sd"
+SEARCH = "--dataset stdlib-validation --limit 20 --rounds 1"
+RANGES = {  # likewise of forerun/zoo/weights/tuned.json
+    "sd.gamma": "2,3,4,5,6,8,10",
+    "cumulative.threshold": "0.05,0.12,0.2,0.3",
+    "confidence.threshold": "0.2,0.3,0.4,0.5",
+    "lookup.gamma": "4,8,12,16",
+    "hybrid.threshold": "1,3,6",
+    "ouroboros.gamma": "4,6,8,10",
+    "lyanna.depth": "2,4,6,8",
+}
+LOOKUPS = ",".join(f"hf-lookup/{most}/{ngram}" for most in (5, 10, 20) for ngram in (2, 3))
+ASSISTED = ",".join(f"hf-assisted/{each}" for each in ("3/0.4", "5/0.4", "8/0.4", "5/0", "heuristic/5", "20/0.4"))
+EMBEDDED = {
+    **{f"validation-{knob}": f"{SEARCH} --tune {knob}={values}" for knob, values in RANGES.items()},
+    **{
+        f"validation-512-{knob}": f"{SEARCH} --max-new-tokens 512 --tune {knob}={RANGES[knob]}"
+        for knob in ("sd.gamma", "ouroboros.gamma")
+    },
+    **{
+        f"validation-1-{knob}": f"{SEARCH} --temperature 1 --tune {knob}={values}"
+        for knob, values in (("sd.gamma", "1,2,3,4,5"), ("cumulative.threshold", "0.2,0.3,0.4,0.5"))
+    },
+    "validation-peers": f"{SEARCH} --methods ar,{LOOKUPS},{ASSISTED}",
+    "validation-1-peers": f"{SEARCH} --temperature 1 --methods ar,{LOOKUPS},{ASSISTED}",
+    "greedy": f"--dataset {CODE} --limit 24 --rounds 2 --methods {OWN},{PEERS}",
+    "greedy-512": f"--dataset {CODE} --limit 16 --rounds 1 --max-new-tokens 512 --methods {OWN},{PEERS}",
+    "temperature-1": f"--dataset {CODE} --limit 24 --rounds 1 --temperature 1 --methods {OWN},{PEERS}",
+    "batch-4": f"--dataset {CODE} --limit 32 --rounds 1 --batch 4 --methods {OWN}",
+    "batch-16": f"--dataset {CODE} --limit 32 --rounds 4 --batch 16 --methods {OWN}",
+}
+COMMON = {"chat": "--target smollm2 --chat --stop-at-eos", "embedded": ""}
+RUNS = {
+    f"{page}/{name}": f"{given} {COMMON[page]}"
+    for page, runs in (("chat", CHAT), ("embedded", EMBEDDED))
+    for name, given in runs.items()
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
+    parser.add_argument(
+        "--only", default="chat,embedded", help="runs, as in chat/greedy; chat or embedded: all of these"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs' records")
+    given = parser.parse_args()
+    wanted = []
+    for part in given.only.split(","):
+        found = [name for name in RUNS if part in (name, name.split("/")[0])]
+        if not found:
+            parser.error(f"--only: no run {part!r}; there are {', '.join(RUNS)}")
+        wanted += found
+    for name in wanted:
+        out, kept = given.runs / name, HERE / f"{name}.json"
+        options = [*RUNS[name].format(here=HERE).split(), "--out", str(out)]
+        if "humaneval" in RUNS[name]:
+            options += ["--data", given.data]
+        options += ["--resume"] * (out / "records.jsonl").is_file()
+        done = subprocess.run([sys.executable, "-m", "forerun", "bench", *options])
+        if done.returncode:
+            return done.returncode
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copy(out / "results.json", kept)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
