@@ -153,8 +153,13 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_c_does_what_torch_does(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [(name, (4, 2, 32)) for name in MODELS]
+    + [("llama", sizes) for sizes in ((3, 1, 64), (9, 1, 64), (3, 1, 128), (4, 1, 96), (2, 1, 256))],
+)
+def test_c_does_what_torch_does(name: str, heads: tuple[int, int, int]) -> None:
+    """For any number of heads that share keys, of any size: some of them go together."""
     compiled = library()
     if compiled is None:
         pytest.skip("there is no C compiler here")
@@ -162,7 +167,8 @@ def test_c_does_what_torch_does(name: str) -> None:
     drafts = [Draft.chain(5, [6, 7]), Draft([5, 9, 9, 11, 12], [-1, 0, 0, 1, 2], origins=["draft"] * 5), Draft.root(8)]
     logits = []
     for forward in (FamilyForward, partial(NativeForward, library=compiled)):
-        stored = store(tiny(name), "int8")
+        sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+        stored = store(tiny(name, hidden_size=32 * heads[0], **sizes), "int8")
         each = CausalLM(stored, forward(stored))
         for id, prompt in enumerate(tokens):
             each.add(id)

@@ -118,42 +118,102 @@ void gate(const half *both, int n, int d, half *out) {
     for (int row = 0; row < n; row++) gate_row(both + (size_t)row * 2 * d, d, 0, d, out + (size_t)row * d);
 }
 
-/* A group of heads that share keys: attention of queries [shared, D] over the keys from `first` to `count`. Those from
-   `split` on stand at `slots`, those before in order. scores: shared rows of `width`, a multiple of 16. */
-static inline __attribute__((always_inline)) void group(const float *queries, const half *keys, const half *values,
-                                                        const int32_t *slots, int first, int split, int count,
-                                                        int shared, int d, float *scores, int width, half *out) {
-    for (int j = first; j < count; j++) {
-        const half *key = keys + (size_t)(j < split ? j : slots[j - split]) * d;
-        for (int h = 0; h < shared; h++) {
-            lanes sum = {0};
-            for (int i = 0; i < d; i += LANES) sum += load(queries + h * d + i) * wide(key + i);
-            scores[h * width + j - first] = total(sum);
+/* The totals of 16 sums. */
+static inline void totals(const lanes *sums, float *to) {
+#ifdef __AVX512F__
+    __m512 part[LANES]; /* in the order that makes the totals' */
+    for (int k = 0; k < LANES; k++) part[k] = (__m512)sums[4 * (k % 4) + k / 4];
+    for (int k = 0; k < 8; k++)
+        part[k] = _mm512_add_ps(_mm512_shuffle_f32x4(part[2 * k], part[2 * k + 1], 0x44),
+                                _mm512_shuffle_f32x4(part[2 * k], part[2 * k + 1], 0xee));
+    for (int k = 0; k < 4; k++)
+        part[k] = _mm512_add_ps(_mm512_shuffle_f32x4(part[2 * k], part[2 * k + 1], 0x88),
+                                _mm512_shuffle_f32x4(part[2 * k], part[2 * k + 1], 0xdd));
+    for (int k = 0; k < 2; k++)
+        part[k] = _mm512_add_ps(_mm512_shuffle_ps(part[2 * k], part[2 * k + 1], 0x44),
+                                _mm512_shuffle_ps(part[2 * k], part[2 * k + 1], 0xee));
+    put(to, (lanes)_mm512_add_ps(_mm512_shuffle_ps(part[0], part[1], 0x88), _mm512_shuffle_ps(part[0], part[1], 0xdd)));
+#else
+    for (int k = 0; k < LANES; k++) to[k] = total(sums[k]);
+#endif
+}
+
+/* Where the keys or values of a row stand that a token sees: the first `split` in order, the others at `slots`. */
+typedef struct {
+    const half *from;
+    const int32_t *slots;
+    int first, split, count;
+} view;
+
+static inline __attribute__((always_inline)) const half *entry(view of, int j, int d) {
+    return of.from + (size_t)(j < of.split ? j : of.slots[j - of.split]) * d;
+}
+
+#define HEADS 4 /* that are worked on at once, so that keys and values are read once for them */
+
+/* Scores of `heads` queries [heads, D] with all keys: rows of `width`. */
+static inline __attribute__((always_inline)) void score_keys(const float *queries, view keys, int heads, int d,
+                                                             float *scores, int width) {
+    for (int start = keys.first; start < keys.count; start += LANES) {
+        lanes sums[HEADS * LANES];
+        for (int k = 0; k < LANES; k++) {
+            int j = start + k < keys.count ? start + k : keys.count - 1;
+            const half *key = entry(keys, j, d);
+            for (int h = 0; h < heads; h++) {
+                lanes sum = {0};
+                for (int i = 0; i < d; i += LANES) sum += load(queries + h * d + i) * wide(key + i);
+                sums[h * LANES + k] = sum;
+            }
+        }
+        for (int h = 0; h < heads; h++) totals(sums + h * LANES, scores + h * width + start - keys.first);
+    }
+}
+
+/* What `heads` rows of scores make of all values [heads, D]. */
+static inline __attribute__((always_inline)) void mix_values(const float *scores, int width, view values, int heads,
+                                                             int d, half *out) {
+    lanes sums[HEADS * LARGEST / LANES];
+    for (int k = 0; k < heads * d / LANES; k++) sums[k] = (lanes){0};
+    for (int j = values.first; j < values.count; j++) {
+        const half *value = entry(values, j, d);
+        for (int i = 0; i < d / LANES; i++) {
+            lanes part = wide(value + LANES * i);
+            for (int h = 0; h < heads; h++) sums[h * d / LANES + i] += scores[h * width + j - values.first] * part;
         }
     }
-    int seen = count - first, end = (seen + LANES - 1) / LANES * LANES;
-    for (int h = 0; h < shared; h++) {
-        float *own = scores + h * width, most = own[0];
-        for (int j = seen; j < end; j++) own[j] = own[0];
-        lanes largest = load(own), sum = {0};
-        for (int j = LANES; j < end; j += LANES) largest = larger(largest, load(own + j));
-        for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
-        for (int j = 0; j < end; j += LANES) put(own + j, power(load(own + j) - most));
-        for (int j = seen; j < end; j++) own[j] = 0;
-        for (int j = 0; j < end; j += LANES) sum += load(own + j);
-        float whole = total(sum);
-        for (int j = 0; j < end; j += LANES) put(own + j, load(own + j) / whole);
-    }
-    for (int h = 0; h < shared; h++) {
-        lanes sums[LARGEST / LANES];
-        for (int i = 0; i < d / LANES; i++) sums[i] = (lanes){0};
-        for (int j = first; j < count; j++) {
-            const half *value = values + (size_t)(j < split ? j : slots[j - split]) * d;
-            float share = scores[h * width + j - first];
-            for (int i = 0; i < d / LANES; i++) sums[i] += share * wide(value + LANES * i);
-        }
-        for (int i = 0; i < d / LANES; i++) narrow(out + h * d + LANES * i, sums[i]);
-    }
+    for (int k = 0; k < heads * d / LANES; k++) narrow(out + LANES * k, sums[k]);
+}
+
+/* A row of `seen` scores as shares of one; behind them it is filled up to 16s. */
+static void to_shares(float *scores, int seen) {
+    int end = (seen + LANES - 1) / LANES * LANES;
+    float most = scores[0];
+    for (int j = seen; j < end; j++) scores[j] = scores[0];
+    lanes largest = load(scores), sum = {0};
+    for (int j = LANES; j < end; j += LANES) largest = larger(largest, load(scores + j));
+    for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
+    for (int j = 0; j < end; j += LANES) put(scores + j, power(load(scores + j) - most));
+    for (int j = seen; j < end; j++) scores[j] = 0;
+    for (int j = 0; j < end; j += LANES) sum += load(scores + j);
+    float whole = total(sum);
+    for (int j = 0; j < end; j += LANES) put(scores + j, load(scores + j) / whole);
+}
+
+/* Attention of `heads` queries [heads, D] that share keys. scores: heads rows of `width`, a multiple of 16. */
+static inline __attribute__((always_inline)) void some_heads(const float *queries, view keys, view values, int heads,
+                                                             int d, float *scores, int width, half *out) {
+    score_keys(queries, keys, heads, d, scores, width);
+    for (int h = 0; h < heads; h++) to_shares(scores + h * width, keys.count - keys.first);
+    mix_values(scores, width, values, heads, d, out);
+}
+
+static inline __attribute__((always_inline)) void group(const float *queries, view keys, view values, int shared, int d,
+                                                        float *scores, int width, half *out) {
+    int h = 0; /* numbers of heads are constants, so that their sums stay in registers */
+    for (; d <= 64 && h + 4 <= shared; h += 4) some_heads(queries + h * d, keys, values, 4, d, scores, width, out + h * d);
+    for (; d <= 64 && h + 3 <= shared; h += 3) some_heads(queries + h * d, keys, values, 3, d, scores, width, out + h * d);
+    for (; d <= 128 && h + 2 <= shared; h += 2) some_heads(queries + h * d, keys, values, 2, d, scores, width, out + h * d);
+    for (; h < shared; h++) some_heads(queries + h * d, keys, values, 1, d, scores, width, out + h * d);
 }
 
 /* Of one token: `count` heads [D] plus their biases, normed and rotated where that is wanted, times a scale. */
@@ -198,17 +258,16 @@ static void attend_group(const half *parts, const float *bias, const float *gain
     int shared = heads / groups, first_head = g * shared;
     float *queries = scratch, *scores = queries + shared * d;
     size_t each = (size_t)capacity * d;
-    const half *keys = cache + ((size_t)row * 2 * groups + g) * each;
+    const half *own = cache + ((size_t)row * 2 * groups + g) * each;
     int count = place + 1, first = window && count > window ? count - window : 0;
+    view keys = {own, path, first, length, count}, values = {own + groups * each, path, first, length, count};
     turned(parts + ((size_t)i * (heads + 2 * groups) + first_head) * d, bias ? bias + first_head * d : 0,
            gains ? gains + first_head * d : 0, floor, cos ? cos + (size_t)i * d : 0, sin ? sin + (size_t)i * d : 0,
            shared, d, 1 / sqrtf(d), queries);
-#define GROUP(size)                                                                                                 \
-    group(queries, keys, keys + groups * each, path, first, length, count, shared, size, scores, width,             \
-          out + ((size_t)i * heads + first_head) * size)
-    if (d == 64) GROUP(64);
-    else if (d == 128) GROUP(128);
-    else GROUP(d);
+    half *to = out + ((size_t)i * heads + first_head) * d;
+    if (d == 64) group(queries, keys, values, shared, 64, scores, width, to);
+    else if (d == 128) group(queries, keys, values, shared, 128, scores, width, to);
+    else group(queries, keys, values, shared, d, scores, width, to);
 }
 
 /* Attention of n tokens from their queries, keys and values [n, (H + 2 G) D]; keys and values go into the cache [rows, 2 G,
