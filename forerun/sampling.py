@@ -22,6 +22,7 @@ from transformers.generation import logits_process
 
 from forerun.draft import Draft
 from forerun.penalties import LogitBias
+from forerun.probabilities import argmax_of
 from forerun.races import Race
 
 # What a token is sampled by; a generator of None is torch's own.
@@ -225,7 +226,7 @@ def next_tokens(
                     raise RowError(r) from error
     else:
         scores = logits.float()
-    argmax = scores.argmax(-1).tolist() if any(sampler.greedy for sampler in samplers) else []
+    argmax = argmax_of(scores).tolist() if any(sampler.greedy for sampler in samplers) else []
     if all(sampler.greedy for sampler in samplers):
         return argmax, scores, None
     probabilities, tokens = scores.softmax(-1), []
@@ -293,14 +294,14 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
     token may depend on the tokens up to there, as with any rule for lengths.
     """
     if greedy:
-        return accept_greedy(draft, scores.argmax(-1).tolist())
+        return accept_greedy(draft, argmax_of(scores).tolist())
     return _accept_sampled(draft, scores.softmax(-1), generator)
 
 
 def accept_raced(draft: Draft, scores: Tensor, source: Callable[[int], Source]) -> Verdict:
     """Walks the draft along the tokens that the target samples, those behind depth d by `source(d)`; lossless, as what
     is drafted has no part in it."""
-    argmax, path = scores.argmax(-1).tolist(), [0]
+    argmax, path = argmax_of(scores).tolist(), [0]
     while True:
         node = path[-1]
         token = sample(scores[node].softmax(-1), source(draft.depths[node]))
@@ -334,7 +335,7 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
         own = nodes[1 : 1 + draft.sampled]
         q_of[own] = draft.q[own - 1, tokens[own]].to(q_of.dtype)
     uniforms = torch.rand(len(draft), generator=generator, device=device)
-    numbers = torch.stack([each.float() for each in (uniforms, q_of, p[above, tokens], p.argmax(-1))])
+    numbers = torch.stack([each.float() for each in (uniforms, q_of, p[above, tokens], argmax_of(p))])
     u, q, p_at, best = numbers.tolist()
     argmax = [int(token) for token in best]
     path = [0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.generation import Generation
+from forerun.probabilities import argmax_of
 from forerun.sampling import Verdict, accept, accept_greedy, accept_raced
 
 
@@ -21,7 +22,7 @@ def judge(
 
     What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing.
     """
-    argmax = [row.argmax(-1) for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
+    argmax = [argmax_of(row) for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
     found = iter(torch.cat(argmax).tolist() if argmax else [])  # a GPU is waited for once
     verdicts, scores = [], []
     for seq, draft, row in zip(seqs, drafts, logits, strict=True):

@@ -41,7 +41,7 @@ from forerun.methods import (
 )
 from forerun.metrics import summarise
 from forerun.model import CausalLM
-from forerun.probabilities import entropies
+from forerun.probabilities import argmax_of, entropies
 from forerun.sampling import Sampler, Verdict
 
 V, FITS = 8, 1e-4
@@ -377,6 +377,13 @@ def test_adaedls_threshold_follows_the_acceptance_rate() -> None:
     assert list(policy.rates) == list(policy.thresholds) == [0, 2, 3]
     assert list(policy.rates.values()) == pytest.approx([0.85, 0.7, 0.9])
     assert list(policy.thresholds.values()) == pytest.approx([0.52, 0.51, 0.5])
+
+
+def test_argmax() -> None:
+    scores = torch.tensor([[[0.0, 2.0, 2.0], [-torch.inf, -1.0, -3.0]], [[torch.nan, 1.0, 2.0], [3.0, 1.0, 2.0]]])
+    assert argmax_of(scores).tolist() == scores.argmax(-1).tolist() == [[1, 1], [0, 0]]
+    assert argmax_of(scores[1, 1]).item() == 0 and argmax_of(scores[:, :, 1:]).tolist() == [[0, 0], [1, 1]]
+    assert argmax_of(scores[0].bfloat16()).tolist() == [1, 1]
 
 
 def test_entropies() -> None:

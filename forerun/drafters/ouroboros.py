@@ -22,6 +22,7 @@ from forerun.engine import Proposal
 from forerun.generation import Generation
 from forerun.lengths import LengthPolicy, LengthRule, Look
 from forerun.model import CausalLM
+from forerun.probabilities import argmax_of
 from forerun.sampling import RowError, Verdict, next_tokens
 
 
@@ -162,7 +163,7 @@ class OuroborosDrafter(ChainDrafter):
         logits = self._fitted(logits)
         at_once = sampler.greedy and sampler.prefix_free
         scores = sampler.scores(logits, lambda _: []) if at_once else logits
-        best = scores.argmax(-1).tolist() if at_once or row.window is not None else []
+        best = argmax_of(scores).tolist() if at_once or row.window is not None else []
         while True:
             here, q = scores[node : node + 1], None
             if at_once:
