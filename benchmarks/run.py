@@ -24,21 +24,33 @@ TEST = "{here}/chat/test.jsonl,humaneval,gsm8k"
 REPEATS = "{here}/suffix/agent.jsonl,{here}/suffix/edits.jsonl"
 VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 12 --rounds 2"
 KNOBS = {  # what forerun/zoo/weights/smollm2/tuned.json was chosen from: the best by median speedup
-    "sd.gamma": "1,2,3,4,5,6",
-    "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
-    "pacer.threshold": "0.4,0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
+    "sd.gamma": "2,3,4,5,6",
+    "cumulative.threshold": "0.1,0.15,0.2,0.3,0.4",
+    "pacer.threshold": "0.3,0.4,0.5,0.6,0.7 --method-arg pacer.block=1",
     "lookup.gamma": "2,3,5,8",
-    "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=cumulative",
+    "hybrid.other": "cumulative:threshold=0.1,cumulative:threshold=0.2,cumulative:threshold=0.3",
+    "hybrid.threshold": "1,2,3,6",
     "ouroboros.gamma": "2,3,5",
     "lyanna.depth": "1,2,3,4",
     "eagle.depth": "1,2,3,4",
     "pacer-lyanna.block": "1,2,3",
     "pacer-eagle.block": "1,2",
 }
+SAMPLED_KNOBS = {
+    "sd.gamma": "1,2,3,4",
+    "cumulative.threshold": "0.3,0.4,0.5,0.6,0.7",
+    "pacer.threshold": "0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
+    "lookup.gamma": "2,3,5",
+    "hybrid.other": "cumulative:threshold=0.4,cumulative:threshold=0.5,cumulative:threshold=0.6",
+    "hybrid.threshold": "1,2,3,6",
+}
 # Of each run: what `forerun bench` is called with, beside what all of its page are.
 CHAT = {
     **{f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}" for knob, values in KNOBS.items()},
-    **{f"validation-1-{knob}": f"{VALIDATION} --tune {knob}={KNOBS[knob]} --temperature 1" for knob in list(KNOBS)[:5]},
+    **{
+        f"validation-1-{knob}": f"{VALIDATION} --temperature 1 --tune {knob}={values}"
+        for knob, values in SAMPLED_KNOBS.items()
+    },
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
     "nucleus": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from toys import (
     LAYERS,
-    VOCAB,
     TableLM,
     decode,
     joint_distribution,
@@ -616,7 +615,17 @@ def test_settings_are_checked() -> None:
             method("hybrid", **options)
     with pytest.raises(ValueError, match="at least 1 token"):
         SuffixMemory(0)
-    assert VOCAB > 42
+    for other, told in (("sd:depth=2", "no setting 'depth'"), ("sd:gamma=x", "sd.gamma"), ("sd:gamma", "sd.gamma")):
+        with pytest.raises(ValueError, match=told):
+            method("hybrid", other=other)
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_the_other_methods_settings(gamma: int) -> None:
+    target = tiny("llama")
+    chosen = method("hybrid", threshold=1000.0, other=f"sd:gamma={gamma}:verification=token")
+    decoder = Decoder(target, None, noisy_copy(target, 1e-6), chosen, False)
+    assert len(decoder.generate([[5, 6, 7]], max_new_tokens=24)[0].stats.reached) == gamma
 
 
 def test_states_of_a_memory_are_bounded_whatever_goes() -> None:

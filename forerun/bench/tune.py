@@ -47,7 +47,7 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "heuristic": {"gamma": (3, 5, 8)},
     "lookup": {"gamma": (3, 6, 10, 16), "ngram": (2, 3)},
     "suffix": {"factor": (1.0, 2.0), "most": (8, 24)},
-    "hybrid": {"threshold": (3.0, 6.0), "other": ("cumulative",)},
+    "hybrid": {"threshold": (3.0, 6.0), "other": ("cumulative:threshold=0.2", "cumulative:threshold=0.5")},
     "ouroboros": {"gamma": (3, 6, 10, 16), "window": (0, 4), "suffixes": (0, 1)},
     "pacer-ouroboros": {"guesses": (1, 3), "ngram": (5, 9)},
     "lookahead": {"window": (0, 3)},

@@ -63,7 +63,7 @@ class Suffix(Settings):
 @dataclass(frozen=True)
 class Hybrid(Suffix):
     """Suffix drafts where their score, the tokens of them that counts say are right, is at least `threshold`; else
-    those of the method `other`, with its own defaults.
+    those of the method `other`: its name, or name and settings as in "cumulative:threshold=0.2:most=8".
 
     For "auto" that is the method of what is there: of a head, else of a draft model, with its pre-verifier or without.
     Where nothing is there, suffixes draft alone.
@@ -81,11 +81,12 @@ class Hybrid(Suffix):
         from forerun.methods import METHODS
 
         names = [name for name in METHODS if name not in ALONE]
-        if self.other not in names:
-            raise ValueError(f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {self.other!r}")
+        if (name := str(self.other).split(":")[0]) not in names:
+            raise ValueError(f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}")
+        self._other()  # raises for its settings
         # It needs what the other one needs. Of the class these are no settings.
         for each in ("needs_draft", "layer", "kind", "head"):
-            object.__setattr__(self, each, getattr(METHODS[self.other], each))
+            object.__setattr__(self, each, getattr(METHODS[name], each))
 
     @property
     def needs_costs(self) -> bool:
@@ -96,9 +97,11 @@ class Hybrid(Suffix):
         return self.other == "auto" or self._other().any_tokenizer
 
     def _other(self) -> Any:
-        from forerun.methods import method
+        from forerun.methods import method, parse_value
 
-        return method(self.other)
+        name, *given = self.other.split(":")
+        settings = [each.partition("=") for each in given]
+        return method(name, **{key: parse_value(name, key, value) for key, _, value in settings})
 
     def given(self, draft: bool, layer: bool, head: str | None) -> Hybrid:
         if self.other != "auto" or not (draft or head):
