@@ -26,9 +26,10 @@ GROUND = {
     "model",
     "generation",
     "logprobs",
+    "probabilities",
 }
 LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
-METHODS = LOOP | {"costs", "probabilities", "nn", "lengths", "drafters", "methods", "params", "vocabularies"}
+METHODS = LOOP | {"costs", "nn", "lengths", "drafters", "methods", "params", "vocabularies"}
 API = METHODS | {
     "claims",
     "chat",
@@ -65,25 +66,25 @@ ALLOWED: dict[str, set[str]] = {
     "support": set(),
     "fingerprint": set(),
     "races": set(),
-    "sampling": {"draft", "penalties", "races"},
-    "model": {"draft", "sampling", "cache", "batch", "prefix", "rows", "support", "fingerprint"},
+    "sampling": {"draft", "penalties", "probabilities", "races"},
+    "model": {"draft", "probabilities", "sampling", "cache", "batch", "prefix", "rows", "support", "fingerprint"},
     "generation": {"logprobs", "params", "races", "sampling"},
     "logprobs": set(),
     "penalties": set(),
     "steps": {"draft", "generation", "logprobs", "sampling"},
-    "verify": {"draft", "generation", "sampling"},
+    "verify": {"draft", "generation", "probabilities", "sampling"},
     "engine": GROUND | {"steps", "verify"},  # no drafter, whatever the method
     "driver": {"engine", "generation"},
     "grammar": {"sampling"},
     "requests": GROUND | {"chat", "formats", "grammar", "params", "penalties", "text"},
     "metrics": {"engine"},
-    "nn": GROUND | {"probabilities"},
+    "nn": GROUND,
     "costs": set(),
-    "lengths": GROUND | {"nn", "costs", "probabilities"},
+    "lengths": GROUND | {"nn", "costs"},
     "vocabularies": {"text"},
     "drafters": LOOP | {"nn", "lengths", "runtime", "costs", "vocabularies"},
     "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime", "vocabularies"},
-    "runtime": GROUND | {"nn", "costs", "probabilities", "files", "kinds"},
+    "runtime": GROUND | {"nn", "costs", "files", "kinds"},
     "gguf": {"runtime", "kinds"},
     "zoo": GROUND | {"nn", "files"},
     "profiles": {"methods", "costs", "files", "zoo"},
