@@ -27,6 +27,7 @@ from forerun.races import Race
 
 # What a token is sampled by; a generator of None is torch's own.
 Source = Race | torch.Generator | None
+_BLOCK = 256  # tokens whose probabilities are summed together
 
 
 class QuickTopP(logits_process.TopPLogitsWarper):
@@ -246,15 +247,36 @@ def sample(probabilities: Tensor, source: Source) -> int:
     """
     if isinstance(source, Race):
         return source.sample(probabilities)
-    dtype = torch.float32 if probabilities.device.type == "mps" else torch.float64  # that has no float64
+    device = probabilities.device
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # that has no float64
+    number = torch.rand((), dtype=dtype, generator=source, device=device)
+    if device.type == "cpu":
+        return _at(float(number), probabilities.numpy())
     below = probabilities.cumsum(-1, dtype=dtype)
-    at = torch.rand((), dtype=dtype, generator=source, device=probabilities.device) * below[-1]
-    index = int(torch.searchsorted(below, at, right=True))  # `right` passes over entries of probability 0
-    if index < len(probabilities):
-        return index
-    if not float(below[-1]) > 0:
+    index = int(torch.searchsorted(below, number * below[-1], right=True))  # `right` passes over probabilities of 0
+    return index if index < len(probabilities) else _last(probabilities.cpu().numpy())
+
+
+def _at(number: float, p: np.ndarray) -> int:
+    """The token of p [V] at a number in [0, 1) of the distribution function. Whole blocks are summed first, which takes
+    a fifth of the time of a sum up to every token."""
+    below = np.add.reduceat(p, np.arange(0, len(p), _BLOCK), dtype=np.float64).cumsum()
+    at = number * below[-1]
+    block = int(below.searchsorted(at, "right"))
+    if block == len(below):
+        return _last(p)
+    first = block * _BLOCK
+    tokens = p[first : first + _BLOCK]
+    behind = at - (below[block - 1] if block else 0.0)
+    index = int(tokens.cumsum(dtype=np.float64).searchsorted(behind, "right"))
+    return first + (index if index < len(tokens) else _last(tokens))
+
+
+def _last(p: np.ndarray) -> int:
+    """The last token that has a probability, where rounding led to the very end."""
+    if not p.sum() > 0:
         raise ValueError("no token can be sampled: the model's scores are not numbers, or all of them are -inf")
-    return int(probabilities.nonzero()[-1])  # float32 can round up to the very end
+    return int(np.flatnonzero(p)[-1])
 
 
 @dataclass(frozen=True)

@@ -369,6 +369,20 @@ def test_samples_follow_the_distribution_and_never_give_what_has_no_probability(
     )
 
 
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_sums_by_blocks_sample_what_a_sum_token_by_token_does(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    p = torch.rand(size, generator=generator).pow(8)
+    p[torch.rand(size, generator=generator) < 0.5] = 0.0
+    p[300:800] = 0.0  # whole blocks
+    p[size // 2] = 1.0
+    below = p.cumsum(-1, dtype=torch.float64)
+    for seed in range(500):
+        number = torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        expected = int(torch.searchsorted(below, number * below[-1], right=True))
+        assert sample(p, torch.Generator().manual_seed(seed)) == expected and p[expected] > 0
+
+
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("least", [1, 3])
 def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> None:
