@@ -22,7 +22,7 @@ LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
 TEST = "{here}/chat/test.jsonl,humaneval,gsm8k"
 REPEATS = "{here}/suffix/agent.jsonl,{here}/suffix/edits.jsonl"
-VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 12 --rounds 2"
+VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 24 --rounds 1"
 KNOBS = {  # what forerun/zoo/weights/smollm2/tuned.json was chosen from: the best by median speedup
     "sd.gamma": "2,3,4,5,6",
     "cumulative.threshold": "0.1,0.15,0.2,0.3,0.4",
