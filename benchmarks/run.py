@@ -25,12 +25,12 @@ REPEATS = "{here}/suffix/agent.jsonl,{here}/suffix/edits.jsonl"
 VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 24 --rounds 1"
 KNOBS = {  # what forerun/zoo/weights/smollm2/tuned.json was chosen from: the best by median speedup
     "sd.gamma": "2,3,4,5,6",
-    "cumulative.threshold": "0.1,0.15,0.2,0.3,0.4",
-    "pacer.threshold": "0.3,0.4,0.5,0.6,0.7 --method-arg pacer.block=1",
-    "lookup.gamma": "2,3,5,8",
-    "hybrid.other": "cumulative:threshold=0.1,cumulative:threshold=0.2,cumulative:threshold=0.3",
+    "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
+    "pacer.threshold": "0.4,0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
+    "lookup.gamma": "1,2,3,5",
+    "hybrid.other": ",".join(f"cumulative:threshold={each}" for each in (0.2, 0.3, 0.4, 0.5)),
     "hybrid.threshold": "1,2,3,6",
-    "ouroboros.gamma": "2,3,5",
+    "ouroboros.gamma": "1,2,3",
     "lyanna.depth": "1,2,3,4",
     "eagle.depth": "1,2,3,4",
     "pacer-lyanna.block": "1,2,3",
@@ -51,6 +51,9 @@ CHAT = {
         f"validation-1-{knob}": f"{VALIDATION} --temperature 1 --tune {knob}={values}"
         for knob, values in SAMPLED_KNOBS.items()
     },
+    # What the default methods were chosen from, with these settings.
+    "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
+    "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid --temperature 1",
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
     "nucleus": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
