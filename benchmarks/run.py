@@ -41,7 +41,7 @@ SAMPLED_KNOBS = {
     "cumulative.threshold": "0.3,0.4,0.5,0.6,0.7",
     "pacer.threshold": "0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
     "lookup.gamma": "2,3,5",
-    "hybrid.other": "cumulative:threshold=0.4,cumulative:threshold=0.5,cumulative:threshold=0.6",
+    "hybrid.other": "cumulative:threshold=0.4,cumulative:threshold=0.6,sd:gamma=1,sd:gamma=2",
     "hybrid.threshold": "1,2,3,6",
 }
 # Of each run: what `forerun bench` is called with, beside what all of its page are.
@@ -55,10 +55,10 @@ CHAT = {
     "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
     "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid --temperature 1",
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
-    "greedy-512": f"--dataset {TEST} --limit 8 --rounds 2 --max-new-tokens 512 --methods {OURS},{LLAMA}",
-    "nucleus": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
-    "temperature-1": f"--dataset {TEST} --limit 8 --rounds 2 --methods {SAMPLED} --temperature 1",
-    "heads": f"--dataset {TEST} --limit 8 --rounds 2 --methods {HEADS}",
+    "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS},{LLAMA}",
+    "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
+    "temperature-1": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 1",
+    "heads": f"--dataset {TEST} --limit 12 --rounds 3 --methods {HEADS}",
     # Batches with the guard, as everything but `forerun bench` decodes: many rows leave little to gain on a CPU.
     "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --guard --methods {OURS}",
     "batch-8": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {OURS}",
