@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from toys import tiny, tiny_tokenizer
 
@@ -82,6 +83,23 @@ def test_a_stopped_run_goes_on(target: str, chats: Path, tmp_path: Path) -> None
         assert (tmp_path / name).read_text() == (chats / name).read_text()
     with pytest.raises(ValueError, match="holds a run with other settings"):
         make_chats(target, tmp_path, replace(RECIPE, seed=1))
+
+
+def test_answers_that_came_without_states_get_them(target: str, chats: Path, tmp_path: Path) -> None:
+    """As those have that are unpacked from an archive."""
+    for path in chats.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    make_chats(target, tmp_path, RECIPE, say=lambda _: None)
+    paths = sorted(chats.glob("*.safetensors"))
+    assert {path.name.partition("-")[0] for path in paths} == {"states", "laws"}
+    for path in paths:
+        found, whole = load_file(tmp_path / path.name), load_file(path)
+        assert found.keys() == whole.keys()
+        for name in found:
+            close = 0.02 if path.name.startswith("states") else 0.01  # bfloat16
+            if name != "tokens":  # neighbours may change places
+                torch.testing.assert_close(found[name].float(), whole[name].float(), atol=close, rtol=close)
 
 
 def test_a_model_that_asks_nothing_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

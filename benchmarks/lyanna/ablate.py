@@ -1,9 +1,10 @@
-"""What each part of Lyanna brings on the embedded target, all ways in turns on the same prompts:
-python benchmarks/lyanna/ablate.py [--head FOLDER] [--other FOLDER ...] [--prompts 24] [--rounds 2]
-    [--split validation] [--out FILE.json]
+"""What each part of Lyanna brings on the embedded target or on smollm2, all ways in turns on the same prompts:
+python benchmarks/lyanna/ablate.py [--target smollm2] [--head FOLDER] [--other FOLDER ...] [--prompts 24] [--rounds 2]
+    [--depth 8] [--out FILE.json]
 
-Smaller hot sets and a head without token information are made of the trained one by leaving out what they lack;
-others are heads that were trained in another way, by the names of their folders. Beside FILE.json stands a picture.
+Smaller hot sets and a head without token information are made of the trained one by leaving out what they lack, larger
+ones by adding tokens that the table of token information knows nothing of; others are heads that were trained in
+another way, by the names of their folders. Beside FILE.json stands a picture.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from matplotlib import pyplot
 
 from forerun import Decoder, load
 from forerun.bench.report import versions
+from forerun.chat import chat_prompt
 from forerun.loading import load_head
 from forerun.methods import Eagle, Lyanna, Medusa, Method, PacerLyanna, method
 from forerun.nn.heads import HiddenConfig, HiddenDrafter
-from forerun.zoo import EMBEDDED, companion
+from forerun.zoo import EMBEDDED, SMOLLM2, companion
 from forerun.zoo.corpus import held_out_prompts
 
-# Chains as deep as is best for each kind.
-KINDS = {"lyanna": Lyanna(reuse="off"), "eagle": Eagle(depth=6), "medusa": Medusa()}
+CHATS = Path(__file__).parent.parent / "chat" / "validation.jsonl"
+CHAIN = "chain, no reuse"
 
 
 def without_information(head: HiddenDrafter) -> HiddenDrafter:
@@ -40,40 +42,83 @@ def without_information(head: HiddenDrafter) -> HiddenDrafter:
     return other
 
 
-def hot(head: HiddenDrafter, share: float) -> HiddenDrafter:
-    """The head for this share of the vocabulary, its most frequent tokens."""
-    size = round(share * head.config.vocab_size)
+def hot(head: HiddenDrafter, size: int) -> HiddenDrafter:
+    """The head for so many tokens: the most frequent ones of its hot set, or that and others."""
     other = HiddenDrafter(HiddenConfig(**head.config.to_dict() | {"hot_size": size})).eval()
     whole = head.state_dict()
-    other.load_state_dict(whole | {name: whole[name][:size] for name in ("hot", "answer.weight")})
+    cold = torch.ones(head.config.vocab_size, dtype=torch.bool)
+    cold[head.hot] = False
+    tokens = torch.cat([head.hot, cold.nonzero()[:, 0]])[:size]
+    whole |= {"hot": tokens}
+    if head.informed:
+        answer = whole["answer.weight"]
+        whole["answer.weight"] = torch.cat([answer, answer.new_zeros(len(cold) - len(answer), answer.shape[1])])[:size]
+    other.load_state_dict(whole)
     return other
 
 
-def ways(head: HiddenDrafter) -> dict[str, tuple[Method, HiddenDrafter | None]]:
-    chain = Lyanna(reuse="off")
+def ways(head: HiddenDrafter, depth: int) -> dict[str, tuple[Method, HiddenDrafter | None]]:
+    chain = Lyanna(depth=depth, reuse="off")
+    whole = head.config.vocab_size
+    depths = (depth // 2, 3 * depth // 4, 3 * depth // 2) if depth > 4 else range(1, 5)
+    blocks = (1, 2, 4, 8) if depth > 4 else (1, 2, 3)
+    beams = ((2, 12), (3, 16)) if depth > 4 else ((2, 4), (2, 6))
     found: dict[str, tuple[Method, HiddenDrafter | None]] = {
         "ar": (method("ar"), None),
-        "chain of 8, no reuse": (chain, head),
+        CHAIN: (chain, head),
         "without token information": (chain, without_information(head)),
-        **{f"hot set of {share:.0%}": (chain, hot(head, share)) for share in (0.125, 0.25, 0.5) if share < 1},
-        **{f"chain of {depth}": (Lyanna(depth=depth, reuse="off"), head) for depth in (4, 6, 12)},
-        **{f"old logits added, weight {w}": (Lyanna(reuse="add", weight=w), head) for w in (0.25, 1.0)},
-        "old logits in a pass of their own": (Lyanna(reuse="free", least=1), head),
-        **{f"drafting from {least} old logits or more": (Lyanna(reuse="free", least=least), head) for least in (2, 3)},
         **{
-            f"tree, {width} beams, {nodes} nodes": (Lyanna(width=width, nodes=nodes, reuse="off"), head)
-            for width, nodes in ((2, 12), (3, 16))
+            f"hot set of {size:,} tokens": (chain, hot(head, size))
+            for size in (whole // 12, whole // 6, whole // 2, whole)
+            if size != head.config.hot_size
         },
-        "pacer-lyanna": (PacerLyanna(), head),
-        "pacer-lyanna, no reuse": (PacerLyanna(reuse="off"), head),
+        **{f"chain of {each}": (Lyanna(depth=each, reuse="off"), head) for each in depths if each != depth},
+        **{f"old logits added, weight {w}": (Lyanna(depth=depth, reuse="add", weight=w), head) for w in (0.25, 1.0)},
+        "old logits as a branch": (Lyanna(depth=depth, reuse="both"), head),
+        "old logits in a pass of their own": (Lyanna(depth=depth, reuse="free", least=1), head),
         **{
-            f"pacer-lyanna, drafting from {least} old logits or more": (PacerLyanna(reuse="free", least=least), head)
-            for least in (3, 4, 6)
+            f"drafting from {least} old logits or more": (Lyanna(depth=depth, reuse="free", least=least), head)
+            for least in (2, 3)
+            if least < depth
         },
-        **{f"pacer-lyanna, blocks of {block}": (PacerLyanna(block=block), head) for block in (1, 2, 8)},
-        "pacer-lyanna, 2 beams": (PacerLyanna(width=2), head),
+        **{
+            f"tree, {width} beams, {nodes} nodes": (Lyanna(depth=depth, width=width, nodes=nodes, reuse="off"), head)
+            for width, nodes in beams
+        },
+        **{f"pacer-lyanna, blocks of {block}": (PacerLyanna(block=block), head) for block in blocks},
+        "pacer-lyanna, no reuse": (PacerLyanna(block=blocks[1], reuse="off"), head),
+        **{
+            f"pacer-lyanna, drafting from {least} old logits or more": (
+                PacerLyanna(block=blocks[1], reuse="free", least=least),
+                head,
+            )
+            for least in (2, 3, 4)
+        },
+        "pacer-lyanna, 2 beams": (PacerLyanna(block=blocks[1], width=2), head),
     }
     return found
+
+
+def others(name: str, head: HiddenDrafter, depth: int) -> dict[str, tuple[Method, HiddenDrafter]]:
+    """A head that was trained in another way; an EAGLE-like one for all tokens too, as it has no table of them."""
+    if head.config.kind == "lyanna":
+        return {f"lyanna, {name}": (Lyanna(depth=depth, reuse="off"), head)}
+    if head.config.kind == "medusa":
+        return {f"medusa, {name}": (Medusa(), head)}
+    way = Eagle(depth=depth if depth < 6 else 6)
+    found = {f"eagle, {name}": (way, head)}
+    if head.config.hot_size < head.config.vocab_size:
+        found[f"eagle, {name}, all tokens"] = way, hot(head, head.config.vocab_size)
+    return found
+
+
+def prompts_of(target: str, decoder: Decoder, split: str, count: int) -> list[list[int]]:
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
+    if target == EMBEDDED:
+        return [list(each) for each in held_out_prompts(tokenizer, split, count)]
+    lines = CHATS.with_name(f"{split}.jsonl").read_text().splitlines()[:count]
+    return [chat_prompt(tokenizer, json.loads(line)["messages"]) for line in lines]
 
 
 def plot(table: dict[str, dict[str, float]], path: Path) -> None:
@@ -95,37 +140,37 @@ def plot(table: dict[str, dict[str, float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--head", default=companion(EMBEDDED, "lyanna"))
+    parser.add_argument("--target", default=EMBEDDED, choices=(EMBEDDED, SMOLLM2))
+    parser.add_argument("--depth", type=int, default=8, help="of the chain that others are compared with")
+    parser.add_argument("--head")
     parser.add_argument("--other", action="append", default=[])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--split", default="validation")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    base = load(method="ar")
+    base = load(asked.target, method="ar")
+    every = ways(load_head(asked.head or companion(asked.target, "lyanna"), base.target), asked.depth)
+    for folder in asked.other:
+        every |= others(Path(folder).name, load_head(folder, base.target), asked.depth)
     decoders = {
         name: Decoder(base.target, None, None, way, False, head=head, prefix_bytes=0)
-        for name, (way, head) in ways(load_head(asked.head, base.target)).items()
+        for name, (way, head) in every.items()
     }
-    for folder in asked.other:
-        head = load_head(folder, base.target)
-        own = KINDS[head.config.kind]
-        name = f"{own.name}, {Path(folder).name}"
-        decoders[name] = Decoder(base.target, None, None, own, False, head=head, prefix_bytes=0)
-    prompts = held_out_prompts(base.tokenizer, asked.split, asked.prompts)
+    prompts, loops = prompts_of(asked.target, base, asked.split, asked.prompts), asked.target == EMBEDDED
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
     costs = None
     for decoder in decoders.values():
         if decoder.method.needs_costs:
             decoder.costs = costs  # those that the first one measures, as they differ from time to time
-        decoder.generate(prompts[0], max_new_tokens=32, ignore_eos=True)
+        decoder.generate([prompts[0]], max_new_tokens=32, ignore_eos=True)
         costs = decoder.costs or costs
     for _ in range(asked.rounds):
         for prompt in prompts:
             reference = None
             for name, decoder in decoders.items():
                 begun = perf_counter()
-                result = decoder.generate(prompt, max_new_tokens=128, ignore_eos=True)
+                (result,) = decoder.generate([prompt], max_new_tokens=128, ignore_eos=loops)
                 seconds = perf_counter() - begun
                 reference = reference or result.tokens
                 assert result.tokens == reference, name
@@ -140,7 +185,7 @@ def main() -> None:
                         "overhead": 1 - sum(step.forward_seconds for step in steps) / sum(s.seconds for s in steps),
                     }
                 )
-    chain = [run["rate"] for run in runs["chain of 8, no reuse"]]
+    chain = [run["rate"] for run in runs[CHAIN]]
     table = {}
     print("| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head | overhead |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
@@ -154,7 +199,7 @@ def main() -> None:
             f"{row['draft_ms']:.2f} | {row['drafting']:.0%} | {row['overhead']:.0%} |"
         )
     if asked.out is not None:
-        arguments = {name: str(getattr(asked, name)) for name in ("prompts", "rounds", "split")}
+        arguments = {name: str(getattr(asked, name)) for name in ("target", "depth", "prompts", "rounds", "split")}
         asked.out.write_text(
             json.dumps({"arguments": arguments, "versions": versions(), "ways": table}, indent=1) + "\n"
         )

@@ -98,6 +98,7 @@ def make_chats(
     for number in range(shards):
         path = out / f"answers-{number:05d}.jsonl"
         if path.exists():
+            _listen_again(decoder, path, out / f"states-{number:05d}.safetensors", say)
             continue
         part = questions[number * recipe.shard : (number + 1) * recipe.shard]
         new, states = _answered(decoder, tokenizer, part, recipe, number)
@@ -250,6 +251,18 @@ def _answered(
             conversations.append(Conversation(question, prompts[i], answer, str(text), temperature, source, split))
         states += heard
     return conversations, states
+
+
+def _listen_again(decoder: Decoder, path: Path, states: Path, say: Callable[[str], None]) -> None:
+    """Computes the states of answers that came without them, as those that are passed on do."""
+    if states.exists():
+        return
+    given = [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
+    target = decoder.target.fresh(0)
+    texts = [[*each.prompt, *each.answer[:-1]] for each in given]
+    asked = requests(texts, SamplingParams(max_new_tokens=1), target)
+    save_states(states, answered(target, asked, ROWS)[1])
+    say(f"states of {path.name}")
 
 
 def _message(question: str) -> dict[str, str]:
