@@ -55,7 +55,7 @@ CHAT = {
     "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
     "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid --temperature 1",
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
-    "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS},{LLAMA}",
+    "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS}",
     "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 1",
     "heads": f"--dataset {TEST} --limit 12 --rounds 3 --methods {HEADS}",
@@ -68,14 +68,15 @@ CHAT = {
     "repeats-8": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {OURS}",
     "repeats-8-1": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {SAMPLED} --temperature 1",
     "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --guard --methods {OURS}",
-    "transformers": f"--dataset {TEST} --limit 4 --rounds 2 --methods ar,sd,{THEIRS}",
-    "float32": f"--dataset {TEST} --limit 4 --rounds 2 --weights float32 --methods {OURS}",
+    # Slow ones, so on the model's own prompts alone.
+    "transformers": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --methods ar,sd,{THEIRS}",
+    "float32": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --weights float32 --methods {OURS}",
 }
 
 CODE = "stdlib-test,humaneval"
 OWN = f"{OURS},pacer-ouroboros,lyanna,pacer-lyanna"
 PEERS = "hf-ar,hf-lookup/10/3,hf-assisted/heuristic/5,hf-forward/ar,hf-forward/sd"
-SEARCH = "--dataset stdlib-validation --limit 20 --rounds 1"
+SEARCH = "--dataset stdlib-validation --limit 12 --rounds 1"
 RANGES = {  # likewise of forerun/zoo/weights/tuned.json
     "sd.gamma": "2,3,4,5,6,8,10",
     "cumulative.threshold": "0.05,0.12,0.2,0.3",
@@ -99,9 +100,9 @@ EMBEDDED = {
     },
     "validation-peers": f"{SEARCH} --methods ar,{LOOKUPS},{ASSISTED}",
     "validation-1-peers": f"{SEARCH} --temperature 1 --methods ar,{LOOKUPS},{ASSISTED}",
-    "greedy": f"--dataset {CODE} --limit 24 --rounds 2 --methods {OWN},{PEERS}",
-    "greedy-512": f"--dataset {CODE} --limit 16 --rounds 1 --max-new-tokens 512 --methods {OWN},{PEERS}",
-    "temperature-1": f"--dataset {CODE} --limit 24 --rounds 1 --temperature 1 --methods {OWN},{PEERS}",
+    "greedy": f"--dataset {CODE} --limit 16 --rounds 1 --methods {OWN},{PEERS}",
+    "greedy-512": f"--dataset {CODE} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OWN}",
+    "temperature-1": f"--dataset {CODE} --limit 16 --rounds 1 --temperature 1 --methods {OWN},{PEERS}",
     "batch-4": f"--dataset {CODE} --limit 32 --rounds 1 --batch 4 --methods {OWN}",
     "batch-16": f"--dataset {CODE} --limit 32 --rounds 4 --batch 16 --methods {OWN}",
 }

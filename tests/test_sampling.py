@@ -154,9 +154,9 @@ def mutant(name: str, old: str, new: str) -> Callable:
 
 MUTATIONS = {
     "q is ignored": ("_accept_sampled", "u[child] * q[child]", "u[child]", "sampled chain"),
-    "q of another node": ("_accept_sampled", "draft.q[own - 1,", "draft.q[own - 2,", "sampled chain"),
+    "q of another node": ("_read", "own[i, draft", "own[i - 1, draft", "sampled chain"),
     "one number for all nodes": ("_accept_sampled", "u[child] *", "u[0] *", "sampled chain"),
-    "p of the wrong node": ("_accept_sampled", "p[above, tokens]", "p[nodes, tokens]", "sampled chain"),
+    "p of the wrong node": ("_read", "max(parent, 0)", "(parent + 1)", "sampled chain"),
     "correction from p": (
         "_accept_sampled",
         "sample(_residual(draft, p[node], rejected)",
@@ -173,13 +173,13 @@ MUTATIONS = {
     "negative residual": ("_residual", ".clamp_(min=0.0)", ".abs_()", "sampled tree"),
     "points never leave": ("_residual", "rest[draft.tokens[child]] = 0.0", "pass", "point tree"),
     "points keep their mass": ("_accept_sampled", "mass -= p_at[child]", "pass", "point tree"),
-    "points too welcome": ("_accept_sampled", "torch.ones(len(draft)", "0.5 * torch.ones(len(draft)", "point chain"),
+    "points too welcome": ("_read", "[1.0] * len(draft)", "[0.5] * len(draft)", "point chain"),
     "a hold above 1": ("_accept_block", "min(hold[-1] * ratio, 1.0)", "hold[-1] * ratio", "block"),
     "a hold of one token": ("_accept_block", "hold[-1] * ratio", "ratio", "block"),
     "all as the last": ("_accept_block", "u[i] * (mass[i] + 1.0 - hold[i]) < mass[i]", "u[i] < hold[i]", "block"),
     "a residual without the hold": ("_accept_block", "[:, None] * p[:last]", "[:, None] ** 0 * p[:last]", "block"),
     "a block's correction from p": ("_accept_block", "rest[accepted] if", "p[accepted] if", "block"),
-    "a block's q of another node": ("_accept_block", "- draft.q)", "- draft.q.roll(1, 0))", "block"),
+    "a block's q of another node": ("_accept_block", "sub_(draft.q)", "sub_(draft.q.roll(1, 0))", "block"),
     "sampled as points": ("_residual", "child <= draft.sampled", "child <= 0", "sampled tree"),
 }
 
@@ -194,6 +194,20 @@ def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -
     name, old, new, kind = MUTATIONS[mutation]
     monkeypatch.setattr(sampling, name, mutant(name, old, new))
     assert is_broken(DRAFTS[kind])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_are_gathered_as_they_are_read(seed: int) -> None:
+    """Those of any tree, with and without sampled nodes."""
+    maker = torch.Generator().manual_seed(seed)
+    draft = random_tree(1 + seed % 7, V, maker)
+    laws = torch.rand(min(seed % 3, draft.drafted), V, generator=maker).softmax(-1)
+    draft = replace(draft, q=laws if len(laws) else None)
+    p = torch.rand(len(draft), V, generator=maker).softmax(-1)
+    read, gathered = (
+        each(draft, p, torch.Generator().manual_seed(seed)) for each in (sampling._read, sampling._gathered)
+    )
+    assert read == gathered
 
 
 def test_a_draft_that_lies_about_its_distributions_is_seen() -> None:

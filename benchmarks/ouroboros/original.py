@@ -22,6 +22,7 @@ from statistics import median
 from time import perf_counter
 
 # The defaults of the original; then smaller ones, chosen on validation prompts of the standard library.
+PLAIN = "original, plain decoding"  # its transformers' own greedy search
 THEIRS = {
     "default": {"gamma": 12, "window_size": 20, "guess_set_size": 20, "lookahead_level": 7, "topk": 3},
     "gamma 12, W = G = 5, L = 5": {
@@ -48,6 +49,7 @@ def serve(folder: Path) -> None:
     from ouroboros.kv_cache_model import KVCacheModelLade
     from ouroboros.models import LlamaForCausalLM
     from ouroboros.ouroboros import ouroboros
+    from transformers import LlamaForCausalLM as PlainLlama
 
     def rollback(self, end: int) -> None:  # the original's own takes it that a draft has 32 layers
         kept = [(k[:, :, :end], v[:, :, :end]) for k, v in self.ctx["past_key_values"]]
@@ -60,11 +62,26 @@ def serve(folder: Path) -> None:
     for model in models:
         model.eval()
         model.config.pad_token_id = None
+    plain = PlainLlama.from_pretrained(folder / "target", torch_dtype=torch.float32).eval()
     pools: dict[str, CacheEngine] = {}
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         settings, prompt = asked["settings"], torch.tensor([asked["prompt"]])
+        if settings is None:
+            begun = perf_counter()
+            with torch.inference_mode():
+                output = plain.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    do_sample=False,
+                    max_new_tokens=asked["tokens"],
+                    eos_token_id=None,
+                    pad_token_id=0,
+                )
+            seconds = perf_counter() - begun
+            print(json.dumps({"tokens": output[0, prompt.shape[1] :].tolist(), "seconds": seconds}), flush=True)
+            continue
         key = json.dumps(settings)
         if asked["fresh"] or key not in pools:
             pools[key] = CacheEngine(settings["lookahead_level"], settings["guess_set_size"])
@@ -137,7 +154,7 @@ def main() -> None:
             while other.stdout.readline() != "ready\n":
                 assert other.poll() is None, "the original did not start"
 
-            def theirs(prompt: list[int], settings: dict, tokens: int, fresh: bool) -> tuple[list[int], float]:
+            def theirs(prompt: list[int], settings: dict | None, tokens: int, fresh: bool) -> tuple[list[int], float]:
                 other.stdin.write(
                     json.dumps({"prompt": prompt, "settings": settings, "tokens": tokens, "fresh": fresh}) + "\n"
                 )
@@ -158,7 +175,7 @@ def main() -> None:
                         begun = perf_counter()
                         done = decoder.generate(prompt, max_new_tokens=args.tokens, ignore_eos=True)
                         row[each] = {"seconds": perf_counter() - begun, "tokens": done.tokens}
-                    for each, settings in THEIRS.items():
+                    for each, settings in {PLAIN: None, **THEIRS}.items():
                         tokens, seconds = theirs(prompt, settings, args.tokens, fresh=at < 2)
                         row[each] = {"seconds": seconds, "tokens": tokens[: args.tokens]}
                     if at:
@@ -168,22 +185,32 @@ def main() -> None:
 
 
 def report(found: list[dict], tokens: int, out: Path | None) -> None:
-    """Tokens/s, ratios to ours on the same prompt, and how many outputs equal plain decoding's."""
+    """Tokens/s, ratios to ours and to each side's own plain decoding on the same prompt, and how many outputs equal
+    plain decoding's."""
+    from forerun.bench.report import versions
+
     names = [key for key in found[0] if key not in ("dataset", "prompt")]
     results = []
     for dataset in dict.fromkeys(row["dataset"] for row in found):
         rows = [row for row in found if row["dataset"] == dataset]
         for name in names:
             ratios = [row[name]["seconds"] / row["ouroboros"]["seconds"] for row in rows]
+            own = PLAIN if name in (PLAIN, *THEIRS) else "ar"
+            over = median(row[own]["seconds"] / row[name]["seconds"] for row in rows)
             equal = sum(row[name]["tokens"] == row["ar"]["tokens"] for row in rows)
             speed = median(len(row[name]["tokens"]) / row[name]["seconds"] for row in rows)
             results.append({"dataset": dataset, "method": name, "tokens_per_s": round(speed, 1)})
-            results[-1] |= {"ours_faster": round(median(ratios), 3), "equal": f"{equal}/{len(rows)}"}
+            results[-1] |= {"ours_faster": round(median(ratios), 3), "over_own_plain": round(over, 3)}
+            results[-1] |= {"equal": f"{equal}/{len(rows)}"}
             print(
-                f"{dataset:15} {name:34} {speed:7.1f} tokens/s  ours x {median(ratios):.3f}  equal {equal}/{len(rows)}"
+                f"{dataset:15} {name:34} {speed:7.1f} tokens/s  ours x {median(ratios):.3f}  own plain x {over:.3f}  "
+                f"equal {equal}/{len(rows)}"
             )
     if out is not None:
-        out.write_text(json.dumps({"tokens": tokens, "theirs": THEIRS, "results": results}, indent=1) + "\n")
+        out.write_text(
+            json.dumps({"tokens": tokens, "theirs": THEIRS, "versions": versions(), "results": results}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":
