@@ -49,6 +49,8 @@ while they do not pay. In the other tables it is off, so that what is slower sho
 README's "Measure".
 """
 
+SHOWN = ("gamma", "threshold", "depth", "block", "reuse", "other")  # settings
+
 EMBEDDED = {
     "greedy": "Greedy, 128 new tokens",
     "greedy-512": "Greedy, 512 new tokens",
@@ -79,7 +81,9 @@ def section(page: str, name: str, title: str, found: dict[str, Any], runs: Path)
     )
     settings = {
         method: ", ".join(
-            f"{key} {value}" for key, value in chosen.items() if key in ("gamma", "threshold", "depth", "block")
+            f"{key} {value}"
+            for key, value in chosen.items()
+            if key in ("gamma", "threshold", "depth", "block", "other")
         )
         for method, chosen in given["methods"].items()
     }

@@ -618,6 +618,9 @@ def test_settings_are_checked() -> None:
     for other, told in (("sd:depth=2", "no setting 'depth'"), ("sd:gamma=x", "sd.gamma"), ("sd:gamma", "sd.gamma")):
         with pytest.raises(ValueError, match=told):
             method("hybrid", other=other)
+    for other, told in (("sd:name=x", "no setting 'name'"), ("sd:gamma=2:gamma=9", "gives gamma twice")):
+        with pytest.raises(ValueError, match=told):
+            method("hybrid", other=other)
 
 
 @pytest.mark.parametrize("gamma", [1, 3])

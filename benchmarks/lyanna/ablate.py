@@ -70,7 +70,7 @@ def ways(head: HiddenDrafter, depth: int) -> dict[str, tuple[Method, HiddenDraft
         **{
             f"hot set of {size:,} tokens": (chain, hot(head, size))
             for size in (whole // 12, whole // 6, whole // 2, whole)
-            if size != head.config.hot_size
+            if abs(size - head.config.hot_size) > size // 100
         },
         **{f"chain of {each}": (Lyanna(depth=each, reuse="off"), head) for each in depths if each != depth},
         **{f"old logits added, weight {w}": (Lyanna(depth=depth, reuse="add", weight=w), head) for w in (0.25, 1.0)},

@@ -58,7 +58,7 @@ METHODS: dict[str, type[Method]] = {cls.name: cls for cls in get_args(Method)}
 GONE = (("rho", 1.0),)  # settings that there were, with the values that changed nothing
 
 
-def method(name: str | Method, **options: Any) -> Method:
+def method(name: str | Method, /, **options: Any) -> Method:
     """The method of that name with these settings; raises ValueError naming what is unknown or out of range."""
     if not isinstance(name, str):
         if options:

@@ -101,6 +101,9 @@ class Hybrid(Suffix):
 
         name, *given = self.other.split(":")
         settings = [each.partition("=") for each in given]
+        keys = [key for key, *_ in settings]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"other gives {twice[0]} twice: {self.other!r}")
         return method(name, **{key: parse_value(name, key, value) for key, _, value in settings})
 
     def given(self, draft: bool, layer: bool, head: str | None) -> Hybrid:

@@ -46,7 +46,7 @@ def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False, f
     ragged = size % PANEL != 0
     padded = functional.pad(weight.detach(), (0, 0, 0, -size % PANEL))
     panels = padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()  # [out / 32, in, 32]
-    count, single = len(panels), weight.detach() if one_row and "AMD" not in processor() else None
+    count, single = len(panels), weight.detach() if one_row and "AMD " not in processor() else None
 
     def multiply(x: Tensor) -> Tensor:
         rows = x.size(0)

@@ -81,7 +81,11 @@ def save_laws(folder: Path, head: nn.Module, say: Callable[[str], None]) -> None
     """Writes what the target says behind every place of the answers in a folder, from its states and by its LM head. A
     file that is there is left as it is."""
     head = copy.deepcopy(head).bfloat16()
-    paths = [path for path in sorted(folder.glob("states-*.safetensors")) if not _beside(path, "laws").exists()]
+    paths = [
+        path
+        for path in sorted(folder.glob("states-*.safetensors"))
+        if _answers(path).exists() and not _beside(path, "laws").exists()  # answers are written behind the states
+    ]
     for number, path in enumerate(paths, 1):
         answers = _lengths(path)
         with safe_open(path, "pt") as file:
@@ -101,8 +105,12 @@ def _beside(path: Path, kind: str) -> Path:
 
 def _lengths(path: Path) -> list[int]:
     """Tokens of each answer that a file of states belongs to."""
-    answers = _beside(path, "answers").with_suffix(".jsonl")
-    return [len(json.loads(line)["answer"]) for line in read_text(answers).splitlines()]
+    return [len(json.loads(line)["answer"]) for line in read_text(_answers(path)).splitlines()]
+
+
+def _answers(path: Path) -> Path:
+    """The answers that a file of states belongs to."""
+    return _beside(path, "answers").with_suffix(".jsonl")
 
 
 class StoredStates:
@@ -121,7 +129,7 @@ class StoredStates:
         self._places: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
         self._laws: dict[tuple[tuple[int, ...], float], tuple[Path, int, int]] = {}
         for path in sorted(folder.glob("states-*.safetensors")):
-            answers = path.with_name(path.name.replace("states", "answers")).with_suffix(".jsonl")
+            answers = _answers(path)
             if not answers.exists():  # it is written behind the states
                 continue
             with safe_open(path, "pt") as file:
