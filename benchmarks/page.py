@@ -80,11 +80,7 @@ def section(page: str, name: str, title: str, found: dict[str, Any], runs: Path)
         f"{each} {versions[each]}" for each in ("torch", "transformers", "llama-cpp-python") if versions.get(each)
     )
     settings = {
-        method: ", ".join(
-            f"{key} {value}"
-            for key, value in chosen.items()
-            if key in ("gamma", "threshold", "depth", "block", "other")
-        )
+        method: ", ".join(f"{key} {value}" for key, value in chosen.items() if key in SHOWN)
         for method, chosen in given["methods"].items()
     }
     lines = [f"## {title}", ""]

@@ -23,7 +23,7 @@ THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forwar
 TEST = "{here}/chat/test.jsonl,humaneval,gsm8k"
 REPEATS = "{here}/suffix/agent.jsonl,{here}/suffix/edits.jsonl"
 VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 24 --rounds 1"
-# What forerun/zoo/weights/smollm2/tuned.json was chosen from, by median speedup; within the noise, of those in the middle.
+# What forerun/zoo/weights/smollm2/tuned.json was chosen from, by median speedup; where that is noise, in the middle.
 KNOBS = {
     "sd.gamma": "2,3,4,5,6",
     "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
