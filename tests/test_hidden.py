@@ -83,7 +83,8 @@ def test_drafting_goes_on_as_it_was_trained(form: str, fixed_shapes: bool) -> No
     features = features_of(target, tokens, head.config.feature)
     with torch.no_grad():
         embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
-        unrolled = head.unrolled(features[None], embedded, torch.tensor([tokens]), 4)
+        states = head.drafted(features[None], embedded, 4)
+        trained = head.token_information(torch.tensor(tokens)) if head.informed else None
     fast = HiddenLM(head, target, few=False)
     for id in (7, 3):
         fast.add(id)
@@ -91,12 +92,11 @@ def test_drafting_goes_on_as_it_was_trained(form: str, fixed_shapes: bool) -> No
         state = fast.extend([3], [features[end - 1 : end]], [[tokens[end]]] if known else None)
         assert (fast.length(3), fast.length(7)) == (end, 0)
         for k, ahead in enumerate([state, *fast.roll([3], state, 3)], 1):
-            torch.testing.assert_close(ahead[0], unrolled[k - 1][0][0, end - 1], rtol=1e-4, atol=1e-5)
-            trained = unrolled[k - 1][1]
+            torch.testing.assert_close(ahead[0], states[k - 1][0, end - 1], rtol=1e-4, atol=1e-5)
             assert (trained is None) == (fast.information is None) == (head.config.rank == 0)
             if trained is not None:
                 information = fast.information(torch.tensor(tokens[end - 1 + k]))
-                torch.testing.assert_close(trained[0, end - 1], information, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(trained[end - 1 + k], information, rtol=1e-4, atol=1e-5)
         assert (fast.length(3), fast.length(7)) == (end + 3, 0)
         fast.crop([3], [end])
     assert bool(fast.recorded and fast.recorded.shapes) == fixed_shapes

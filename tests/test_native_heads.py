@@ -54,7 +54,7 @@ def test_states_are_those_of_training(kind: str, form: str) -> None:
     features = features_of(target, tokens, head.config.feature)
     with torch.no_grad():
         embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
-        unrolled = head.unrolled(features[None], embedded, torch.tensor([tokens]), 4)
+        unrolled = head.drafted(features[None], embedded, 4)
     fast = HiddenLM(head, target)
     assert fast.native is not None
     errors: list[float] = []
@@ -70,7 +70,7 @@ def test_states_are_those_of_training(kind: str, form: str) -> None:
             for k in range(3):
                 behind, seen = torch.tensor([[tokens[end + 1 + k]]]), torch.ones(1, 1, k + 1, dtype=torch.bool)
                 states.append(fast.branch([3], states[-1][:, None], behind, k, seen)[:, 0])
-        trained = [unrolled[k][0][0, end - 1] for k in range(4)]
+        trained = [unrolled[k][0, end - 1] for k in range(4)]
         errors += [float((own[0] - each).norm() / each.norm()) for own, each in zip(states, trained, strict=True)]
         assert (fast.length(3), fast.length(7)) == (end + 3, 0)
         fast.crop([3], [end])

@@ -159,15 +159,6 @@ class HiddenDrafter(PreTrainedModel):
         """Whether it has token information."""
         return self.config.kind == "lyanna" and self.config.rank > 0
 
-    def unrolled(
-        self, features: Tensor, embedded: Tensor | None, tokens: Tensor, steps: int
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """`drafted`, with the token information [B, T - k, S] behind tokens [B, T]; None for heads without it."""
-        return [
-            (state, self.token_information(tokens[:, k:]) if self.informed else None)
-            for k, state in enumerate(self.drafted(features, embedded, steps), 1)
-        ]
-
     def drafted(self, features: Tensor, embedded: Tensor | None, steps: int) -> list[Tensor]:
         """Drafts of `steps` places from every position, the head fed with its own states (HASS, arXiv 2408.15766).
 
