@@ -1,19 +1,19 @@
 """Writes docs/results/chat.md and embedded.md from the results that run.py left here.
 
-    python benchmarks/page.py [--runs runs]
+    python benchmarks/page.py
 
-With the runs' own folders their pictures are taken along. Runs that are not there are left out.
+Runs that are not there are left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from forerun.bench.pages import COLUMNS, row
+from forerun.bench.plots import save_plots
 from forerun.files import write_text
 
 HERE = Path(__file__).parent
@@ -49,6 +49,7 @@ while they do not pay. In the other tables it is off, so that what is slower sho
 README's "Measure".
 """
 
+DRAWN = ("greedy", "temperature-1", "heads", "batch-4")  # runs with pictures
 SHOWN = ("gamma", "threshold", "depth", "block", "reuse", "other")  # settings
 
 EMBEDDED = {
@@ -73,8 +74,7 @@ README's "Measure".
 FRONTS = {"chat": (CHAT_FRONT, CHAT), "embedded": (EMBEDDED_FRONT, EMBEDDED)}
 
 
-def section(page: str, name: str, title: str, found: dict[str, Any], runs: Path) -> list[str]:
-    pictures = PAGES / page
+def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str]:
     given, versions = found["arguments"], found["versions"]
     told = ", ".join(
         f"{each} {versions[each]}" for each in ("torch", "transformers", "llama-cpp-python") if versions.get(each)
@@ -101,25 +101,23 @@ def section(page: str, name: str, title: str, found: dict[str, Any], runs: Path)
             shares = [f"{100 * time[key]:.0f} %" if key in time else "" for key in ("draft", "policy", "verify")]
             lines.append("| " + " | ".join([*row(method, figures), places, *shares]) + " |")
         lines.append("")
-    for kind in ("speedup", "acceptance", "time"):
-        if (runs / page / name / f"{kind}.png").is_file():
-            pictures.mkdir(parents=True, exist_ok=True)
-            shutil.copy(runs / page / name / f"{kind}.png", pictures / f"{name}-{kind}.png")
-        if name in ("greedy", "temperature-1") and (pictures / f"{name}-{kind}.png").is_file():
-            lines += [f"![{title}: {kind}]({page}/{name}-{kind}.png)", ""]
+    if name in DRAWN:
+        (PAGES / page).mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            for picture in save_plots(found["methods"], Path(folder), False):
+                kept = Path(page) / f"{name}-{picture}"
+                (PAGES / kept).write_bytes((Path(folder) / picture).read_bytes())
+                lines += [f"![{title}: {Path(picture).stem}]({kept})", ""]
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
-    given = parser.parse_args()
     for page, (front, titles) in FRONTS.items():
         lines = [front]
         for name, title in titles.items():
             path = HERE / page / f"{name}.json"
             if path.is_file():
-                lines += section(page, name, title, json.loads(path.read_text()), given.runs)
+                lines += section(page, name, title, json.loads(path.read_text()))
         notes = HERE / page / "notes.md"  # what was wished for, what was missed, and why: written by hand
         if len(lines) > 1:
             tail = "\n" + notes.read_text() if notes.is_file() else ""
