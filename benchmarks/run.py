@@ -52,6 +52,9 @@ CHAT = {
         f"validation-1-{knob}": f"{VALIDATION} --temperature 1 --tune {knob}={values}"
         for knob, values in SAMPLED_KNOBS.items()
     },
+    # transformers decodes in float32, at a tenth of our speed: few prompts.
+    "validation-peers": "--dataset {here}/chat/validation.jsonl --limit 8 --rounds 1 --methods "
+    "ar,hf-lookup/2/3,hf-lookup/3/3,hf-lookup/5/3,hf-assisted/2/0.4,hf-assisted/3/0.4,hf-assisted/heuristic/3",
     # What the default methods were chosen from, with these settings.
     "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
     "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid --temperature 1",
