@@ -111,6 +111,28 @@ def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str
     return lines
 
 
+def ablation(found: dict[str, Any]) -> list[str]:
+    """What each part of Lyanna brings (`benchmarks/lyanna/ablate.py`)."""
+    given, versions = found["arguments"], found["versions"]
+    lines = [
+        "## What each part of Lyanna's head brings",
+        "",
+        f"`python benchmarks/lyanna/ablate.py --target smollm2 --depth {given['depth']} --prompts {given['prompts']} "
+        f"--rounds {given['rounds']}`, validation prompts, greedy, {versions['cpu']}, {versions['threads']} threads, "
+        f"{versions['commit']}; `ablation.json`. Ratios are medians over the same prompts. The last rows are other heads, "
+        "by the names of their trainings, which the notes below tell.",
+        "",
+        "| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, way in found["ways"].items():
+        lines.append(
+            f"| {name} | {way['rate']:.0f} | {way['ratio']:.3f} | {way['tau']:.2f} | {way['drafted']:.1f} | "
+            f"{way['draft_ms']:.2f} | {way['drafting']:.0%} |"
+        )
+    return [*lines, ""]
+
+
 def main() -> None:
     for page, (front, titles) in FRONTS.items():
         lines = [front]
@@ -118,6 +140,8 @@ def main() -> None:
             path = HERE / page / f"{name}.json"
             if path.is_file():
                 lines += section(page, name, title, json.loads(path.read_text()))
+        if (HERE / page / "ablation.json").is_file():
+            lines += ablation(json.loads((HERE / page / "ablation.json").read_text()))
         notes = HERE / page / "notes.md"  # what was wished for, what was missed, and why: written by hand
         if len(lines) > 1:
             tail = "\n" + notes.read_text() if notes.is_file() else ""
