@@ -119,7 +119,7 @@ def ablation(found: dict[str, Any]) -> list[str]:
         "",
         f"`python benchmarks/lyanna/ablate.py --target smollm2 --depth {given['depth']} --prompts {given['prompts']} "
         f"--rounds {given['rounds']}`, validation prompts, greedy, {versions['cpu']}, {versions['threads']} threads, "
-        f"{versions['commit']}; `ablation.json`. Ratios are medians over the same prompts. The last rows are other heads, "
+        f"{versions['commit']}; `ablation.json`. Ratios are medians over prompts. The last rows are other heads, "
         "by the names of their trainings, which the notes below tell.",
         "",
         "| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head |",

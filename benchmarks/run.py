@@ -79,7 +79,12 @@ CHAT = {
 
 CODE = "stdlib-test,humaneval"
 OWN = f"{OURS},pacer-ouroboros,lyanna,pacer-lyanna"
-PEERS = "hf-ar,hf-lookup/10/3,hf-assisted/heuristic/5,hf-forward/ar,hf-forward/sd"
+FORWARDS = "hf-ar,hf-forward/ar,hf-forward/sd"
+# The best on validation prompts, of ours and of theirs, where runs need others than come with the pair.
+FOUND = "--method-arg sd.gamma=8 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
+FOUND_512 = "--method-arg sd.gamma=10 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
+FOUND_1 = "--method-arg sd.gamma=5 --method-arg cumulative.threshold=0.3"
+PEERS, PEERS_1 = "hf-lookup/20/3,hf-assisted/heuristic/5", "hf-lookup/5/2,hf-assisted/5/0"
 SEARCH = "--dataset stdlib-validation --limit 12 --rounds 1"
 RANGES = {  # likewise for the embedded pair
     "sd.gamma": "2,3,4,5,6,8,10",
@@ -104,9 +109,10 @@ EMBEDDED = {
     },
     "validation-peers": f"{SEARCH} --methods ar,{LOOKUPS},{ASSISTED}",
     "validation-1-peers": f"{SEARCH} --temperature 1 --methods ar,{LOOKUPS},{ASSISTED}",
-    "greedy": f"--dataset {CODE} --limit 16 --rounds 1 --methods {OWN},{PEERS}",
-    "greedy-512": f"--dataset {CODE} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OWN}",
-    "temperature-1": f"--dataset {CODE} --limit 16 --rounds 1 --temperature 1 --methods {OWN},{PEERS}",
+    "greedy": f"--dataset {CODE} --limit 16 --rounds 1 --methods {OWN},{FORWARDS},{PEERS} {FOUND}",
+    "greedy-512": f"--dataset {CODE} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OWN} {FOUND_512}",
+    "temperature-1": f"--dataset {CODE} --limit 10 --rounds 1 --temperature 1 "
+    f"--methods {OWN},{FORWARDS},{PEERS_1} {FOUND_1}",
     "batch-4": f"--dataset {CODE} --limit 32 --rounds 1 --batch 4 --methods {OWN}",
     "batch-16": f"--dataset {CODE} --limit 32 --rounds 4 --batch 16 --methods {OWN}",
 }
