@@ -62,7 +62,7 @@ CHAT = {
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS}",
     "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 1",
-    "heads": f"--dataset {TEST} --limit 12 --rounds 3 --methods {HEADS}",
+    "heads": f"--dataset {TEST} --limit 12 --rounds 2 --methods {HEADS}",
     # Batches with the guard, as everything but `forerun bench` decodes: many rows leave little to gain on a CPU.
     "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --guard --methods {OURS}",
     "batch-8": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {OURS}",
@@ -109,7 +109,7 @@ EMBEDDED = {
     },
     "validation-peers": f"{SEARCH} --methods ar,{LOOKUPS},{ASSISTED}",
     "validation-1-peers": f"{SEARCH} --temperature 1 --methods ar,{LOOKUPS},{ASSISTED}",
-    "greedy": f"--dataset {CODE} --limit 16 --rounds 1 --methods {OWN},{FORWARDS},{PEERS} {FOUND}",
+    "greedy": f"--dataset {CODE} --limit 12 --rounds 1 --methods {OWN},{FORWARDS},{PEERS} {FOUND}",
     "greedy-512": f"--dataset {CODE} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OWN} {FOUND_512}",
     "temperature-1": f"--dataset {CODE} --limit 10 --rounds 1 --temperature 1 "
     f"--methods {OWN},{FORWARDS},{PEERS_1} {FOUND_1}",
