@@ -140,8 +140,9 @@ def main() -> None:
             path = HERE / page / f"{name}.json"
             if path.is_file():
                 lines += section(page, name, title, json.loads(path.read_text()))
-        if (HERE / page / "ablation.json").is_file():
-            lines += ablation(json.loads((HERE / page / "ablation.json").read_text()))
+        path = HERE / page / "ablation.json"
+        if path.is_file():
+            lines += ablation(json.loads(path.read_text()))
         notes = HERE / page / "notes.md"  # what was wished for, what was missed, and why: written by hand
         if len(lines) > 1:
             tail = "\n" + notes.read_text() if notes.is_file() else ""

@@ -61,7 +61,8 @@ def ways(head: HiddenDrafter, depth: int) -> dict[str, tuple[Method, HiddenDraft
     chain = Lyanna(depth=depth, reuse="off")
     whole = head.config.vocab_size
     depths = (depth // 2, 3 * depth // 4, 3 * depth // 2) if depth > 4 else range(1, 5)
-    blocks = (1, 2, 4, 8) if depth > 4 else (1, 2, 3)
+    blocks, block = ((1, 2, 4, 8), 4) if depth > 4 else ((1, 2, 3), 2)
+    leasts = (3, 4, 6) if depth > 4 else (2, 3, 4)
     beams = ((2, 12), (3, 16)) if depth > 4 else ((2, 4), (2, 6))
     found: dict[str, tuple[Method, HiddenDrafter | None]] = {
         "ar": (method("ar"), None),
@@ -85,16 +86,16 @@ def ways(head: HiddenDrafter, depth: int) -> dict[str, tuple[Method, HiddenDraft
             f"tree, {width} beams, {nodes} nodes": (Lyanna(depth=depth, width=width, nodes=nodes, reuse="off"), head)
             for width, nodes in beams
         },
-        **{f"pacer-lyanna, blocks of {block}": (PacerLyanna(block=block), head) for block in blocks},
-        "pacer-lyanna, no reuse": (PacerLyanna(block=blocks[1], reuse="off"), head),
+        **{f"pacer-lyanna, blocks of {each}": (PacerLyanna(block=each), head) for each in blocks},
+        "pacer-lyanna, no reuse": (PacerLyanna(block=block, reuse="off"), head),
         **{
             f"pacer-lyanna, drafting from {least} old logits or more": (
-                PacerLyanna(block=blocks[1], reuse="free", least=least),
+                PacerLyanna(block=block, reuse="free", least=least),
                 head,
             )
-            for least in (2, 3, 4)
+            for least in leasts
         },
-        "pacer-lyanna, 2 beams": (PacerLyanna(block=blocks[1], width=2), head),
+        "pacer-lyanna, 2 beams": (PacerLyanna(block=block, width=2), head),
     }
     return found
 
@@ -105,7 +106,7 @@ def others(name: str, head: HiddenDrafter, depth: int) -> dict[str, tuple[Method
         return {f"lyanna, {name}": (Lyanna(depth=depth, reuse="off"), head)}
     if head.config.kind == "medusa":
         return {f"medusa, {name}": (Medusa(), head)}
-    way = Eagle(depth=depth if depth < 6 else 6)
+    way = Eagle(depth=min(depth, 6))
     found = {f"eagle, {name}": (way, head)}
     if head.config.hot_size < head.config.vocab_size:
         found[f"eagle, {name}, all tokens"] = way, hot(head, head.config.vocab_size)

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-# The defaults of the original; then smaller ones, chosen on validation prompts of the standard library.
 PLAIN = "original, plain decoding"  # its transformers' own greedy search
+# The defaults of the original; then smaller ones, chosen on validation prompts of the standard library.
 THEIRS = {
     "default": {"gamma": 12, "window_size": 20, "guess_set_size": 20, "lookahead_level": 7, "topk": 3},
     "gamma 12, W = G = 5, L = 5": {
@@ -68,27 +68,25 @@ def serve(folder: Path) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         settings, prompt = asked["settings"], torch.tensor([asked["prompt"]])
-        if settings is None:
-            begun = perf_counter()
-            with torch.inference_mode():
-                output = plain.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    do_sample=False,
-                    max_new_tokens=asked["tokens"],
-                    eos_token_id=None,
-                    pad_token_id=0,
-                )
-            seconds = perf_counter() - begun
-            print(json.dumps({"tokens": output[0, prompt.shape[1] :].tolist(), "seconds": seconds}), flush=True)
-            continue
-        key = json.dumps(settings)
-        if asked["fresh"] or key not in pools:
-            pools[key] = CacheEngine(settings["lookahead_level"], settings["guess_set_size"])
+        if settings is not None:
+            key = json.dumps(settings)
+            if asked["fresh"] or key not in pools:
+                pools[key] = CacheEngine(settings["lookahead_level"], settings["guess_set_size"])
         begun = perf_counter()
-        output = ouroboros(
-            prompt, *models, ngram_cache=pools[key], max_len=asked["tokens"], eos_token_id=-1, **settings
-        )
+        if settings is None:
+            mask = torch.ones_like(prompt)
+            output = plain.generate(
+                prompt,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=asked["tokens"],
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        else:
+            output = ouroboros(
+                prompt, *models, ngram_cache=pools[key], max_len=asked["tokens"], eos_token_id=-1, **settings
+            )
         seconds = perf_counter() - begun
         print(json.dumps({"tokens": output[0, prompt.shape[1] :].tolist(), "seconds": seconds}), flush=True)
 

@@ -119,7 +119,7 @@ def make_chats(
 
 def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
     """Writes the splits of the answers that are there, so that training can begin before all are."""
-    kept, dropped = apart(list(_read_answers(out)), questions)
+    kept, dropped = apart(list(_read_answers(sorted(out.glob("answers-*.jsonl")))), questions)
     found = {
         "conversations": {split: sum(each.split == split for each in kept) for split in SPLITS},
         "answer_tokens": {split: sum(len(c.answer) for c in kept if c.split == split) for split in SPLITS},
@@ -257,9 +257,8 @@ def _listen_again(decoder: Decoder, path: Path, states: Path, say: Callable[[str
     """Computes the states of answers that came without them, as those that are passed on do."""
     if states.exists():
         return
-    given = [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
     target = decoder.target.fresh(0)
-    texts = [[*each.prompt, *each.answer[:-1]] for each in given]
+    texts = [[*each.prompt, *each.answer[:-1]] for each in _read_answers([path])]
     asked = requests(texts, SamplingParams(max_new_tokens=1), target)
     save_states(states, answered(target, asked, ROWS)[1])
     say(f"states of {path.name}")
@@ -269,8 +268,8 @@ def _message(question: str) -> dict[str, str]:
     return {"role": "user", "content": question}
 
 
-def _read_answers(out: Path) -> Iterator[Conversation]:
-    for path in sorted(out.glob("answers-*.jsonl")):
+def _read_answers(paths: Sequence[Path]) -> Iterator[Conversation]:
+    for path in paths:
         for line in read_text(path).splitlines():
             yield Conversation(**json.loads(line))
 
