@@ -25,6 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import methods
+from forerun.compat import CACHE_NAMES, user_cache
 from forerun.decoder import Decoder, kind_of
 from forerun.engine import Step
 from forerun.generation import Request
@@ -38,7 +39,7 @@ from forerun.runtime import is_untouched
 from forerun.sampling import Sampler
 
 _KEPT = "_forerun_kept"  # the attribute of a target that its decoder is kept in
-_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+_INPUTS = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "cache_position", "logits_to_keep"}
 
 
 # transformers hands a function what its signature names, so attention_mask must not be: it would come twice.
@@ -154,9 +155,9 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
     for name, value in model_kwargs.items():
         if name not in _INPUTS and value is not None:
             raise ValueError(f"{name} is not supported; only token ids and an attention mask are")
-    cache = model_kwargs.get("past_key_values")
+    name, cache = user_cache(model_kwargs)
     if cache is not None and (isinstance(cache, QuantizedCache) or cache.get_seq_length()):
-        raise ValueError("past_key_values must be empty and not quantized: forerun fills a cache of its own")
+        raise ValueError(f"{name} must be empty and not quantized: forerun fills a cache of its own")
     mask = model_kwargs.get("attention_mask")
     seen = torch.ones_like(input_ids) if mask is None else mask.bool().long()
     if seen.shape != input_ids.shape or bool((seen[:, :-1] > seen[:, 1:]).any()) or not bool(seen[:, -1].all()):

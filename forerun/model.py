@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from forerun.batch import Inputs, by_row
 from forerun.cache import KVCache
+from forerun.compat import cache_argument, warn_if_newer
 from forerun.draft import Draft
 from forerun.fingerprint import fingerprint, same_model
 from forerun.prefix import PrefixStore, common
@@ -62,6 +63,7 @@ class CausalLM(Rows):
 
     def __init__(self, model: PreTrainedModel, forward: LeanForward | None = None) -> None:
         """`forward` takes the place of the model's own where it is given; see forerun/runtime."""
+        warn_if_newer()
         check_model(model)
         self._forward = forward
         self.model = model.eval()
@@ -70,6 +72,7 @@ class CausalLM(Rows):
         self.config = config = model.config.get_text_config(decoder=True)
         self.context = context_of(config)  # the longest sequence that the positions allow
         self.fingerprint = fingerprint(model)  # now, as packed weights no longer tell
+        self._cache_name = cache_argument(model.forward) or ""
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if keeps else {}
         kinds = getattr(config, "layer_types", None) or []
@@ -375,8 +378,8 @@ class CausalLM(Rows):
                 input_ids=batch.ids,
                 position_ids=batch.positions,
                 attention_mask=batch.mask,
-                past_key_values=cache,
                 use_cache=True,
+                **{self._cache_name: cache},
                 **given,
             )
         return output.logits, heard[0] if wanted else None

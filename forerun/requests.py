@@ -22,6 +22,7 @@ from transformers import (
 from transformers.generation import GenerationMode, logits_process
 
 from forerun.chat import turn_ends
+from forerun.compat import prompt_of_row
 from forerun.formats import form_of
 from forerun.generation import Request
 from forerun.grammar import compiled, end_of
@@ -169,7 +170,8 @@ def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         processor.prompt_ignore_length = int(ignored[row])
     elif isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+        prompt = prompt_of_row(processor, row)
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     return processor
 
 

@@ -6,6 +6,8 @@ import inspect
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from forerun.compat import cache_argument
+
 POSITIONS = 1 << 24  # most of a model: tables of rotations are made for all of them
 _ATTENTION = {"full_attention", "sliding_attention"}
 # Their attention does not follow from `position_ids` and the mask alone, or they are encoders that count positions in
@@ -48,8 +50,8 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} takes positions from its cache or counts them in its own way (ALiBi, local attention, "
             "encoders as decoders): drafts and batches would change what it says"
         )
-    if "position_ids" not in accepted or "past_key_values" not in accepted:
-        raise ValueError(f"{name}.forward takes no position_ids and past_key_values; it cannot run drafts")
+    if "position_ids" not in accepted or cache_argument(model.forward) is None:
+        raise ValueError(f"{name}.forward takes no position_ids or no cache; it cannot run drafts")
     if model.config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"attention implementation {model.config._attn_implementation!r} takes no tree masks; "

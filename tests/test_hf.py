@@ -9,7 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import forerun
+from forerun.compat import cache_argument
 from forerun.hf import _KEPT
 from forerun.methods import SD, Cumulative, Pacer
 from forerun.model import CausalLM
@@ -98,6 +99,28 @@ def test_greedy_output_equals_transformers(architecture: str, settings: str) -> 
     assert len({tuple(row[-NEW:]) for row in wanted}) == len(wanted)
 
 
+def test_prefix_functions_are_called_with_the_index_that_transformers_calls_them_with() -> None:
+    def allowed(prompt: int, ids: Tensor) -> list[int]:
+        return list(range(2 + prompt, VOCAB, 3))
+
+    options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
+    called: list[set[int]] = []
+    for generate in (target().generate, partial(fast, target())):
+        indexes: set[int] = set()
+
+        def fn(prompt: int, ids: Tensor, indexes: set[int] = indexes) -> list[int]:
+            indexes.add(prompt)
+            return allowed(prompt, ids)
+
+        inputs = padded(PROMPTS[:2])
+        given = (inputs,) if isinstance(generate, partial) else ()
+        outputs = generate(*given, **({} if given else inputs), **options, prefix_allowed_tokens_fn=fn)
+        for row, tokens in enumerate(outputs[:, inputs["input_ids"].shape[1] :].tolist()):
+            assert {token % 3 for token in tokens} == {(2 + row // 3) % 3}
+        called.append(indexes)
+    assert called == [{0, 1}, {0, 1}]
+
+
 def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +163,7 @@ def test_no_mask_is_all_ones_and_max_length_counts_the_prompt() -> None:
     ids = {"input_ids": torch.tensor([PROMPTS[0]])}
     for options in ({"max_length": 20, "do_sample": False}, {"do_sample": False}, GREEDY | {"use_cache": False}):
         wanted = target().generate(**ids, **options)
-        assert torch.equal(fast(target(), ids, **options, past_key_values=DynamicCache()), wanted)
+        assert torch.equal(fast(target(), ids, **options, **_cache(DynamicCache())), wanted)
         assert torch.equal(fast(target(), ids, **options, position_ids=torch.arange(7)[None]), wanted)
 
 
@@ -317,7 +340,16 @@ def test_models_are_collected_after_use() -> None:
 
 
 def _filled_cache() -> DynamicCache:
-    return target()(torch.tensor([PROMPTS[0][:3]]), use_cache=True).past_key_values
+    cache = DynamicCache()
+    target()(torch.tensor([PROMPTS[0][:3]]), use_cache=True, **_cache(cache))
+    return cache
+
+
+def _cache(cache: DynamicCache) -> dict[str, DynamicCache]:
+    """Name a cache as this version of transformers does."""
+    name = cache_argument(target().forward)
+    assert name is not None
+    return {name: cache}
 
 
 def _masked(*row: int) -> dict[str, Any]:
@@ -367,8 +399,8 @@ def test_models_and_inputs_that_do_not_fit_are_refused() -> None:
         fast(target(), **GREEDY, draft=tiny("gpt2").train())
     with pytest.raises(ValueError, match="inputs_embeds is not supported"):
         fast(target(), {"inputs_embeds": torch.zeros(1, 3, 32)}, **GREEDY)
-    with pytest.raises(ValueError, match="past_key_values must be empty and not quantized"):
-        fast(target(), {"input_ids": torch.tensor([PROMPTS[0]])}, **GREEDY, past_key_values=_filled_cache())
+    with pytest.raises(ValueError, match="must be empty and not quantized"):
+        fast(target(), {"input_ids": torch.tensor([PROMPTS[0]])}, **GREEDY, **_cache(_filled_cache()))
     with pytest.raises(ValueError, match="rows may end at different lengths; set pad_token_id"):
         criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), ["a"])])
         fast(target("gpt2"), padded(PROMPTS[:2]), max_new_tokens=3, stopping_criteria=criteria)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from forerun.batch import additive
+from forerun.compat import cache_argument
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import LEAST, USUAL, law_of
@@ -190,9 +191,11 @@ class _Branches:
     def __init__(self, model: CausalLM, windows: Tensor) -> None:
         self.model, self.depth = model, 0
         self.network: PreTrainedModel = model.model
-        self.cache = DynamicCache()
+        name = cache_argument(self.network.forward)
+        assert name is not None  # check_model
+        self.cache = {name: DynamicCache()}
         with model.hearing() as heard:
-            output = self.network(input_ids=windows, past_key_values=self.cache, use_cache=True)
+            output = self.network(input_ids=windows, use_cache=True, **self.cache)
         self.logits, self.hidden = output.logits, heard[0]  # [B, T, V], [B, T, d]
 
     def branch(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +218,7 @@ class _Branches:
                 input_ids=tokens,
                 position_ids=self.anchors + self.depth,
                 attention_mask=additive(self.seen, self.network.dtype),
-                past_key_values=self.cache,
                 use_cache=True,
+                **self.cache,
             )
         return output.logits, heard[0]
