@@ -1,9 +1,13 @@
-# Every target sets up what it needs; PYTHON is the interpreter to build the environment from.
+# Every target sets up what it needs. PYTHON is the interpreter to build the environment from. CONSTRAINTS names the file
+# of exact versions; `make demo CONSTRAINTS=` takes the newest that pyproject.toml allows instead.
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --upgrade pyproject.toml
 
-.PHONY: demo serve test quality format clean
+.PHONY: demo serve test quality format update clean
 
 demo: $(VENV)/installed
 	$(BIN)/forerun demo
@@ -24,19 +28,25 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The newest versions of everything, and the lowest of what pyproject.toml names.
+update: $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade uv
+	$(COMPILE) --all-extras --output-file constraints.txt
+	$(COMPILE) --extra serve --extra grammar --resolution lowest-direct --output-file constraints-lowest.txt
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
+$(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/installed-serve: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[serve,grammar]"
+$(VENV)/installed-serve: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+	$(INSTALL) --editable ".[serve,grammar]"
 	touch $@ $(VENV)/installed
 
-$(VENV)/installed-dev: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+$(VENV)/installed-dev: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+	$(INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/installed
 
 clean:

@@ -131,6 +131,7 @@ def test_phrases_are_kept_between_runs(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("method", ["sd", "lookup", "pacer", "pacer-ouroboros"])
 def test_demo_shows_equal_output(method: str) -> None:
     done = run(

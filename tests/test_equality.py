@@ -18,6 +18,8 @@ from forerun.generation import Generation, Request
 from forerun.methods import AR, SD, Cumulative, Hybrid, Lookup, Method, Pacer, Suffix
 from forerun.model import CausalLM
 
+pytestmark = pytest.mark.versions
+
 NEW = 28  # with the prompts: longer than the sliding window of the toys
 _generator = torch.Generator().manual_seed(1)
 PROMPTS = [torch.randint(2, VOCAB, (length,), generator=_generator).tolist() for length in (7, 1, 23, 40, 12)]

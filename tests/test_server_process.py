@@ -70,6 +70,7 @@ def until(condition: Any, seconds: float = 250) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('max-rows = 4\nlog-json = true\nmodel-name = "named"\ndrain = 1000.0\n')

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -13,6 +16,9 @@ from forerun.runtime.native_family import NativeForward, fits
 from forerun.runtime.packed import pack
 from forerun.runtime.recorded import Recorded
 from forerun.runtime.stored import is_stored
+from forerun.runtime.tiles import has_tiles
+
+_LOG = logging.getLogger("forerun")
 
 
 def is_spread(model: PreTrainedModel) -> bool:
@@ -31,6 +37,17 @@ def is_as_made(model: PreTrainedModel) -> bool:
     """Whether copies of the weights give what the model gives: nothing is adapted, quantised, hooked or patched."""
     plain = all(type(parameter.data) is Tensor for parameter in model.parameters())
     return plain and all(map(is_untouched, model.modules()))
+
+
+@cache
+def warn_without_kernels() -> None:
+    """Log one line, once a process, if products in few bits run in torch and not in our kernels."""
+    if not has_tiles():
+        reason = "no compiler was found" if library() is None else "this processor has no AVX512-VNNI"
+        _LOG.warning(
+            f"weights in few bits run on torch's kernels, as {reason}: slower (with AVX2 alone a token takes up to "
+            "8 times as long), and drafts bring less, as verifying several tokens costs nearly as much as decoding them"
+        )
 
 
 def family_forward(model: PreTrainedModel) -> FamilyForward:
@@ -54,6 +71,8 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, g
     if is_stored(model):
         if graphs:
             raise ValueError("graphs need a plain Llama on a CUDA device; weights in few bits are for CPUs")
+        if model.device.type == "cpu":
+            warn_without_kernels()
         if not (fast and is_family(model)):
             return plain
         return CausalLM(model, family_forward(model))
