@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import is_
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -39,7 +40,7 @@ from forerun.nn.heads import KINDS, HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.params import SamplingParams
 from forerun.requests import merged, requests, stop_strings
-from forerun.runtime import prepare
+from forerun.runtime import has_foreign_layers, prepare
 from forerun.runtime.costs import head_costs, measure_costs
 from forerun.runtime.facts import facts_of
 from forerun.runtime.heads import HiddenLM
@@ -120,8 +121,10 @@ class Decoder:
         translation: Translation | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.runtime.prepare`), which keeps copies of weights:
-        make a new Decoder when they have changed. A CausalLM is taken as it is, as is a HiddenLM; `CausalLM(model)`
-        runs transformers' own forward.
+        make a new Decoder when a model has changed, in weights, modules or hooks. Adapters that were there may be
+        switched and merged between calls: where layers are of other packages than torch and transformers, keys and
+        values of ended calls are not used again. A CausalLM is taken as it is, as is a HiddenLM; `CausalLM(model)` runs
+        transformers' own forward.
 
         Args:
             guard: that of `load`.
@@ -151,7 +154,7 @@ class Decoder:
         self.method = (method or methods.method(methods.default_method(*has))).given(*has, kind_of(head))
         self.sampling_method = sampling_method.given(*has, kind_of(head)) if sampling_method is not None else None
         self.costs: Costs | None = None  # measured when a method first asks for them
-        self._made: dict[Any, Driver] = {}  # the driver in use, by what it was made of
+        self._made: tuple[Driver, list[Any], list[Any]] | None = None  # the driver in use, and what it was made of
         self._making = Lock()
         for each in (self.method, self.sampling_method):
             if each is not None:
@@ -438,34 +441,42 @@ class Decoder:
     @property
     def engine(self) -> Engine:
         """The engine that all calls share, for who adds requests and takes steps himself: in one thread, and with no
-        call of `generate` or `stream` under way."""
+        call of `generate` or `stream` under way. Keys and values stay in it for later requests: take another one,
+        after `close`, when an adapter was switched."""
         return self.driver().engine
 
     def driver(self) -> Driver:
-        """The engine and its callers. Another one is made when a setting has changed; calls that are under way go on
-        with theirs."""
+        """The engine and its callers. Another one is made when a setting has changed, and for a model with layers of
+        other packages when all calls have ended; calls that are under way go on with theirs."""
         tried = [self.method, *([self.sampling_method] if self.sampling_method is not None else [])]
         with self._making:
             for each in tried:
                 self.measure(each)
-            parts = self.costs, self.pre_verifier, self.head, self.pools, self.truth
-            made_of = (*tried, self.guard, *map(id, parts))
-            if made_of not in self._made:
-                self.close()
-                self._made[made_of] = Driver(
-                    Engine(
-                        self.target.fresh(self.prefix_bytes),
-                        self._drafter(tried),
-                        max_rows=self.max_rows,
-                        max_queue=self.max_queue,
-                        kv_memory=self.kv_memory,
-                    )
+            # Adapters are switched without a trace, so what they left in a cache serves no later call. A draft's are
+            # not asked about: keys of another adapter cost accepted tokens, never a wrong one.
+            foreign = has_foreign_layers(self.target.model)
+            settings = [*tried, self.guard, foreign]
+            parts = [self.costs, self.pre_verifier, self.head, self.pools, self.truth]  # held, so that ids stay theirs
+            made = self._made
+            same = made is not None and made[1] == settings and all(map(is_, made[2], parts))
+            if made is not None and same and not (foreign and made[0].ended):
+                return made[0]
+            self.close()
+            driver = Driver(
+                Engine(
+                    self.target.fresh(self.prefix_bytes),
+                    self._drafter(tried),
+                    max_rows=self.max_rows,
+                    max_queue=self.max_queue,
+                    kv_memory=self.kv_memory,
                 )
-            return self._made[made_of]
+            )
+            self._made = driver, settings, parts
+            return driver
 
     def close(self) -> None:
         """Lets go of the engine with its buffers; the next call makes a new one."""
-        self._made.clear()
+        self._made = None
 
     def _drafter(self, tried: list[Method]) -> Drafter:
         """What drafts by these methods: one for all sequences, or one for greedy ones and one for sampled ones."""

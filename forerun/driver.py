@@ -20,10 +20,16 @@ class Driver:
         self.engine = engine
         self._turn = Lock()
         self._boxes: dict[int, deque[Step]] = {}
+        self._called = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether there were calls and all of them have ended."""
+        return self._called and not self._boxes
 
     def run(self, requests: Iterable[Request]) -> Run:
         """Queues requests; raises what `Engine.add` does, and then none of them is queued."""
-        run = Run(self)
+        run, self._called = Run(self), True
         try:
             for index, request in enumerate(requests):
                 id = self.engine.new_id()  # the box is there before the first step

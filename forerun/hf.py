@@ -35,7 +35,7 @@ from forerun.metrics import Stats, summarise
 from forerun.nn.heads import HiddenDrafter
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.requests import check_processors, check_supported, for_row
-from forerun.runtime import is_untouched
+from forerun.runtime import is_as_made
 from forerun.sampling import Sampler
 
 _KEPT = "_forerun_kept"  # the attribute of a target that its decoder is kept in
@@ -62,7 +62,8 @@ def custom_generate(
     `streamer`, `tokenizer` and `assistant_model` never arrive: use `token_streamer`, StopStringCriteria and `draft`.
 
     Rows are given to processors and criteria one by one, and end at the model's context. What was prepared of the
-    models is kept on `model`, with the draft, until either has other weights (writes into `.data` go unseen).
+    models is kept on `model`, with the draft, until either has other weights (writes into `.data` of a few numbers go
+    unseen). Keys and values are not: each call reads its prompts anew, so adapters may be switched between calls.
 
     Args:
         draft: a smaller model with the same vocabulary.
@@ -85,6 +86,9 @@ def custom_generate(
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, None):
             raise ValueError(f"{name} is not supported; only sequences are returned")
+    kind: Any = type(model)
+    if model.prepare_inputs_for_generation != kind.prepare_inputs_for_generation.__get__(model):
+        raise ValueError("prepare_inputs_for_generation is replaced, as for prompt tuning; only token ids are read")
     padding = _padding(input_ids, model_kwargs)
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
@@ -129,12 +133,15 @@ def custom_generate(
     begun = perf_counter()
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    for batch in decoder.driver().run(requests):
-        for index, step in batch:
-            steps[index].append(step)
-            if token_streamer is not None:
-                for token in step.tokens:
-                    token_streamer.put(torch.tensor([token]))
+    try:
+        for batch in decoder.driver().run(requests):
+            for index, step in batch:
+                steps[index].append(step)
+                if token_streamer is not None:
+                    for token in step.tokens:
+                        token_streamer.put(torch.tensor([token]))
+    finally:
+        decoder.close()  # drops keys and values: what is kept may refer to this copy
     if token_streamer is not None:
         token_streamer.end()
     if stats is not None:
@@ -175,23 +182,27 @@ class _Kept:
 
     def __init__(self, decoder: Decoder, model: PreTrainedModel, draft: PreTrainedModel | None) -> None:
         self.decoder, self.model, self.draft = decoder, model, draft
-        self.weights = self._versions()
+        self.state = self._state()
         self.head: str | Path | HiddenDrafter | None = None  # what that of the decoder was made of
 
-    def _versions(self) -> list[Any]:
-        """What changes with weights, modules, hooks and attention implementations."""
+    def _state(self) -> list[Any]:
+        """What changes with weights, modules, hooks and attention implementations. Modules and not their ids, which
+        others may be given."""
         found: list[Any] = []
         for model in (self.model, self.draft):
             if model is not None:
-                found.append(model.config._attn_implementation)
-                found += [(id(module), is_untouched(module)) for module in model.modules()]
-                weights = model.parameters()
-                found += [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+                as_made = is_as_made(model)
+                found += [model.config._attn_implementation, as_made, *model.modules()]
+                for weight in model.parameters():
+                    found += [weight.data_ptr(), 0 if weight.is_inference() else weight._version]
+                    if as_made and weight.device.type == "cpu":
+                        # There may be copies, and PEFT merges adapters into `.data`, which no version tells.
+                        found += weight.detach().flatten()[:: weight.numel() // 16 + 1].tolist()
         return found
 
     def fits(self, model: PreTrainedModel, draft: PreTrainedModel | None) -> bool:
         """Whether it was made of these models (None: of whatever draft) and of the weights that they have now."""
-        return self.model is model and draft in (None, self.draft) and self.weights == self._versions()
+        return self.model is model and draft in (None, self.draft) and self.state == self._state()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -402,6 +403,17 @@ def test_a_stream_that_is_let_go_frees_its_rows() -> None:
     with pytest.raises(ZeroDivisionError):
         made.generate(PROMPTS[0], max_new_tokens=30, stopping_criteria=StoppingCriteriaList([NeverStops(8)]))
     assert made.engine is engine and made.generate(PROMPTS[0], max_new_tokens=5).tokens
+
+
+def test_other_parts_bring_another_engine_even_at_the_address_of_those_before() -> None:
+    made = Decoder(models()[0], method=method("ar"))
+    made.costs = replace(COSTS)
+    before, address = made.driver(), id(made.costs)
+    assert made.driver() is before
+    made.costs = None
+    others = [replace(COSTS) for _ in range(5000)]  # one is where the first was, unless the decoder holds that
+    made.costs = next((other for other in others if id(other) == address), others[0])
+    assert made.driver() is not before
 
 
 def test_a_prefix_that_requests_share_is_computed_once() -> None:

@@ -20,6 +20,9 @@ from torch import Tensor
 from toys import CONTEXT, COSTS, LAYERS, VOCAB, noisy_copy, random_head, random_layer, tiny, tiny_tokenizer
 from transformers import (
     DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -30,7 +33,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import forerun
-from forerun.compat import cache_argument
+from forerun.compat import CACHE_NAMES, cache_argument
 from forerun.hf import _KEPT
 from forerun.methods import SD, Cumulative, Pacer
 from forerun.model import CausalLM
@@ -402,11 +405,37 @@ def test_models_and_inputs_that_do_not_fit_are_refused() -> None:
         fast(target(), **GREEDY, draft=tiny("gpt2").train())
     with pytest.raises(ValueError, match="inputs_embeds is not supported"):
         fast(target(), {"inputs_embeds": torch.zeros(1, 3, 32)}, **GREEDY)
-    with pytest.raises(ValueError, match="must be empty and not quantized"):
-        fast(target(), {"input_ids": torch.tensor([PROMPTS[0]])}, **GREEDY, **_cache(_filled_cache()))
     with pytest.raises(ValueError, match="rows may end at different lengths; set pad_token_id"):
         criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), ["a"])])
         fast(target("gpt2"), padded(PROMPTS[:2]), max_new_tokens=3, stopping_criteria=criteria)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_users_cache_must_be_empty_under_either_name(name: str) -> None:
+    inputs = padded(PROMPTS[:1])
+    options = GREEDY | {"return_dict_in_generate": False}
+    wanted = target().generate(**inputs, **options)
+    # Straight to the function, as versions of transformers pass on one name or the other.
+    config = GenerationConfig(**options, eos_token_id=None)
+    target()._prepare_special_tokens(config, True)
+    called = partial(
+        forerun.custom_generate,
+        target(),
+        inputs["input_ids"],
+        LogitsProcessorList(),
+        StoppingCriteriaList([MaxLengthCriteria(wanted.shape[1])]),
+        config,
+        attention_mask=inputs["attention_mask"],
+    )
+    assert torch.equal(called(**{name: DynamicCache()}), wanted)
+    with pytest.raises(ValueError, match=f"^{name} must be empty and not quantized"):
+        called(**{name: _filled_cache()})
+
+
+def test_a_filled_cache_is_refused_by_generate() -> None:
+    assert torch.equal(fast(target(), **GREEDY, **_cache(DynamicCache())), fast(target(), **GREEDY))
+    with pytest.raises(ValueError, match="must be empty and not quantized"):
+        fast(target(), {"input_ids": torch.tensor([PROMPTS[0]])}, **GREEDY, **_cache(_filled_cache()))
 
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))

@@ -20,6 +20,8 @@ from forerun.runtime.tiles import has_tiles
 
 _LOG = logging.getLogger("forerun")
 
+_LIBRARIES = ("torch", "transformers", "transformers_modules")  # the last one: code of checkpoints
+
 
 def is_spread(model: PreTrainedModel) -> bool:
     """Whether a device map put the model's parts on several devices (disk is one), between which hooks move things."""
@@ -29,14 +31,27 @@ def is_spread(model: PreTrainedModel) -> bool:
 
 def is_untouched(module: nn.Module) -> bool:
     """Whether a module is torch's or transformers' own (or its checkpoint's), neither hooked nor patched."""
-    own = type(module).__module__.split(".")[0] in ("torch", "transformers", "transformers_modules")
-    return own and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return _package(module) in _LIBRARIES and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    )
 
 
 def is_as_made(model: PreTrainedModel) -> bool:
     """Whether copies of the weights give what the model gives: nothing is adapted, quantised, hooked or patched."""
     plain = all(type(parameter.data) is Tensor for parameter in model.parameters())
     return plain and all(map(is_untouched, model.modules()))
+
+
+def has_foreign_layers(model: nn.Module) -> bool:
+    """Whether modules of other packages are in the model, such as PEFT's adapters.
+
+    They may answer otherwise from one call to the next without a trace in weights or modules.
+    """
+    return any(_package(module) not in (*_LIBRARIES, "forerun") for module in model.modules())
+
+
+def _package(module: nn.Module) -> str:
+    return type(module).__module__.split(".")[0]
 
 
 @cache

@@ -1,0 +1,159 @@
+"""PEFT's adapters, switched between calls: no call answers from what another adapter left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModelForCausalLM, PromptTuningConfig, get_peft_model
+from toys import VOCAB, noisy_copy, tiny
+from transformers import PreTrainedModel
+
+import forerun
+from forerun.decoder import Decoder
+from forerun.methods import AR, SD
+from forerun.model import CausalLM
+
+NEW = 12
+LONG = torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+PROMPTS = [LONG[:40], LONG]  # the second one goes on behind the first
+Answer = Callable[[list[int]], list[int]]
+
+
+def adapted() -> PeftModelForCausalLM:
+    """A tiny Llama with two adapters of random weights, which change what it says."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = get_peft_model(tiny("llama"), config, adapter_name="first")
+        model.add_adapter("second", config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    weight.normal_(std=0.5)
+    return model.eval()
+
+
+def plainly(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def states(model: PeftModelForCausalLM) -> Iterator[str]:
+    """Goes through what adapters can be switched to, saying to what."""
+    for name in ("first", "second", "first"):
+        model.set_adapter(name)
+        yield name
+    with model.disable_adapter():
+        yield "none"
+    yield "first"
+    model.merge_adapter(["first", "second"])
+    yield "both"
+    model.unmerge_adapter()
+    yield "first"
+    model.unload()
+    yield "none"
+
+
+def check(model: PeftModelForCausalLM, answer: Answer) -> None:
+    """Answers are those of transformers' generate without forerun, whatever the adapters were switched to before."""
+    base, said = model.get_base_model(), {}
+    for state in states(model):
+        for prompt in (PROMPTS[0], *PROMPTS):
+            wanted = plainly(base, prompt)
+            assert answer(prompt) == wanted
+            assert said.setdefault((state, len(prompt)), wanted) == wanted
+    assert len({tuple(tokens) for tokens in said.values()}) == len(said) == 8
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_custom_generate_answers_with_the_adapter_that_is_on(drafts: bool) -> None:
+    model = adapted()
+    base, draft = model.get_base_model(), noisy_copy(tiny("llama"), 0.03) if drafts else None
+    check(model, lambda prompt: plainly(base, prompt, custom_generate=forerun.custom_generate, draft=draft))
+
+
+def test_custom_generate_answers_through_the_model_that_peft_wraps_around() -> None:
+    model = adapted()
+    for name in ("first", "second"):
+        model.set_adapter(name)
+        assert plainly(model, LONG, custom_generate=forerun.custom_generate) == plainly(model, LONG)
+    with model.disable_adapter():
+        assert plainly(model, LONG, custom_generate=forerun.custom_generate) == plainly(tiny("llama"), LONG)
+
+
+def test_an_adapted_draft_costs_no_wrong_token() -> None:
+    target, model = tiny("llama"), adapted()
+    draft = model.get_base_model()
+    decoder = Decoder(target, draft=draft, method=SD(3), guard=False)
+    for _ in states(model):
+        for prompt in PROMPTS:
+            wanted = plainly(target, prompt)
+            assert decoder.generate(prompt, max_new_tokens=NEW).tokens == wanted
+            assert plainly(target, prompt, custom_generate=forerun.custom_generate, draft=draft) == wanted
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_decoder_answers_with_the_adapter_that_is_on(drafts: bool) -> None:
+    model = adapted()
+    draft = noisy_copy(tiny("llama"), 0.03) if drafts else None
+    decoder = Decoder(model.get_base_model(), draft=draft, method=SD(3) if drafts else AR(), guard=False)
+
+    def answer(prompt: list[int]) -> list[int]:
+        abandoned = decoder.stream(prompt, max_new_tokens=NEW)
+        next(abandoned)
+        abandoned.close()
+        streamed = [token for chunk in decoder.stream(prompt, max_new_tokens=NEW) for token in chunk.step.tokens]
+        assert decoder.generate(prompt, max_new_tokens=NEW).tokens == streamed
+        return streamed
+
+    check(model, answer)
+
+
+def test_calls_under_way_share_an_engine_where_there_are_adapters_too() -> None:
+    model = adapted()
+    decoder = Decoder(model.get_base_model(), method=AR())
+    assert decoder.engine is decoder.engine
+    first, second = (decoder.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS)
+    begun = [next(first), next(second)]
+    assert max(chunk.step.rows for chunk in [*begun, *first, *second]) == 2
+    ended = decoder.engine
+    assert decoder.engine is ended  # no call, so what was added to it stays
+    decoder.generate(LONG, max_new_tokens=NEW)
+    assert decoder.engine is not ended
+
+
+def test_plain_models_go_on_with_what_was_computed() -> None:
+    for model in (tiny("llama"), CausalLM(tiny("llama"))):
+        decoder = Decoder(model, method=AR())
+        decoder.generate(PROMPTS[0], max_new_tokens=NEW)
+        decoder.generate(PROMPTS[1], max_new_tokens=NEW)
+        assert decoder.engine.target.prefilled < sum(map(len, PROMPTS)) - 30
+
+
+def test_merged_adapters_are_noticed_where_weights_were_copied() -> None:
+    base = tiny("llama")
+
+    def answer() -> list[int]:
+        return plainly(base, LONG, custom_generate=forerun.custom_generate)
+
+    before = answer()
+    config = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        merged = get_peft_model(base, config).merge_and_unload()
+    assert merged is base  # with the modules and tensors that it had
+    assert answer() == plainly(base, LONG) != before
+
+
+def test_prompt_tuning_is_refused() -> None:
+    base = tiny("llama")
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    with pytest.raises(ValueError, match="prepare_inputs_for_generation is replaced, as for prompt tuning"):
+        plainly(model, LONG, custom_generate=forerun.custom_generate)
+    assert plainly(base, LONG, custom_generate=forerun.custom_generate) == plainly(base, LONG)
