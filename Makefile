@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test quality format clean
+.PHONY: demo serve test sanitize quality format clean
 
 demo: $(VENV)/installed
 	$(BIN)/forerun demo
@@ -14,6 +14,14 @@ serve: $(VENV)/installed-serve
 
 test: $(VENV)/installed-dev
 	$(BIN)/pytest -n auto --dist worksteal
+
+# Tests of C under AddressSanitizer and UBSan. They fail where C is not in use, and end at the first fault.
+SANITIZED := $(addprefix tests/test_,tiles.py native_chain.py native_heads.py native_sizes.py bits.py cache.py allocation.py)
+sanitize: $(VENV)/installed-dev
+	CC=gcc FORERUN_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 FORERUN_TESTS_NEED_C=1 \
+	$(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED)
 
 quality: $(VENV)/installed-dev
 	$(BIN)/ruff check .
