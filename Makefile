@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --upgrade pyproject.toml
 
-.PHONY: demo serve test quality format update clean
+.PHONY: demo serve test sanitize quality format update clean
 
 demo: $(VENV)/installed
 	$(BIN)/forerun demo
@@ -18,6 +18,14 @@ serve: $(VENV)/installed-serve
 
 test: $(VENV)/installed-dev
 	$(BIN)/pytest -n auto --dist worksteal
+
+# Tests of C under AddressSanitizer and UBSan. They fail where C is not in use, and end at the first fault.
+SANITIZED := $(addprefix tests/test_,tiles.py native_chain.py native_heads.py native_sizes.py bits.py cache.py allocation.py)
+sanitize: $(VENV)/installed-dev
+	CC=gcc FORERUN_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 FORERUN_TESTS_NEED_C=1 \
+	$(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED)
 
 quality: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -15,6 +15,8 @@ MAPPED = 2**20  # bytes from which on buffers on a CPU take memory page by page
 
 # Keys and values [G, n, D] of n positions, by layer; None for layers without buffers.
 Stored = list[tuple[Tensor, Tensor] | None]
+# `keys`, `values` and `both` of a layer.
+Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 
 class KVCache(Cache):
@@ -22,7 +24,8 @@ class KVCache(Cache):
 
     A forward writes its new tokens behind each row's committed positions, provisionally. `commit` keeps a path of them.
     The next forward overwrites the rest. A sliding window drops nothing, as masks do its work: a rollback is a smaller
-    number. Buffers are allocated when they are first needed, and live as long as the cache.
+    number. Buffers are allocated when they are first needed, and live as long as the cache. Where memory for them
+    cannot be had, what asked for it raises, and rows, lengths and buffers are what they were.
 
     Attributes:
         ids: the sequence of each row in use.
@@ -210,7 +213,8 @@ class KVCache(Cache):
 
     def reserve(self, rows: int, positions: int) -> None:
         """Has the buffers hold so many rows and positions; they are moved where they do not. What is committed stays,
-        provisional entries may be lost. Nothing is allocated before the first forward."""
+        provisional entries may be lost. Nothing is allocated before the first forward. While buffers move, the old and
+        the new ones take memory."""
         if rows <= self.rows_capacity and positions <= self.capacity:
             return
         rows, positions = max(rows, len(self.ids)), max([positions, *self.lengths])
@@ -221,10 +225,22 @@ class KVCache(Cache):
 
         rounded = 1 << (rows - 1).bit_length()
         wanted = [(max(rounded, self.rows_capacity), max(needed[1], self.capacity)), (rounded, needed[1]), needed]
-        self.rows_capacity, self.capacity = next((sizes for sizes in wanted if within(*sizes)), needed)
+        sizes = next((sizes for sizes in wanted if within(*sizes)), needed)
+        moved = [(layer, layer.moved(*sizes)) for layer in self._ready()]  # may fail: nothing has changed so far
+        self.rows_capacity, self.capacity = sizes
+        self.version += 1
+        for layer, buffers in moved:
+            layer.take(buffers)
+
+    def release(self) -> None:
+        """Gives all buffers back where nothing is committed, and forgets how large they were to be: it may be too
+        large for ever."""
+        if any(self.lengths):
+            return
+        self.rows_capacity = self.capacity = 0
         self.version += 1
         for layer in self._ready():
-            layer.move()
+            layer.release()
 
     def _ready(self) -> list[KVLayer]:
         return [layer for layer in self.layers if layer.is_initialized]
@@ -248,37 +264,42 @@ class KVLayer(CacheLayerMixin):
         """Allocates buffers for states [.., G, N, D] like these."""
         if self.is_initialized:
             return
+        try:
+            buffers = self._allocated(key_states, value_states, self.cache.rows_capacity, self.cache.capacity)
+        except BaseException:
+            self.cache.release()  # the layers before this one have theirs
+            raise
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._allocate(key_states, value_states)
         self.is_initialized = True
-        self.use()
+        self.take(buffers)
 
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+    def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
         """Buffers for states like these: one for both, where they are of one size."""
-        self.both = None
         if keys.shape[-1] != values.shape[-1] or keys.shape[-3] != values.shape[-3]:
-            self.keys, self.values = (self._buffer(states, states.shape[-3]) for states in (keys, values))
-            return
-        self.both = self._buffer(keys, 2 * keys.shape[-3])
-        self.keys, self.values = self.both.chunk(2, 1)
+            first, second = (_buffer(like, like.shape[-3], rows, positions) for like in (keys, values))
+            return first, second, None
+        both = _buffer(keys, 2 * keys.shape[-3], rows, positions)
+        first, second = both.chunk(2, 1)
+        return first, second, both
 
-    def _buffer(self, like: Tensor, groups: int) -> Tensor:
-        shape = (self.cache.rows_capacity, groups, self.cache.capacity, like.shape[-1])
-        size = prod(shape) * like.element_size()
-        if like.device.type != "cpu" or size < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
-            return like.new_zeros(shape)
-        # torch.zeros would write every page. The system gives and zeroes these when they are used, and gets them back.
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(pages, dtype=like.dtype).view(shape)
+    def moved(self, rows: int, positions: int) -> Buffers:
+        """What is committed, in new buffers for so many rows and positions, which the layer does not have yet."""
+        buffers = self._allocated(self.keys, self.values, rows, positions)
+        for new, old in zip(buffers, (self.keys, self.values), strict=False):
+            assert new is not None
+            for row, length in enumerate(self.cache.lengths):
+                new[row, :, :length] = old[row, :, :length]
+        return buffers
 
-    def move(self) -> None:
-        """Copies what is committed into buffers of the cache's capacity."""
-        old = self.keys, self.values
-        self._allocate(*old)
-        for row, length in enumerate(self.cache.lengths):
-            self.keys[row, :, :length] = old[0][row, :, :length]
-            self.values[row, :, :length] = old[1][row, :, :length]
+    def take(self, buffers: Buffers) -> None:
+        """Has these buffers from now on."""
+        self.keys, self.values, self.both = buffers
         self.use()
+
+    def release(self) -> None:
+        """Has none, as before the first states."""
+        super().__init__()
+        del self.both, self._keys, self._values, self._both
 
     def use(self) -> None:
         """Looks at the rows of the forward under way."""
@@ -332,6 +353,17 @@ class KVLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _buffer(like: Tensor, groups: int, rows: int, positions: int) -> Tensor:
+    """Zeros [rows, groups, positions, D], with the rest as `like` has it."""
+    shape = (rows, groups, positions, like.shape[-1])
+    size = prod(shape) * like.element_size()
+    if like.device.type != "cpu" or size < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
+        return like.new_zeros(shape)
+    # torch.zeros would write every page. The system gives and zeroes these when they are used, and gets them back.
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 def _blocks(positions: int) -> int:

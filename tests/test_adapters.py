@@ -16,6 +16,8 @@ from forerun.decoder import Decoder
 from forerun.methods import AR, SD
 from forerun.model import CausalLM
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT reads it
+
 NEW = 12
 LONG = torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 PROMPTS = [LONG[:40], LONG]  # the second one goes on behind the first

@@ -62,7 +62,10 @@ def serve(
     ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get status 503.")] = 256,
-    kv_memory: Annotated[int | None, typer.Option(min=1, help="Bytes for keys and values of the target.")] = None,
+    kv_memory: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bytes for the target's keys and values; half of what is free by default."),
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 * 2**20,
     max_seconds: Annotated[float, typer.Option(help="Seconds of a request, those in the queue included.")] = 600,
     drain: Annotated[float, typer.Option(help="Seconds for what runs when the server is to end.")] = 30,

@@ -89,9 +89,12 @@ static float length_of(const float *x, int size, float floor) {
     return sqrtf(total(sum) + floor);
 }
 
+#define REFUSED -1 /* what is returned where sizes do not fit; nothing has been read or written then */
+
 /* x [n, d] += added [n, d], where there is some; out [n, d] = RMSNorm(x) with a gain that holds the root of d. `floor` is
    d eps. `whole` [n, d] takes the same in 32 bits where it is given. */
-void add_and_norm(float *x, const half *added, const float *gain, float floor, int n, int d, half *out, float *whole) {
+int add_and_norm(float *x, const half *added, const float *gain, float floor, int n, int d, half *out, float *whole) {
+    if (n < 0 || d < LANES || d % LANES) return REFUSED;
     for (int row = 0; row < n; row++) {
         float *own = x + (size_t)row * d;
         const half *more = added + (size_t)row * d;
@@ -103,6 +106,7 @@ void add_and_norm(float *x, const half *added, const float *gain, float floor, i
             if (whole) put(whole + (size_t)row * d + i, normed);
         }
     }
+    return 0;
 }
 
 /* out [d] = silu(gate) * up, of both in one [2 d]: the columns from `first` to `last`. */
@@ -114,8 +118,10 @@ static inline void gate_row(const half *both, int d, int first, int last, half *
 }
 
 /* The same of n rows. */
-void gate(const half *both, int n, int d, half *out) {
+int gate(const half *both, int n, int d, half *out) {
+    if (n < 0 || d < LANES || d % LANES) return REFUSED;
     for (int row = 0; row < n; row++) gate_row(both + (size_t)row * 2 * d, d, 0, d, out + (size_t)row * d);
+    return 0;
 }
 
 /* The totals of 16 sums. */
@@ -270,22 +276,51 @@ static void attend_group(const half *parts, const float *bias, const float *gain
     else group(queries, keys, values, shared, d, scores, width, to);
 }
 
+/* Whether heads are of sizes that attention takes, and what it keeps beside `width` scores fits into `space` numbers. */
+static int heads_fit(int64_t heads, int64_t groups, int64_t d, int64_t width, int64_t space) {
+    if (groups < 1 || heads < groups || heads % groups || d < 2 * LANES || d % (2 * LANES) || d > LARGEST) return 0;
+    int64_t queries = heads / groups * (d + width);
+    return width >= 0 && width % LANES == 0 && space >= queries && space >= groups * d;
+}
+
+/* Whether n tokens stay within `rows` and `capacity` of a cache and `width` scores, as `attend` has them. Slots and places
+   are [steps, n]. */
+static int tokens_fit(const int32_t *row, const int32_t *length, const int32_t *slot, const int32_t *place,
+                      const int32_t *paths, int64_t path, int64_t n, int64_t steps, int64_t rows, int64_t capacity,
+                      int64_t width) {
+    for (int64_t i = 0; i < n; i++) {
+        int64_t last = 0, before = length[i];
+        if (row[i] < 0 || row[i] >= rows || before < 0 || before > capacity) return 0;
+        for (int64_t at = i; at < n * steps; at += n) {
+            if (slot[at] < 0 || slot[at] >= capacity || place[at] < 0) return 0;
+            last = place[at] > last ? place[at] : last;
+        }
+        if (last >= width || last - before >= path) return 0;
+        for (int64_t k = 0; k <= last - before; k++)
+            if (paths[i * path + k] < 0 || paths[i * path + k] >= capacity) return 0;
+    }
+    return 1;
+}
+
 /* Attention of n tokens from their queries, keys and values [n, (H + 2 G) D]; keys and values go into the cache [rows, 2 G,
    capacity, D].
 
    row, length, slot, place [n]: of each token its row of the cache, that row's committed length, where its keys go, and its
    position. paths [n, P]: where the tokens from the row's length to its own place stand. bias [(H + 2 G) D], gains [(H + G)
    D] of norms of queries and keys, cos and sin [n, D]: where they are given. window: how far a token sees back, 0 for
-   everything. width: a multiple of 16 above all places. scratch: G D numbers, or the queries and `width` scores of each
-   head of a group where these are more. out [n, H D]. */
-void attend(const half *parts, const float *bias, const float *gains, float floor, const float *cos, const float *sin,
-            half *cache, int64_t capacity, const int32_t *row, const int32_t *length, const int32_t *slot,
-            const int32_t *place, const int32_t *paths, int path, int n, int heads, int groups, int d, int window,
-            int width, float *scratch, half *out) {
+   everything. width: a multiple of 16 above all places. scratch: `space` numbers, G D, or the queries and `width` scores of
+   each head of a group where these are more. out [n, H D]. */
+int attend(const half *parts, const float *bias, const float *gains, float floor, const float *cos, const float *sin,
+          half *cache, int64_t rows, int64_t capacity, const int32_t *row, const int32_t *length, const int32_t *slot,
+           const int32_t *place, const int32_t *paths, int path, int n, int heads, int groups, int d, int window,
+           int width, int64_t space, float *scratch, half *out) {
+    if (n < 0 || window < 0 || !heads_fit(heads, groups, d, width, space)) return REFUSED;
+    if (!tokens_fit(row, length, slot, place, paths, path, n, 1, rows, capacity, width)) return REFUSED;
     for (int i = 0; i < n; i++) /* all keys first, as queries may see each other's */
         keep_keys(parts, bias, gains, floor, cos, sin, cache, capacity, row[i], slot[i], i, heads, groups, d, scratch);
     for (int i = 0; i < n; i++)
         for (int g = 0; g < groups; g++)
             attend_group(parts, bias, gains, floor, cos, sin, cache, capacity, row[i], length[i], place[i],
                          paths + (size_t)i * path, i, g, heads, groups, d, window, width, scratch, out);
+    return 0;
 }

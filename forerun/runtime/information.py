@@ -47,7 +47,7 @@ class NativeInformation:
         space = Room(count, self.answer.inputs)
         pointers = (part.data_ptr() for part in (self.states, hot, logits, tokens))
         self.library.choose_chains(
-            *(ctypes.byref(self.answer.argument), *pointers, steps, count),
+            *(ctypes.byref(self.answer.argument), *pointers, len(self.states), steps, count),
             *(ctypes.byref(space.argument), own.data_ptr(), found.data_ptr(), threads),
         )
         return found

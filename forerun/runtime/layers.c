@@ -135,8 +135,13 @@ static __attribute__((noinline)) void outputs(const tiles *w, int which, inputs 
         }
 }
 
+static int tiles_fit(const tiles *w) {
+    return w->out > 0 && w->out % LANES == 0 && w->in > 0 && w->in % BLOCK == 0 && (w->bits == 4 || w->bits == 8);
+}
+
 /* The product of x [n, in] with a weight: out [n, out]. room: what inputs need for n. */
-void multiply(const tiles *w, const half *x, int n, inputs *room, half *out, int threads) {
+int multiply(const tiles *w, const half *x, int n, inputs *room, half *out, int threads) {
+    if (n < 0 || threads < 1 || !tiles_fit(w)) return REFUSED;
     inputs of = *room;
 #pragma omp parallel num_threads(threads)
     {
@@ -145,6 +150,7 @@ void multiply(const tiles *w, const half *x, int n, inputs *room, half *out, int
 #pragma omp for schedule(static)
         for (int which = 0; which < w->out / LANES; which++) outputs(w, which, of, n, out);
     }
+    return 0;
 }
 
 /* A decoder layer. second: the gain of its second norm; next: that of the norm behind it; bias and gains as `attend` has
@@ -153,7 +159,7 @@ typedef struct {
     tiles qkv, out, up, down;
     const float *second, *next, *bias, *gains;
     half *cache;
-    int64_t capacity, rotates, window;
+    int64_t rows, capacity, rotates, window;
 } layer;
 
 /* What all layers share, and n tokens as `attend` has them. x [n, d] the residual stream; whole and, where it is given,
@@ -163,9 +169,11 @@ typedef struct {
 
    Where `fuse` has data, x is its product with `entry` [n, in]. Then come `steps` - 1 further runs of all layers, one
    place further each, on what the last norm gave, or on its product with `between` where that has data. Each has its own
-   cos, sin, slot, place and whole, one behind the other. */
+   cos, sin, slot, place and whole, one behind the other.
+
+   What fills a batch in itself finds room for `most` tokens, and for so many slots and numbers of paths. */
 typedef struct {
-    int64_t layers, n, d, inner, heads, groups, size, path, width, space, threads, steps;
+    int64_t layers, n, d, inner, heads, groups, size, path, width, space, threads, steps, most, slots, routes;
     const float *first, *cos, *sin;
     const int32_t *row, *length, *slot, *place, *paths;
     float *x, *whole, *below, *scratch;
@@ -248,7 +256,7 @@ static void enter(const batch *b, const float *found) {
     }
 }
 
-void run_layers(const layer *all, const batch *given) {
+static void run_all(const layer *all, const batch *given) {
 #pragma omp parallel num_threads(given->threads)
     {
         batch b = *given;
@@ -264,6 +272,42 @@ void run_layers(const layer *all, const batch *given) {
             b.place += b.n;
         }
     }
+}
+
+/* Whether a batch and its layers are of sizes that go together; rows and capacity of the smallest cache. */
+static int batch_fits(const layer *all, const batch *b, int64_t *rows, int64_t *capacity) {
+    int64_t attended = b->heads * b->size, parts = attended + 2 * b->groups * b->size;
+    const tiles *fuse = &b->fuse, *between = &b->between;
+    if (b->layers < 1 || b->n < 0 || b->steps < 1 || b->threads < 1) return 0;
+    if (!heads_fit(b->heads, b->groups, b->size, b->width, b->space)) return 0;
+    if (fuse->data && (!tiles_fit(fuse) || fuse->out != b->d)) return 0;
+    if (between->data && (!tiles_fit(between) || between->out != b->d || between->in != b->d)) return 0;
+    *rows = all->rows;
+    *capacity = all->capacity;
+    for (const layer *at = all; at < all + b->layers; at++) {
+        if (!tiles_fit(&at->qkv) || !tiles_fit(&at->out) || !tiles_fit(&at->up) || !tiles_fit(&at->down)) return 0;
+        if (at->qkv.in != b->d || at->qkv.out != parts || at->out.in != attended || at->out.out != b->d) return 0;
+        if (at->up.in != b->d || at->up.out != 2 * b->inner || at->down.in != b->inner || at->down.out != b->d) return 0;
+        *rows = at->rows < *rows ? at->rows : *rows;
+        *capacity = at->capacity < *capacity ? at->capacity : *capacity;
+    }
+    return 1;
+}
+
+int run_layers(const layer *all, const batch *b) {
+    int64_t rows, capacity;
+    if (!batch_fits(all, b, &rows, &capacity)) return REFUSED;
+    if (!tokens_fit(b->row, b->length, b->slot, b->place, b->paths, b->path, b->n, b->steps, rows, capacity, b->width))
+        return REFUSED;
+    run_all(all, b);
+    return 0;
+}
+
+/* Whether tokens [n] are among the first `size`. */
+static int tokens_are(const int64_t *tokens, int64_t n, int64_t size) {
+    for (int64_t i = 0; i < n; i++)
+        if (tokens[i] < 0 || tokens[i] >= size) return 0;
+    return 1;
 }
 
 /* Which of n numbers x, or of their sums with y, is the largest, the first of equal ones. n is a multiple of 16. */
@@ -284,10 +328,11 @@ static int largest_sum(const float *x, const half *y, int n) {
 }
 
 /* Chains of tokens found [n, steps] behind roots [n]: each is the one with the largest sum of its place's logits
-   [steps, n, S] and of the product of a weight [S, r] with the state [V, r] of the token before it. hot [S]: the tokens.
+   [steps, n, S] and of the product of a weight [S, r] with the state [V, r] of the token before it. size: V; hot [S]: the tokens.
    room: what inputs need for n; own: [n, S]. */
-void choose_chains(const tiles *w, const half *states, const int64_t *hot, const float *logits, const int64_t *roots,
-                   int steps, int n, inputs *room, half *own, int64_t *found, int threads) {
+int choose_chains(const tiles *w, const half *states, const int64_t *hot, const float *logits, const int64_t *roots,
+                  int size, int steps, int n, inputs *room, half *own, int64_t *found, int threads) {
+    if (n < 0 || steps < 0 || threads < 1 || !tiles_fit(w) || !tokens_are(roots, n, size)) return REFUSED;
     inputs of = *room;
 #pragma omp parallel num_threads(threads)
     for (int step = 0; step < steps; step++) {
@@ -309,6 +354,7 @@ void choose_chains(const tiles *w, const half *states, const int64_t *hot, const
             found[row * steps + step] = hot[largest_sum(here, own + (size_t)row * w->out, w->out)];
         }
     }
+    return 0;
 }
 
 /* An LM head [V, d]. data: of each 16 outputs, of each four inputs, [16][4] numbers of 8 bits, 128 more than they are;
@@ -425,8 +471,14 @@ static void own_best(const head *w, const float *x, float *y) {
 #define HEAD_OF(count)                                                                                              \
     case count: head_panel(w, which, of, first, count, y); break;
 
+/* Whether a head, which may be embeddings, is for states [n, d]. */
+static int head_fits(const head *w, int64_t d) {
+    return w->out > 0 && w->in > 0 && w->in == d && d % (w->codes ? BLOCK : LANES) == 0;
+}
+
 /* Logits y [n, V] of states x [n, d]. */
-void score(const head *w, const float *x, int n, const states *room, float *y, int threads) {
+int score(const head *w, const float *x, int n, const states *room, float *y, int threads) {
+    if (n < 0 || threads < 1 || !head_fits(w, w->in)) return REFUSED;
     states of = *room;
 #pragma omp parallel num_threads(threads)
     {
@@ -440,13 +492,15 @@ void score(const head *w, const float *x, int n, const states *room, float *y, i
 #pragma omp for schedule(static)
         for (int row = 0; row < n; row++) own_best(w, x + (size_t)row * w->in, y + (size_t)row * w->out);
     }
+    return 0;
 }
 
 /* A small model's own continuation of one row. table [V, d]: embeddings; rest [V, d]: the LM head's, of which the M tokens
    `met` are asked beside those that the head has, `names` (0: it has all). cos, sin [.., D]: of all positions. Behind
    `length` committed positions come the `count` tokens `pending`, then what is drafted: up to `most` tokens, ending with
    one whose chance is below `least`, or with which the product of all chances is below `product`, or which is one of the
-   `ends`. logits [S + M, filled up to 16s]; drafted, chances [most]. The batch has room for `count` tokens, and places are slots.
+   `ends`. logits [S + M, filled up to 16s]; drafted, chances
+   [longest]; cos, sin [positions, D]. Places are slots.
 
    Tokens are the argmax, or where there are `laws` [most, as logits] sampled from these distributions, which are made
    here: of logits times `turn`, of the most probable tokens that have `top_p` of all. They are sampled by `numbers` in
@@ -463,7 +517,7 @@ typedef struct {
     const uint64_t *keys;
     float *laws;
     states halves;
-    int64_t at, length, count, most, known, ended, size, among;
+    int64_t at, length, count, most, known, ended, size, among, longest, positions;
     float least, product, turn, top_p;
 } chain;
 
@@ -553,7 +607,20 @@ static int raced(const head *w, const chain *c, const float *law, int n, uint64_
     return winner; /* hardly ever: what is drafted is a guess */
 }
 
+/* Whether positions from `length` to `end` of row `at` fit, of which `count` come at once. */
+static int row_fits(const layer *all, const batch *b, int64_t at, int64_t length, int64_t count, int64_t end,
+                    int64_t positions) {
+    int64_t rows, capacity;
+    if (!batch_fits(all, b, &rows, &capacity) || at < 0 || at >= rows || length < 0 || count < 1) return 0;
+    if (count > b->most || count > b->slots || count * count > b->routes) return 0;
+    return end <= capacity && end <= positions && end <= b->width;
+}
+
 int draft_chain(const layer *all, const batch *given, const head *w, const chain *c) {
+    int64_t end = c->length + c->count + c->most - 1; /* the last token is not run */
+    if (!row_fits(all, given, c->at, c->length, c->count, end, c->positions) || !head_fits(w, given->d)) return REFUSED;
+    if (c->most < 0 || c->most > c->longest || c->known < 0 || c->ended < 0) return REFUSED;
+    if (!tokens_are(c->pending, c->count, c->size) || !tokens_are(c->met, c->known, c->size)) return REFUSED;
     batch b = *given;
     int32_t *row = (int32_t *)b.row, *behind = (int32_t *)b.length, *slot = (int32_t *)b.slot, *paths = (int32_t *)b.paths;
     float product = 1;
@@ -570,7 +637,7 @@ int draft_chain(const layer *all, const batch *given, const head *w, const chain
         b.n = b.path = n;
         b.cos = c->cos + (size_t)length * b.size;
         b.sin = c->sin + (size_t)length * b.size;
-        run_layers(all, &b);
+        run_all(all, &b);
         const float *state = b.whole + (size_t)(n - 1) * b.d;
         score(w, state, 1, &c->halves, c->logits, b.threads);
         for (int i = w->out; i < padded; i++) {
@@ -611,7 +678,8 @@ int draft_chain(const layer *all, const batch *given, const head *w, const chain
    behind it, by `both`. Each token has the largest sum of its state's logits, of `old` [olds, S] times `weight`, and of
    `answer`'s product with the state in `tokens` [V, r] of the token before it; that of the first one is `root`.
    hot [S]: the tokens. logits [.., S], chances, drafted: of all tokens of the draft; found [.., d]: their states.
-   entry [count, 2 d], sums and own [S, filled up to 16s], and `room` for a product's input. The batch has room for `count` tokens. */
+   cos, sin [positions, D]. Drafts have at most `longest` tokens. entry [count, 2 d], sums and own [S, filled up to 16s], and
+   `room` for a product's input. */
 typedef struct {
     head embed;
     tiles both, alone, between, answer;
@@ -623,7 +691,7 @@ typedef struct {
     half *entry, *own;
     states halves;
     inputs room;
-    int64_t at, length, count, start, most, olds, root, sees;
+    int64_t at, length, count, start, most, olds, root, sees, longest, positions;
     float weight;
 } guess;
 
@@ -654,10 +722,18 @@ static void run_entries(const layer *all, batch *b, const guess *c, int length, 
     b->cos = c->cos + (size_t)slot * b->size;
     b->sin = c->sin + (size_t)slot * b->size;
     b->whole = whole;
-    run_layers(all, b);
+    run_all(all, b);
 }
 
-void draft_states(const layer *all, const batch *given, const head *w, const guess *c) {
+int draft_states(const layer *all, const batch *given, const head *w, const guess *c) {
+    int64_t drafts = c->start + c->most, ends = c->length + c->count + drafts - 1; /* the last token is not run */
+    if (c->start < 0 || c->most < 1 || drafts > c->longest || drafts > given->slots || drafts > given->routes ||
+        c->olds < 0)
+        return REFUSED;
+    if (!row_fits(all, given, c->at, c->length, c->count, ends, c->positions)) return REFUSED;
+    if (!head_fits(w, given->d) || !head_fits(&c->embed, given->d)) return REFUSED;
+    if (!tokens_are(&c->root, 1, c->embed.out)) return REFUSED;
+    if (c->behind && !c->start && !tokens_are(c->behind, c->count, c->embed.out)) return REFUSED;
     batch b = *given;
     int d = b.d, out = w->out, last = c->start + c->most, behind = c->length + c->count;
     float *found = c->found;
@@ -702,6 +778,7 @@ void draft_states(const layer *all, const batch *given, const head *w, const gue
         c->chances[k] = 1 / total(sum);
         c->drafted[k] = c->hot[best];
     }
+    return 0;
 }
 
 int has_products(void) { return 1; }

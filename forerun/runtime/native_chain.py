@@ -72,6 +72,7 @@ class NativeChain:
             chances=ctypes.addressof(self._chances),
             drafted=ctypes.addressof(self._drafted),
             halves=states.argument,
+            longest=LONGEST,
         )
         # C knows addresses alone.
         self._kept: Any = head, table, rest, states, logits, places
@@ -97,9 +98,11 @@ class NativeChain:
         row, chain = cache.row(id), self._chain
         length = cache.lengths[row]
         cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
-        if self._batch.point_at(cache):
+        self._batch.point_at(cache)
+        if cache.capacity > chain.positions:
             self._turn = self._forward.rotations(cache.capacity)
             chain.cos, chain.sin = (each.data_ptr() for each in self._turn)
+            chain.positions = len(self._turn[0])
         chain.known = 0
         if self._hot is not None:
             self._hot.meet(id, pending)

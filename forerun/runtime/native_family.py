@@ -173,11 +173,13 @@ class NativeForward(FamilyForward):
                 floor,
                 *((cos, sin) if layer.rotates else (None, None)),
                 both.data_ptr(),
+                both.shape[0],
                 both.shape[2],
                 *places,
                 *sizes,
                 self.sliding[layer.sliding] or 0,
                 width,
+                space,
                 spare,
                 found,
             )

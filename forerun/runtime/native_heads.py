@@ -193,6 +193,8 @@ class HeadChain:
             halves=halves.argument,
             room=self._batch.argument.room,
             sees=is_eagle,
+            longest=LONGEST,
+            positions=len(head.turn[0]),
         )
         self._kept: Any = found, sums, entry, halves, own  # C knows addresses alone
         self._logits = room(0, self._out)

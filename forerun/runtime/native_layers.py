@@ -104,7 +104,7 @@ class NativeLayers:
         inputs = Room(count, max(self.width, attended, self.inner, 0 if fuse is None else fuse.inputs))
         argument = BatchArgument(
             *(len(layers), count, self.width, self.inner, self.heads, self.groups, self.size),
-            *(batch.paths.shape[1], places, space, threads, steps),
+            *(batch.paths.shape[1], places, space, threads, steps, count, steps * count, batch.paths.numel()),
             *(part.data_ptr() for part in (self.first, *turn)),
             *(part.data_ptr() for part in (batch.row, batch.length, batch.slot, batch.place, batch.paths)),
             *(part.data_ptr() for part in (x, whole)),
@@ -144,6 +144,9 @@ class OwnBatch:
             size=layers.size,
             path=1,
             steps=1,
+            most=most,
+            slots=slots,
+            routes=paths,
             first=layers.first.data_ptr(),
             x=x.data_ptr(),
             whole=whole.data_ptr(),
@@ -161,24 +164,23 @@ class OwnBatch:
         self._kept: Any = x, whole, halves, numbers, inputs  # C knows addresses alone
         self._capacity = 0
 
-    def point_at(self, cache: KVCache) -> bool:
-        """Has the batch run in this cache, with torch's threads. Whether what depends on these was made anew."""
+    def point_at(self, cache: KVCache) -> None:
+        """Has the batch run in this cache, with torch's threads."""
         layers, batch, threads = self._layers, self.argument, torch.get_num_threads()
-        is_new = cache.capacity != self._capacity or threads > batch.threads
-        if is_new:
-            batch.width, batch.space = places_and_space(cache.capacity, layers.heads, layers.groups, layers.size)
-            self._scratch, self._capacity = room(threads, batch.space), cache.capacity
-            batch.scratch = self._scratch.data_ptr()
-        batch.threads = threads
         point_at(self.each, cache, layers.groups, layers.size)
-        return is_new
+        if cache.capacity != self._capacity or threads > batch.threads:
+            width, space = places_and_space(cache.capacity, layers.heads, layers.groups, layers.size)
+            scratch = room(threads, space)  # may fail: nothing has changed so far
+            self._scratch, self._capacity = scratch, cache.capacity
+            batch.width, batch.space, batch.scratch = width, space, scratch.data_ptr()
+        batch.threads = threads
 
 
 def point_at(arguments: Any, cache: KVCache, groups: int, size: int) -> None:
     """Tells layers where their keys and values are."""
     for at, stored in zip(arguments, cache.layers, strict=True):
         both = buffers(stored, groups, size)
-        at.cache, at.capacity = both.data_ptr(), both.shape[2]
+        at.cache, at.rows, at.capacity = both.data_ptr(), both.shape[0], both.shape[2]
 
 
 def buffers(stored: KVLayer, groups: int, size: int) -> Tensor:

@@ -36,7 +36,7 @@ class LayerArgument(ctypes.Structure):
     _fields_ = (
         *((name, TileArgument) for name in ("qkv", "out", "up", "down")),
         *((name, ctypes.c_void_p) for name in ("second", "next", "bias", "gains", "cache")),
-        *((name, ctypes.c_int64) for name in ("capacity", "rotates", "window")),
+        *((name, ctypes.c_int64) for name in ("rows", "capacity", "rotates", "window")),
     )
 
 
@@ -69,6 +69,7 @@ class BatchArgument(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("layers", "n", "d", "inner", "heads", "groups", "size", "path", "width", "space", "threads", "steps"),
+                *("most", "slots", "routes"),
             )
         ),
         *(
@@ -93,6 +94,7 @@ class ChainArgument(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("logits", "chances", "drafted", "places", "numbers", "keys", "laws")),
         ("halves", StatesArgument),
         *((name, ctypes.c_int64) for name in ("at", "length", "count", "most", "known", "ended", "size", "among")),
+        *((name, ctypes.c_int64) for name in ("longest", "positions")),
         *((name, ctypes.c_float) for name in ("least", "product", "turn", "top_p")),
     )
 
@@ -108,6 +110,7 @@ class GuessArgument(ctypes.Structure):
         ("halves", StatesArgument),
         ("room", RoomArgument),
         *((name, ctypes.c_int64) for name in ("at", "length", "count", "start", "most", "olds", "root", "sees")),
+        *((name, ctypes.c_int64) for name in ("longest", "positions")),
         ("weight", ctypes.c_float),
     )
 

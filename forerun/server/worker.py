@@ -15,6 +15,7 @@ from forerun.engine import Engine, QueueFullError, Step
 from forerun.generation import Request
 from forerun.grammar import FormError
 from forerun.server.errors import ApiError
+from forerun.server.memory import default_kv_memory
 
 _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")
@@ -209,7 +210,12 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self.decoder = self._make()
+            decoder = self._make()
+            if decoder.kv_memory is None:  # now, as the models have taken theirs; a client must not take all the rest
+                decoder.kv_memory = decoder.target.agreed(default_kv_memory(decoder.target.device))
+            if decoder.kv_memory is not None:
+                _LOG.info("keys and values may take %.2f GiB", decoder.kv_memory / 2**30)
+            self.decoder = decoder
             self._engine = _warmed(self.decoder)
         except BaseException as error:  # SystemExit of a library too: the server must not wait for ever
             self.failed = error
