@@ -23,7 +23,8 @@ def judge(
     where its scores are not numbers.
     """
     greedy = [row for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
-    argmax, highest = map(iter, best_of(greedy) if greedy else ([], []))  # a GPU is waited for once
+    tokens, values = best_of(greedy) if greedy else ([], [])  # a GPU is waited for once
+    argmax, highest = iter(tokens), iter(values)
     verdicts, scores = [], []
     for seq, draft, row in zip(seqs, drafts, logits, strict=True):
         best = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import families
@@ -225,7 +225,7 @@ def test_a_row_that_moves_leaves_nothing(name: str) -> None:
     engine.target.drop(long)
     engine.abort(long)
     drain(engine)
-    assert outputs(engine, NEXT) == solo(target, NEXT)
+    assert outputs(engine, NEXT[:2]) == solo(target, NEXT[:2])  # in the same two rows
     assert_clean(engine)
 
 
@@ -294,7 +294,7 @@ def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(name: str) -> None:
 
 
 def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
-    lm = form("lean").fresh(10**6)
+    lm = form("few bits").fresh(10**6)
     begun = lm.prefill(BAD, 16)
     next(begun)
     begun.close()
@@ -366,7 +366,7 @@ def test_a_head_leaves_nothing(kind: str, few: bool) -> None:
     features = torch.randn(40, head.width, generator=torch.Generator().manual_seed(0))
     tokens = [3] * 40 if head.known else None
     spoilt = features.clone()
-    spoilt[5] = torch.nan
+    spoilt[30] = torch.nan
 
     def run(id: int, given: torch.Tensor, count: int) -> None:
         own = None if tokens is None else tokens[:count]
