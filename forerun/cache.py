@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -27,6 +27,10 @@ class KVCache(Cache):
     number. Buffers are allocated when they are first needed, and live as long as the cache. Where memory for them
     cannot be had, what asked for it raises, and rows, lengths and buffers are what they were.
 
+    Masks hide what is not a row's own, but 0 times NaN is NaN: one entry that is no number would spoil whoever reads
+    the same slot later. So the keys and values of a row that is given up or moved are looked at, once, and zeroed where
+    they are no numbers.
+
     Attributes:
         ids: the sequence of each row in use.
         lengths: committed positions of each row in use.
@@ -44,6 +48,7 @@ class KVCache(Cache):
         self.budget: int | None = None
         self._rows: dict[int, int] = {}
         self._reserves: list[int] = []
+        self._reaches: list[int] = []  # how far each row has been written to, provisional entries counted
         # Of the forward under way: its rows, where new entries begin or the slots [B, N] of each, slots looked at.
         self._size, self._start, self._end = 0, 0, 0
         self._slots: Tensor | None = None
@@ -73,32 +78,43 @@ class KVCache(Cache):
         self.ids.append(id)
         self.lengths.append(0)
         self._reserves.append(reserve)
+        self._reaches.append(0)
 
     def drop(self, id: int) -> None:
         """Forgets a row. The last row takes its place. Nothing happens where there is none."""
-        row = self._rows.pop(id, None)
-        if row is None:
+        if id not in self._rows:
             return
-        last = len(self.ids) - 1
+        self.mend(id)
+        row, last = self._rows.pop(id), len(self.ids) - 1
         if row < last:
             length = self.lengths[last]
             for layer in self._ready():
                 layer.keys[row, :, :length] = layer.keys[last, :, :length]
                 layer.values[row, :, :length] = layer.values[last, :, :length]
+            self.mend(self.ids[last])  # the place that it leaves
             self._rows[self.ids[last]] = row
-        for each in (self.ids, self.lengths, self._reserves):
+        for each in (self.ids, self.lengths, self._reserves, self._reaches):
             each[row] = each[last]
             each.pop()
 
-    def wipe(self, id: int) -> None:
-        """Zeros the row of a sequence, provisional entries too."""
-        for layer in self._ready() if id in self._rows else ():
-            layer.keys[self._rows[id]] = 0
-            layer.values[self._rows[id]] = 0
+    def mend(self, id: int) -> bool:
+        """Zeros a row where not all that was written to it are numbers, provisional entries among them. Whether all
+        were."""
+        row = self._rows[id]
+        end = max(self._reaches[row], self.lengths[row])
+        parts = [part[row] for layer in self._ready() for part in layer.buffers]
+        if end and not are_numbers(part[:, :end] for part in parts):
+            for part in parts:
+                part.zero_()
+            return False
+        self._reaches[row] = 0  # what is behind its length is known now
+        return True
 
     def reset(self) -> None:
         """Forgets all rows. The buffers stay."""
-        for each in (self.ids, self.lengths, self._reserves):
+        for id in self.ids:
+            self.mend(id)
+        for each in (self.ids, self.lengths, self._reserves, self._reaches):
             each.clear()
         self._rows.clear()
 
@@ -128,7 +144,9 @@ class KVCache(Cache):
         """Forgets the positions from `lengths[r]` on of each sequence."""
         for id, length in zip(ids, lengths, strict=True):
             assert 0 <= length <= self.length(id)
-            self.lengths[self._rows[id]] = length
+            row = self._rows[id]
+            self._reaches[row] = max(self._reaches[row], self.lengths[row])
+            self.lengths[row] = length
 
     def view(self, id: int, length: int) -> Stored:
         """A sequence's first `length` positions, not copied."""
@@ -157,6 +175,7 @@ class KVCache(Cache):
         if end > self.capacity or size > self.rows_capacity:  # no reservation was made, or too small a one
             self.reserve(size, end)
         self._start, self._end, self._slots = start, end, slots
+        self.expect(size, end - start)
         if size != self._size:
             self._size = size
             for layer in self.layers:
@@ -164,6 +183,12 @@ class KVCache(Cache):
         if size not in self._row_indexes:
             device = self.device if slots is None and self.ready else None if slots is None else slots.device
             self._row_indexes[size] = torch.arange(size, device=device)[:, None]
+
+    def expect(self, size: int, new: int) -> None:
+        """Notes that `new` entries are about to be written behind each of the first `size` rows. Rows that are mere
+        padding may be written to elsewhere, but what they get is made of their own entries."""
+        for row, length in enumerate(self.lengths[:size]):
+            self._reaches[row] = max(self._reaches[row], length + new)
 
     # Memory.
 
@@ -273,6 +298,11 @@ class KVLayer(CacheLayerMixin):
         self.is_initialized = True
         self.take(buffers)
 
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (self.keys, self.values) if self.both is None else (self.both,)
+
     def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
         """Buffers for states like these: one for both, where they are of one size."""
         if keys.shape[-1] != values.shape[-1] or keys.shape[-3] != values.shape[-3]:
@@ -364,6 +394,14 @@ def _buffer(like: Tensor, groups: int, rows: int, positions: int) -> Tensor:
     # torch.zeros would write every page. The system gives and zeroes these when they are used, and gets them back.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)
+
+
+def are_numbers(parts: Iterable[Tensor]) -> bool:
+    """Whether tensors hold neither NaN nor infinities. A GPU is waited for once."""
+    # One such number makes a sum one, too. Sums of float16 leave its range; others are added up in float32 at least.
+    sums = [part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None) for part in parts]
+    # A device map may spread layers.
+    return not sums or bool(torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all())
 
 
 def _blocks(positions: int) -> int:

@@ -177,8 +177,8 @@ class Engine:
         ]
         self._observe(seqs, drafts, verdicts)
         self._add_features(seqs, verdicts)
-        ended = {seq.id: row for seq, row in zip(seqs, logits, strict=True) if seq.finish_reason is not None}
-        self._leave([seq for seq in seqs if seq.id in ended], [not row.sum().isfinite() for row in ended.values()])
+        ended = [seq for seq in seqs if seq.finish_reason is not None]
+        self._leave(ended)
         self._number += 1
         shared = {
             "number": self._number,
@@ -210,8 +210,8 @@ class Engine:
         ]
         for seq in seqs:
             seq.prompt_logprobs = None
-        for id in ended:
-            del self._begun[id]
+        for seq in ended:
+            del self._begun[seq.id]
 
     def _propose(self, seqs: list[Generation]) -> Proposal:
         drafted = [seq for seq in seqs if not seq.request.plain]
@@ -261,7 +261,7 @@ class Engine:
                 done = next(prefill, None)
             except Exception as error:
                 seq.error, self._prefilling = error, None
-                self._leave([seq], [True])
+                self._leave([seq])
                 self.outbox.append(Step(seq.id, self._number, 0, finish_reason="error", error=error))
                 del self._begun[seq.id]
                 continue
@@ -316,16 +316,13 @@ class Engine:
             if seq.id in self._features:
                 self._features[seq.id].append(hidden[verdict.path])
 
-    def _leave(self, seqs: Sequence[Generation], wipe: Sequence[bool]) -> None:
-        """`wipe`: whose keys and values may not be numbers. Masks hide what is left behind, but 0 times NaN is NaN."""
-        for seq, broken in zip(seqs, wipe, strict=True):
-            if seq.finish_reason in ("stop", "length", "abort") and not broken:
+    def _leave(self, seqs: Sequence[Generation]) -> None:
+        for seq in seqs:
+            if seq.finish_reason in ("stop", "length", "abort"):
                 features = self._features.get(seq.id)
                 self.target.park(seq.id, seq.tokens, torch.cat(features) if features else None)
             self._features.pop(seq.id, None)
             self.drafter.drop(seq)
-            if broken:
-                self.target.wipe(seq.id)
             self.target.drop(seq.id)
         gone = {seq.id for seq in seqs}
         self.running = [seq for seq in self.running if seq.id not in gone]
@@ -345,7 +342,7 @@ class Engine:
             self.waiting.remove(seq)
         for seq in leaving:
             seq.finish_reason = "abort"
-        self._leave(leaving, [False] * len(leaving))
+        self._leave(leaving)
         for seq in leaving + queued:
             self.outbox.append(Step(seq.id, self._number, 0, finish_reason="abort"))
             self._begun.pop(seq.id, None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from forerun.batch import Inputs, by_row
-from forerun.cache import KVCache
+from forerun.cache import KVCache, Stored, are_numbers
 from forerun.compat import cache_argument, warn_if_newer
 from forerun.draft import Draft
 from forerun.fingerprint import fingerprint, same_model
@@ -182,7 +182,9 @@ class CausalLM(Rows):
         tokens, cache = list(tokens), self._prompt
         if _PROMPT not in cache:
             cache.add(_PROMPT, len(tokens))
-        held = common(self._prompt_tokens, tokens) if hear is None else 0
+        # In a chunk with a token that gives NaN, those before it get NaN too.
+        known = cache.mend(_PROMPT) and hear is None
+        held = common(self._prompt_tokens, tokens) if known else 0
         stored = None
         if self.prefixes is not None and hear is None:
             stored = self.prefixes.find(tokens, held, self.keeps_prompt)
@@ -210,7 +212,7 @@ class CausalLM(Rows):
             self.prefilled += len(part)
             yield len(part)
         if self.prefixes is not None and tokens:
-            self.prefixes.put(tokens, cache.view(_PROMPT, held), self.prompt_hidden)
+            self._remember(tokens, cache.view(_PROMPT, held), self.prompt_hidden)
 
     @property
     def prompt_read(self) -> int:
@@ -248,8 +250,16 @@ class CausalLM(Rows):
         length = self.cache.length(id)
         if self.prefixes is not None and length:
             hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
-            self.prefixes.put(tokens[:length], self.cache.view(id, length), hidden)
+            self._remember(tokens[:length], self.cache.view(id, length), hidden)
 
+    def _remember(self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None) -> None:
+        """Puts a text into the store, unless some of it is no number."""
+        assert self.prefixes is not None
+        parts = [part for pair in stored if pair is not None for part in pair]
+        if self.agreed(are_numbers(parts if hidden is None else [*parts, hidden])):
+            self.prefixes.put(tokens, stored, hidden)
+
+    @torch.inference_mode()
     def forget_prompt(self) -> None:
         """Empties the prompt cache. Its buffers stay."""
         self._prompt.reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +14,15 @@ def argmax_of(scores: Tensor) -> Tensor:
     if scores.device.type != "cpu" or scores.dtype != torch.float32:
         return scores.argmax(-1)
     return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
+
+
+def best_of(scores: Sequence[Tensor]) -> tuple[list[int], list[float]]:
+    """Of several scores [N, V], at least one, the argmax of each row, and the score there: NaN where any of the row's
+    is. A GPU is waited for once."""
+    argmax = [argmax_of(each) for each in scores]
+    highest = [each.gather(-1, best[:, None])[:, 0] for each, best in zip(scores, argmax, strict=True)]
+    tokens, values = torch.stack([torch.cat(argmax).float(), torch.cat(highest).float()]).tolist()
+    return [int(token) for token in tokens], values
 
 
 def probabilities_of(scores: Tensor, tokens: Tensor) -> Tensor:

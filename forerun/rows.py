@@ -50,11 +50,6 @@ class Rows:
         self.cache.drop(id)
 
     @torch.inference_mode()
-    def wipe(self, id: int) -> None:
-        """Zeros a sequence's keys and values, which may not be numbers; nothing happens where it has no row."""
-        self.cache.wipe(id)
-
-    @torch.inference_mode()
     def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keeps a path of nodes of each sequence's last draft."""
         self.cache.commit(ids, paths)
@@ -63,6 +58,7 @@ class Rows:
         """Shortens each sequence to its first `lengths[r]` positions."""
         self.cache.crop_to(ids, lengths)
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Forgets all sequences. Buffers stay."""
         self.cache.reset()

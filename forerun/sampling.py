@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers.generation import logits_process
 
 from forerun.draft import Draft
 from forerun.penalties import LogitBias
-from forerun.probabilities import argmax_of
+from forerun.probabilities import argmax_of, best_of
 from forerun.races import Race
 
 # What a token is sampled by; a generator of None is torch's own.
@@ -328,7 +329,7 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
     token may depend on the tokens up to there, as with any rule for lengths.
     """
     if greedy:
-        return accept_greedy(draft, argmax_of(scores).tolist())
+        return accept_greedy(draft, *best_of([scores]))
     return _accept_sampled(draft, scores.softmax(-1), generator)
 
 
@@ -346,11 +347,14 @@ def accept_raced(draft: Draft, scores: Tensor, source: Callable[[int], Source]) 
         path.append(child)
 
 
-def accept_greedy(draft: Draft, argmax: list[int]) -> Verdict:
-    """`accept` with the target's most probable token behind every node."""
+def accept_greedy(draft: Draft, argmax: list[int], highest: list[float]) -> Verdict:
+    """`accept` with the target's most probable token behind every node, and its score. Raises ValueError where the
+    scores that a token is chosen by are not numbers."""
     path = [0]
     while True:
         node = path[-1]
+        if isnan(highest[node]):  # infinities have an order
+            raise ValueError("no token can be chosen: the model's scores are not numbers")
         child = next((c for c in draft.children[node] if draft.tokens[c] == argmax[node]), None)
         if child is None:
             rejected = bool(draft.children[node])

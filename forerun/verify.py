@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.generation import Generation
-from forerun.probabilities import argmax_of
+from forerun.probabilities import best_of
 from forerun.sampling import Verdict, accept, accept_greedy, accept_raced
 
 
@@ -20,26 +19,34 @@ def judge(
 ) -> tuple[list[Verdict], list[Tensor]]:
     """The target's verdicts on drafts, from its logits [N_r, V] of each, and the processed scores [N_r, V].
 
-    What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing.
+    What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing. So does a ValueError
+    where its scores are not numbers.
     """
-    argmax = [argmax_of(row) for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
-    found = iter(torch.cat(argmax).tolist() if argmax else [])  # a GPU is waited for once
+    greedy = [row for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
+    tokens, values = best_of(greedy) if greedy else ([], [])  # a GPU is waited for once
+    argmax, highest = iter(tokens), iter(values)
     verdicts, scores = [], []
     for seq, draft, row in zip(seqs, drafts, logits, strict=True):
+        best = None
         if seq.sampler.is_argmax:
-            verdict = accept_greedy(draft, list(islice(found, len(draft))))
-        else:
-            verdict, row = _judge(seq, draft, row)
+            best = list(islice(argmax, len(draft))), list(islice(highest, len(draft)))
+        verdict, row = _judge(seq, draft, row, best)
         verdicts.append(replace(verdict, scores=row[verdict.path[-1]]))
         scores.append(row)
     return verdicts, scores
 
 
-def _judge(seq: Generation, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
+def _judge(
+    seq: Generation, draft: Draft, logits: Tensor, best: tuple[list[int], list[float]] | None
+) -> tuple[Verdict, Tensor]:
+    """`best`: the argmax and the logit there, where tokens are the argmax of the logits themselves."""
+
     def prefix(node: int) -> list[int]:
         return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]
 
     try:
+        if best is not None:
+            return accept_greedy(draft, *best), logits
         scores = seq.sampler.scores(logits, prefix)
         if seq.races is not None:
             return accept_raced(draft, scores, seq.source), scores

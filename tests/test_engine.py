@@ -335,7 +335,7 @@ def test_what_is_not_a_number_does_not_outlive_its_request() -> None:
         for layer in engine.target.cache.layers:
             layer.values[:2] = torch.nan
     steps = drain(engine)
-    assert [steps[id][-1].finish_reason for id in (first, second)] == ["length", "length"]
+    assert [steps[id][-1].finish_reason for id in (first, second)] == ["error", "error"]
     ids = [engine.add(Request(prompt, 20)) for prompt in (PROMPTS[0], PROMPTS[2])]
     steps = drain(engine)
     assert [tokens_of(steps[id]) for id in ids] == wanted

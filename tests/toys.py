@@ -237,9 +237,6 @@ class TableLM:
     def drop(self, id: int) -> None:
         self.rows.pop(id, None)
 
-    def wipe(self, id: int) -> None:
-        pass
-
     def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None) -> None:
         pass
 

@@ -47,6 +47,7 @@ class Recorded:
         lengths = cache.lengths[:rows] + [0] * (rows - len(cache.ids))
         seen = -(-(max(lengths) + width) // STEP) * STEP
         cache.reserve(rows, seen)
+        cache.expect(size, width)  # a graph that is replayed does not say so
         if cache.version != self.version:
             self.shapes.clear()
             self.version = cache.version

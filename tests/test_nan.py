@@ -1,0 +1,393 @@
+"""NaN stays where it arose: no neighbour, no successor and no stored prefix ever reads a number that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import families
+import pytest
+import torch
+from test_cache import Pair
+from test_engine import SETTINGS, drain, interrupt_once
+from toys import COSTS, LAYERS, noisy_copy, random_head, random_layer, tiny, tokens_of
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process as hf
+
+from forerun import Decoder
+from forerun.draft import Draft
+from forerun.drafters.plain import PlainDrafter
+from forerun.engine import Engine
+from forerun.generation import Request
+from forerun.methods import METHODS, method
+from forerun.model import CausalLM
+from forerun.probabilities import best_of
+from forerun.runtime import prepare
+from forerun.runtime.family import FamilyForward
+from forerun.runtime.heads import HiddenLM
+from forerun.runtime.stored import store
+from forerun.sampling import Sampler, accept, accept_greedy
+
+POISON = 62  # a token whose embedding is NaN
+BAD = [5, 6, POISON, *range(7, 40)]
+GOOD = [[5, 6, 7, 5, 6], [9], list(range(2, 42)), [11, 12, 11, 12, 11], list(range(30, 3, -1))]
+NEXT = [[6, 5, 8], [4, 4, 9, 4], [31, 7, 12, 9, 31, 7]]  # shorter than what was bad
+SAMPLED = Sampler(False, LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)]))
+ALONE = "not numbers"
+
+
+def poisoned(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    return model
+
+
+@cache
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return poisoned(tiny("llama")), poisoned(noisy_copy(tiny("llama"), 0.03))
+
+
+FORMS: dict[str, Callable[[], CausalLM]] = {
+    "transformers": lambda: CausalLM(models()[0]),
+    "lean": lambda: prepare(models()[0]),
+    "few bits": lambda: few_bits(FamilyForward),
+    "few bits, C": lambda: few_bits(None),
+}
+
+
+def few_bits(forward: Any) -> CausalLM:
+    model = store(poisoned(families.tiny("llama")), "bfloat16")
+    return prepare(model) if forward is None else CausalLM(model, forward(model))
+
+
+@cache
+def form(name: str) -> CausalLM:
+    return FORMS[name]()
+
+
+forms = pytest.mark.parametrize("name", FORMS)
+
+
+def engine_of(target: CausalLM, prefix_bytes: int = 0, **options: Any) -> Engine:
+    return Engine(target.fresh(prefix_bytes), PlainDrafter(), **options)
+
+
+def outputs(engine: Engine, prompts: Sequence[Sequence[int]], length: int = 12) -> list[list[int]]:
+    ids = [engine.add(Request(prompt, length)) for prompt in prompts]
+    steps = drain(engine)
+    assert all(steps[id][-1].finish_reason == "length" for id in ids)
+    return [tokens_of(steps[id]) for id in ids]
+
+
+def solo(target: CausalLM, prompts: Sequence[Sequence[int]], length: int = 12) -> list[list[int]]:
+    return [outputs(engine_of(target), [prompt], length)[0] for prompt in prompts]
+
+
+def assert_clean(engine: Engine) -> None:
+    """No buffer of the target's holds anything that is no number, used or not."""
+    for cache_ in (engine.target.cache, engine.target._prompt):
+        for layer in cache_.layers:
+            assert layer.keys.isfinite().all() and layer.values.isfinite().all()
+
+
+def spoil(engine: Engine, id: int) -> None:
+    """Has what a running sequence has stored be NaN."""
+    held = engine.target.cache
+    with torch.inference_mode():
+        for layer in held.layers:
+            layer.values[held.row(id), :, : held.length(id)] = torch.nan
+
+
+# Requests.
+
+
+@forms
+def test_greedy_nan_ends_that_request_alone(name: str) -> None:
+    target = form(name)
+    prompts = [[*GOOD[i % 5], 2 + i] for i in range(15)]
+    wanted = solo(target, prompts)
+    engine = engine_of(target, max_rows=16)
+    ids = [engine.add(Request(prompt, 12)) for prompt in prompts[:7]]
+    bad = engine.add(Request(BAD, 12))
+    ids += [engine.add(Request(prompt, 12)) for prompt in prompts[7:]]
+    steps = drain(engine)
+    assert [tokens_of(steps[id]) for id in ids] == wanted
+    assert [step.finish_reason for step in steps[bad]] == ["error"] and not tokens_of(steps[bad])
+    assert isinstance(steps[bad][0].error, ValueError) and ALONE in str(steps[bad][0].error)
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(True, SAMPLED.processors), SAMPLED, Sampler(False)])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_all_ways_to_choose_a_token_end_with_an_error(sampler: Sampler, seed: int | None) -> None:
+    engine = engine_of(form("transformers"))
+    ids = [engine.add(Request(BAD, 12, sampler, seed=seed)), engine.add(Request([POISON, 3], 12, sampler, seed=seed))]
+    steps = drain(engine)
+    for id in ids:
+        assert [step.finish_reason for step in steps[id]] == ["error"] and ALONE in str(steps[id][0].error)
+
+
+def test_a_token_that_is_chosen_needs_scores_that_are_numbers() -> None:
+    """Those of nodes that are not reached do not count, nor do infinities: they have an order."""
+    scores = torch.tensor([[0.0, 2.0, -torch.inf], [1.0, 0.0, torch.inf], [torch.nan, 3.0, 1.0]])
+    tokens, highest = best_of([scores[:1], scores[1:]])
+    assert tokens == [1, 2, 0] and highest[:2] == [2.0, torch.inf] and highest[2] != highest[2]
+    for chosen in (scores, scores.bfloat16(), scores.double()):
+        assert best_of([chosen])[0] == tokens
+    verdict = accept_greedy(Draft.chain(0, [1, 1]), tokens, highest)
+    assert (verdict.path, verdict.token) == ([0, 1], 2)
+    with pytest.raises(ValueError, match=ALONE):
+        accept(Draft.chain(0, [1, 2]), scores, True, None)
+    none = torch.full((1, 3), -torch.inf)  # as transformers has it
+    assert accept(Draft.root(0), none, True, None).token == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_neighbours_and_successors_are_what_they_are_alone(name: str) -> None:
+    """By every method, whose draft or head is given what is no number as well."""
+    good, later = [Request(prompt, 12) for prompt in GOOD], [Request(prompt, 12) for prompt in NEXT]
+    wanted = [alone(name, request) for request in [*good, *later]]
+    engine = decoder(name).engine
+    ids = [engine.add(request) for request in good[:2]]
+    bad = [engine.add(Request(BAD, 20)), engine.add(Request(BAD[:4], 20))]
+    if "oracle" not in name:
+        bad.append(engine.add(Request(BAD, 20, SAMPLED, seed=1)))
+    ids += [engine.add(request) for request in good[2:]]
+    steps = drain(engine)
+    ids += [engine.add(request) for request in later]
+    steps |= drain(engine)
+    assert [tokens_of(steps[id]) for id in ids] == wanted
+    assert all(steps[id][-1].finish_reason == "error" for id in bad)
+    assert_clean(engine)
+
+
+@cache
+def parts(name: str) -> dict[str, Any]:
+    target, draft = models()
+    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
+    head = random_head(CausalLM(target), kind=METHODS[name].head) if METHODS[name].head else None
+    if head is not None:  # a draft with a bad token is bad for its own sequence
+        spare = next(token for token in range(POISON) if token not in head.hot.tolist())
+        head.hot[head.hot == POISON] = spare
+    return {"pre_verifier": layer, "head": head}
+
+
+def decoder(name: str, **options: Any) -> Decoder:
+    target, draft = models()
+    chosen = method(name, **SETTINGS.get(name, {}))
+    made = Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts(name) | options)
+    made.costs = COSTS
+    return made
+
+
+def alone(name: str, request: Request) -> list[int]:
+    engine = decoder(name).engine
+    id = engine.add(request)
+    steps = drain(engine)[id]
+    assert steps[-1].finish_reason == "length"
+    return tokens_of(steps)
+
+
+# Rows.
+
+
+@forms
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_an_aborted_sequence_leaves_nothing(name: str, which: int) -> None:
+    target = form(name)
+    engine = engine_of(target, 10**6)
+    ids = [engine.add(Request(prompt, 30)) for prompt in (GOOD[2], GOOD[4], GOOD[2][::-1])]
+    engine.step()
+    spoil(engine, ids[which])
+    stored = len(engine.target.prefixes)
+    engine.abort(ids[which])
+    engine.step()
+    assert len(engine.target.prefixes) == stored  # nothing of it is kept
+    for id in ids:
+        engine.abort(id)
+    drain(engine)
+    assert outputs(engine, NEXT) == solo(target, NEXT)
+    assert_clean(engine)
+
+
+@forms
+def test_a_row_that_moves_leaves_nothing(name: str) -> None:
+    target = form(name)
+    engine = engine_of(target)
+    short, long = engine.add(Request(GOOD[1], 3)), engine.add(Request(GOOD[2], 30, SAMPLED, seed=1))
+    engine.step()
+    spoil(engine, long)
+    engine.abort(short)  # the other one takes its place
+    engine.target.drop(short)
+    (id,) = engine.target.cache.ids
+    assert id == long and engine.target.cache.row(long) == 0
+    engine.target.drop(long)
+    engine.abort(long)
+    drain(engine)
+    assert outputs(engine, NEXT[:2]) == solo(target, NEXT[:2])  # in the same two rows
+    assert_clean(engine)
+
+
+def test_all_that_was_written_is_looked_at() -> None:
+    """Rejected entries stand behind the committed ones, those of longer drafts behind those of shorter ones."""
+    for spoilt in (0, 1):
+        pair = Pair()
+        for id in (0, 1):
+            pair.add(id, 40)
+        first = pair.forward({0: 9, 1: 9})
+        for layer in pair.cache.layers:
+            layer.values[spoilt, :, 7] = torch.inf
+        pair.commit(first, [[0, 1]] * 2)
+        pair.commit(pair.forward({0: 2, 1: 2}), [[0], [0]])
+        pair.cache.crop_to([0, 1], [1, 1])
+        pair.lists = {id: own[:1] for id, own in pair.lists.items()}
+        pair.drop(0)
+        pair.check()
+        pair.drop(1)
+        assert all(each.isfinite().all() for layer in pair.cache.layers for each in (layer.keys, layer.values))
+
+
+def test_rows_of_numbers_stay_as_they_are() -> None:
+    pair = Pair()
+    for id in range(3):
+        pair.add(id, 40)
+    pair.commit(pair.forward(dict.fromkeys(range(3), 4)), [[0, 1, 2, 3]] * 3)
+    before = [layer.keys.clone() for layer in pair.cache.layers]
+    assert pair.cache.mend(1)
+    assert all(layer.keys.equal(old) for layer, old in zip(pair.cache.layers, before, strict=True))
+    pair.drop(0)
+    pair.check()
+
+
+# Prompts.
+
+
+@forms
+@pytest.mark.parametrize("prefix_bytes", [0, 10**6])
+def test_a_prompt_leaves_nothing(name: str, prefix_bytes: int) -> None:
+    target = form(name)
+    engine = engine_of(target, prefix_bytes)
+    wanted = solo(target, NEXT)
+    bad = engine.add(Request(BAD, 8))
+    held = engine.add(Request(GOOD[2], 60))  # the engine stays busy, and keeps its prompt cache
+    ids = [engine.add(Request(prompt, 12)) for prompt in NEXT]
+    steps = drain(engine)
+    assert [tokens_of(steps[id]) for id in ids] == wanted
+    assert steps[bad][-1].finish_reason == "error" and steps[held][-1].finish_reason == "length"
+    assert_clean(engine)
+    if prefix_bytes:
+        assert not any(POISON in entry.tokens for entry in engine.target.prefixes._entries)
+
+
+@forms
+def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(name: str) -> None:
+    """What stands before a bad token in the same chunk is bad too."""
+    found = []
+    for before in ([*NEXT[2], POISON, *GOOD[2]], []):
+        lm = form(name).fresh(10**6)
+        list(lm.prefill(before, 16))
+        list(lm.prefill([*NEXT[2], 3], 16))
+        lm.join(1)
+        found.append(lm.extend([1], [[5, 6]])[0])
+    torch.testing.assert_close(*found)
+
+
+def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
+    lm = form("few bits").fresh(10**6)
+    begun = lm.prefill(BAD, 16)
+    next(begun)
+    begun.close()
+    list(lm.prefill(NEXT[0], 16))
+    lm.join(1)
+    assert lm.extend([1], [[5, 6]])[0].isfinite().all()
+
+
+# A step that is undone.
+
+
+@forms
+@pytest.mark.parametrize("place", ["prefill", "join", "forward", "commit"])
+def test_a_step_that_is_undone_leaves_nothing(name: str, place: str) -> None:
+    target = form(name)
+    engine = engine_of(target, chunk_seconds=1e-9)
+    running = [engine.add(Request(prompt, 12)) for prompt in (GOOD[2], GOOD[4])]
+    for _ in range(3):
+        engine.step()
+    for id in running:
+        engine.abort(id)
+    bad = engine.add(Request(BAD, 12))
+    good = engine.add(Request(NEXT[2], 12))
+    interrupt_once(engine.target, place, 0)
+    steps: dict[int, list[Any]] = {}
+    interrupted = 0
+    while engine.busy:
+        try:
+            found = engine.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+            engine.abort(bad)
+            assert_clean(engine)
+            continue
+        for step in found:
+            steps.setdefault(step.id, []).append(step)
+    assert interrupted == 1
+    assert tokens_of(steps[good]) == solo(target, [NEXT[2]])[0]
+    assert outputs(engine, NEXT) == solo(target, NEXT)
+    assert_clean(engine)
+
+
+# Drafts and heads.
+
+
+def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
+    """The draft alone is broken, so the target's output is what it is without."""
+    target, draft = tiny("llama"), models()[1]
+    made = Decoder(target, None, draft, method("sd", gamma=3), False, prefix_bytes=10**6)
+    plain = Decoder(target, method=method("ar"))
+    model = made.engine.drafter.model  # type: ignore[attr-defined]
+    for prompt in (BAD, NEXT[2]):
+        found = made.generate(prompt, max_new_tokens=12)
+        assert found.tokens == plain.generate(prompt, max_new_tokens=12).tokens
+    assert not any(POISON in entry.tokens for entry in model.prefixes._entries)
+    for cache_ in (model.cache, model._prompt):
+        for layer in cache_.layers:
+            assert layer.keys.isfinite().all() and layer.values.isfinite().all()
+    fresh = Decoder(target, None, draft, method("sd", gamma=3), False, prefix_bytes=0)
+    wanted = fresh.generate(NEXT[2], max_new_tokens=12)
+    assert sum(step.accepted for step in found.steps) == sum(step.accepted for step in wanted.steps) > 0
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+@pytest.mark.parametrize("few", [False, True])
+def test_a_head_leaves_nothing(kind: str, few: bool) -> None:
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(random_head(target, kind=kind), target, few=few)
+    features = torch.randn(40, head.width, generator=torch.Generator().manual_seed(0))
+    tokens = [3] * 40 if head.known else None
+    spoilt = features.clone()
+    spoilt[30] = torch.nan
+
+    def run(id: int, given: torch.Tensor, count: int) -> None:
+        own = None if tokens is None else tokens[:count]
+        list(head.prefill(id, given[:count], own, 16, 64))
+
+    def states(ids: list[int]) -> torch.Tensor:
+        return head.extend(ids, [features[:1]] * len(ids), None if tokens is None else [[3]] * len(ids))
+
+    run(0, features, 9)
+    wanted = states([0])[0]
+    head.drop(0)
+    run(1, features, 20)
+    run(2, spoilt, 40)
+    head.drop(1)  # the spoilt one moves
+    run(3, features, 9)
+    torch.testing.assert_close(states([3])[0], wanted)
+    head.drop(2)
+    run(4, features, 9)
+    torch.testing.assert_close(states([4])[0], wanted)
+    head.drop(3)
+    run(5, features, 9)  # where the last one stood
+    torch.testing.assert_close(states([5])[0], wanted)
+    for layer in head.cache.layers:
+        assert layer.keys.isfinite().all() and layer.values.isfinite().all()
