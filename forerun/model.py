@@ -58,6 +58,7 @@ class CausalLM(Rows):
     recorded: Any = None
     hot: Any = None
     in_one_call: Any = None
+    _prompt_salt: str
     _prompt_tokens: list[int]  # what the prompt cache holds, and of it
     _prompt_hidden: list[Tensor]  # [n, d] in parts
 
@@ -175,17 +176,19 @@ class CausalLM(Rows):
     # Prompts.
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], chunk: int, hear: Callable[[Tensor], None] | None = None) -> Iterator[int]:
+    def prefill(
+        self, tokens: Sequence[int], chunk: int, hear: Callable[[Tensor], None] | None = None, salt: str = ""
+    ) -> Iterator[int]:
         """Runs a prompt, which may be empty, in a cache of its own. After each chunk of at most `chunk` tokens yields
-        how many that were. `join` then copies it to rows. What the last prompt or the prefix store holds of it is not
-        run again, unless `hear` is to have the logits [n, V] of each chunk."""
+        how many that were. `join` then copies it to rows. What the last prompt or the prefix store holds of it, under
+        the same salt, is not run again, unless `hear` is to have the logits [n, V] of each chunk."""
         tokens, cache = list(tokens), self._prompt
         if _PROMPT not in cache:
             cache.add(_PROMPT, len(tokens))
-        held = common(self._prompt_tokens, tokens) if hear is None else 0
+        held = common(self._prompt_tokens, tokens) if hear is None and salt == self._prompt_salt else 0
         stored = None
         if self.prefixes is not None and hear is None:
-            stored = self.prefixes.find(tokens, held, self.keeps_prompt)
+            stored = self.prefixes.find(tokens, held, self.keeps_prompt, salt)
         if stored is not None:
             entry, held = stored
             cache.copy_in(_PROMPT, entry.stored, held)
@@ -193,7 +196,7 @@ class CausalLM(Rows):
         else:
             cache.crop_to([_PROMPT], [held])
             self._prompt_hidden = [self.prompt_hidden[:held]] if self.prompt_hidden is not None else []
-        self._prompt_tokens = tokens[:held]
+        self._prompt_tokens, self._prompt_salt = tokens[:held], salt
         cache.reserve(1, len(tokens))
         while held < len(tokens):
             part = tokens[held : held + chunk]
@@ -210,7 +213,7 @@ class CausalLM(Rows):
             self.prefilled += len(part)
             yield len(part)
         if self.prefixes is not None and tokens:
-            self.prefixes.put(tokens, cache.view(_PROMPT, held), self.prompt_hidden)
+            self.prefixes.put(tokens, cache.view(_PROMPT, held), self.prompt_hidden, salt)
 
     @property
     def prompt_read(self) -> int:
@@ -242,18 +245,19 @@ class CausalLM(Rows):
             self.hot.meet(id, self._prompt_tokens)
 
     @torch.inference_mode()
-    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None) -> None:
+    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None, salt: str = "") -> None:
         """Remembers a sequence's committed positions under `tokens`, which may go on behind them, where there is a
-        store for prefixes. `hidden` [n, d]: the LM head's inputs there. To be called before `drop`."""
+        store for prefixes: prompts of the same salt find them. `hidden` [n, d]: the LM head's inputs there. To be
+        called before `drop`."""
         length = self.cache.length(id)
         if self.prefixes is not None and length:
             hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
-            self.prefixes.put(tokens[:length], self.cache.view(id, length), hidden)
+            self.prefixes.put(tokens[:length], self.cache.view(id, length), hidden, salt)
 
     def forget_prompt(self) -> None:
         """Empties the prompt cache. Its buffers stay."""
         self._prompt.reset()
-        self._prompt_tokens, self._prompt_hidden = [], []
+        self._prompt_tokens, self._prompt_hidden, self._prompt_salt = [], [], ""
 
     def reset(self) -> None:
         self.cache.reset()

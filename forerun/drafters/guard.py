@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.engine import Drafter, Proposal
+from forerun.failures import UNATTRIBUTABLE
 from forerun.generation import Generation
 from forerun.sampling import Verdict
 from forerun.steps import observe_rows
@@ -200,7 +201,9 @@ class Guarded:
                 for _ in self.drafter.admit(seq, None, len(seq.tokens)):
                     pass
                 self._inside[seq.id] = True
-            except Exception as error:  # ends that sequence alone
+            except UNATTRIBUTABLE:
+                raise
+            except BaseException as error:  # ends that sequence alone
                 seq.error = error
                 asked.remove(seq)
                 self._asked.discard(seq.id)
