@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.draft import Draft
+from forerun.failures import UNATTRIBUTABLE
 from forerun.generation import Generation, Request
 from forerun.logprobs import Logprob, logprobs_of
 from forerun.model import CausalLM
@@ -21,6 +23,8 @@ from forerun.steps import Drafter, Proposal, Step
 from forerun.verify import committed, judge, origins, scores_behind
 
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
+
+_LOG = logging.getLogger("forerun.engine")
 
 CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
 SCORED = 128  # most tokens of a chunk whose logits are wanted
@@ -119,9 +123,13 @@ class Engine:
     def step(self) -> list[Step]:
         """Admits what fits, then one draft and one target forward for all running sequences: a Step for each of them.
 
-        Without anything to do, an empty list. An exception in a sequence's processor or criterion, or while it is
-        admitted, ends that sequence alone. Any other, KeyboardInterrupt included, undoes the step: sequences go back
-        to the front of the queue with what they had, and the engine can be used on. Their drafters begin anew.
+        Without anything to do, an empty list. An exception in a sequence's processor or criterion ends that sequence
+        alone. Any other undoes the step: sequences go back to the front of the queue with what they had, and the engine
+        can be used on. Their drafters begin anew. They are suspects then: each is stepped alone once, and one that
+        fails alone is ended by its error. A prompt that fails is tried again once as well.
+
+        What no sequence is to blame for, KeyboardInterrupt included (`forerun.failures`), undoes the step and is
+        raised.
         """
         self.advance()
         return [self.outbox.popleft() for _ in range(len(self.outbox))]
@@ -133,14 +141,21 @@ class Engine:
             self._leave_aborted()
             self._admit()
             if self.running:
-                for seq in self.running:
+                seqs = [seq for seq in self.running if seq.suspect] or self.running
+                for seq in seqs:
                     state = None if seq.generator is None else seq.generator.get_state()
                     self._before[seq.id] = len(seq.tokens), state
-                self._step(self.running)
+                self._step(seqs)
                 self._before.clear()
-        except BaseException:
+                for seq in seqs:
+                    seq.suspect = False
+        except BaseException as error:
+            stepped = set(self._before)
             self._undo()
-            raise
+            failed = [seq for seq in list(self.waiting) if seq.id in stepped]
+            if not failed or isinstance(error, UNATTRIBUTABLE):
+                raise
+            self._blame(failed, error)
 
     def _undo(self) -> None:
         """Gives up all rows. Sequences that have begun wait again, as they were before the step."""
@@ -156,6 +171,19 @@ class Engine:
         for each in (self._begun, self._before, self._features):
             each.clear()
         self.waiting.extendleft(reversed(begun))
+
+    def _blame(self, seqs: list[Generation], error: BaseException) -> None:
+        """These sequences, which wait again, were part of what failed: they become suspects. One that failed alone as a
+        suspect ends."""
+        first = seqs[0]
+        if len(seqs) == 1 and (first.suspect or first.error is not None):
+            first.error = error
+            self.waiting.remove(first)
+            self.outbox.append(Step(first.id, self._number, 0, finish_reason="error", error=error))
+            return
+        _LOG.warning("decoding of %d requests failed; each is tried again alone", len(seqs), exc_info=error)
+        for seq in seqs:
+            seq.suspect = True
 
     def _step(self, seqs: list[Generation]) -> None:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
@@ -259,11 +287,15 @@ class Engine:
             seq, prefill = self._prefilling
             try:
                 done = next(prefill, None)
-            except Exception as error:
-                seq.error, self._prefilling = error, None
+            except UNATTRIBUTABLE:
+                raise
+            except BaseException as error:
+                self._prefilling = None
                 self._leave([seq])
-                self.outbox.append(Step(seq.id, self._number, 0, finish_reason="error", error=error))
+                self.target.forget_prompt()
                 del self._begun[seq.id]
+                self.waiting.appendleft(seq)
+                self._blame([seq], error)
                 continue
             if done is None:
                 self._prefilling = None
@@ -275,13 +307,14 @@ class Engine:
                 return
 
     def _next_fits(self) -> bool:
-        """Whether the first of those that wait may be admitted."""
-        if not self.waiting or len(self.running) >= self.max_rows:
+        """Whether the first of those that wait may be admitted: none while a suspect runs, which is stepped alone."""
+        if not self.waiting or len(self.running) >= self.max_rows or any(seq.suspect for seq in self.running):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))
 
     def _prefill(self, seq: Generation, chunk: int) -> Iterator[int]:
-        prefill, scored = partial(self.target.prefill, seq.tokens[:-1]), list[Logprob]()
+        prefill = partial(self.target.prefill, seq.tokens[:-1], salt=seq.request.salt)
+        scored = list[Logprob]()
         is_scored = seq.request.prompt_logprobs and not seq.output
         if is_scored:
             prefill = partial(prefill, hear=partial(_score, seq, scored))
@@ -289,8 +322,7 @@ class Engine:
         for done in prefill(chunk=min(chunk, SCORED) if is_scored else chunk):
             if done >= CHUNKS[0]:
                 self._rate = done / max(self.target.clock() - begun, 1e-9)
-            if seq.request.progress is not None:
-                seq.request.progress(self.target.prompt_read, len(seq.tokens))
+            _report(seq, self.target)
             yield done
             begun = self.target.clock()
         if is_scored:
@@ -320,7 +352,8 @@ class Engine:
         for seq in seqs:
             if seq.finish_reason in ("stop", "length", "abort"):
                 features = self._features.get(seq.id)
-                self.target.park(seq.id, seq.tokens, torch.cat(features) if features else None)
+                hidden = torch.cat(features) if features else None
+                self.target.park(seq.id, seq.tokens, hidden, seq.request.salt)
             self._features.pop(seq.id, None)
             self.drafter.drop(seq)
             self.target.drop(seq.id)
@@ -348,6 +381,17 @@ class Engine:
             self._begun.pop(seq.id, None)
         while self._aborted and self._aborted[0] in gone:
             self._aborted.popleft()
+
+
+def _report(seq: Generation, target: CausalLM) -> None:
+    """Tells how much of a prompt was read, where that is wanted. What is raised there is not tried again."""
+    if seq.request.progress is None:
+        return
+    try:
+        seq.request.progress(target.prompt_read, len(seq.tokens))
+    except Exception as error:
+        seq.error = error
+        raise
 
 
 def _score(seq: Generation, scored: list[Logprob], logits: Tensor) -> None:

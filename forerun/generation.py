@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from forerun.failures import UNATTRIBUTABLE
 from forerun.logprobs import Logprob
 from forerun.params import SamplingParams
 from forerun.races import Race, Races
@@ -41,6 +42,8 @@ class Request:
         logprobs: log probabilities of each token are wanted, with those of so many best ones in its place; None for
             none. They are of the target's own law, before processors and temperature.
         prompt_logprobs: those of the prompt are wanted too. Then all of it is run, whatever is known of it already.
+        salt: keys and values, phrases and outputs are shared among requests of one salt only. Phrases and outputs of
+            earlier requests are for those without one.
         params: what it was made of, so that it can be made again elsewhere (`forerun.scale`); the engine does not look.
     """
 
@@ -57,6 +60,7 @@ class Request:
     plain: bool = False
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    salt: str = ""
     params: SamplingParams | None = None
 
     def __post_init__(self) -> None:
@@ -78,7 +82,8 @@ class Generation:
         generator: source of random numbers of this sequence alone; None where it needs none.
         finish_reason: None while it runs, then "stop" (end token, stop string or criterion), "length", "abort" or
             "error".
-        error: what a user's processor or criterion raised.
+        error: what a user's processor or criterion raised, or a step of this sequence alone.
+        suspect: whether it was part of a step that failed; until it has been stepped alone.
         waited: seconds in the queue; None while it is there.
         prompt_logprobs: of the prompt's tokens behind the first, until its first step takes them.
     """
@@ -100,8 +105,9 @@ class Generation:
         self.finish_reason: str | None = None
         self.asked = perf_counter()
         self.waited: float | None = None
+        self.suspect = False
         self.prompt_logprobs: tuple[Logprob, ...] | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.races = None if self.greedy or request.seed is None else Races(int(request.seed), int(request.stream))
         self.generator = None
         if not self.greedy and self.races is None:
@@ -109,12 +115,17 @@ class Generation:
         self._ids: Tensor | None = None  # the tokens again, for criteria
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> BaseException | None:
         return self._error
 
     @error.setter
-    def error(self, error: Exception) -> None:
+    def error(self, error: BaseException) -> None:
         self._error, self.finish_reason = error, "error"
+
+    @property
+    def shares(self) -> bool:
+        """Whether it drafts from what earlier sequences said, and others from what it says."""
+        return not self.request.salt
 
     @property
     def greedy(self) -> bool:
@@ -148,7 +159,9 @@ class Generation:
             self.tokens.append(token)
             try:
                 stopped = token in self.eos or self._stopped(scores, count - 1)
-            except Exception as error:
+            except UNATTRIBUTABLE:
+                raise
+            except BaseException as error:
                 self.error = error
                 return count
             if stopped:

@@ -58,6 +58,7 @@ class CausalLM(Rows):
     recorded: Any = None
     hot: Any = None
     in_one_call: Any = None
+    _prompt_salt: str
     _prompt_tokens: list[int]  # what the prompt cache holds, and of it
     _prompt_hidden: list[Tensor]  # [n, d] in parts
 
@@ -175,19 +176,21 @@ class CausalLM(Rows):
     # Prompts.
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], chunk: int, hear: Callable[[Tensor], None] | None = None) -> Iterator[int]:
+    def prefill(
+        self, tokens: Sequence[int], chunk: int, hear: Callable[[Tensor], None] | None = None, salt: str = ""
+    ) -> Iterator[int]:
         """Runs a prompt, which may be empty, in a cache of its own. After each chunk of at most `chunk` tokens yields
-        how many that were. `join` then copies it to rows. What the last prompt or the prefix store holds of it is not
-        run again, unless `hear` is to have the logits [n, V] of each chunk."""
+        how many that were. `join` then copies it to rows. What the last prompt or the prefix store holds of it, under
+        the same salt, is not run again, unless `hear` is to have the logits [n, V] of each chunk."""
         tokens, cache = list(tokens), self._prompt
         if _PROMPT not in cache:
             cache.add(_PROMPT, len(tokens))
         # In a chunk with a token that gives NaN, those before it get NaN too.
-        known = cache.mend(_PROMPT) and hear is None
+        known = cache.mend(_PROMPT) and hear is None and salt == self._prompt_salt
         held = common(self._prompt_tokens, tokens) if known else 0
         stored = None
         if self.prefixes is not None and hear is None:
-            stored = self.prefixes.find(tokens, held, self.keeps_prompt)
+            stored = self.prefixes.find(tokens, held, self.keeps_prompt, salt)
         if stored is not None:
             entry, held = stored
             cache.copy_in(_PROMPT, entry.stored, held)
@@ -195,7 +198,7 @@ class CausalLM(Rows):
         else:
             cache.crop_to([_PROMPT], [held])
             self._prompt_hidden = [self.prompt_hidden[:held]] if self.prompt_hidden is not None else []
-        self._prompt_tokens = tokens[:held]
+        self._prompt_tokens, self._prompt_salt = tokens[:held], salt
         cache.reserve(1, len(tokens))
         while held < len(tokens):
             part = tokens[held : held + chunk]
@@ -212,7 +215,7 @@ class CausalLM(Rows):
             self.prefilled += len(part)
             yield len(part)
         if self.prefixes is not None and tokens:
-            self._remember(tokens, cache.view(_PROMPT, held), self.prompt_hidden)
+            self._remember(tokens, cache.view(_PROMPT, held), self.prompt_hidden, salt)
 
     @property
     def prompt_read(self) -> int:
@@ -244,26 +247,27 @@ class CausalLM(Rows):
             self.hot.meet(id, self._prompt_tokens)
 
     @torch.inference_mode()
-    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None) -> None:
+    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None, salt: str = "") -> None:
         """Remembers a sequence's committed positions under `tokens`, which may go on behind them, where there is a
-        store for prefixes. `hidden` [n, d]: the LM head's inputs there. To be called before `drop`."""
+        store for prefixes: prompts of the same salt find them. `hidden` [n, d]: the LM head's inputs there. To be
+        called before `drop`."""
         length = self.cache.length(id)
         if self.prefixes is not None and length:
             hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
-            self._remember(tokens[:length], self.cache.view(id, length), hidden)
+            self._remember(tokens[:length], self.cache.view(id, length), hidden, salt)
 
-    def _remember(self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None) -> None:
+    def _remember(self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None, salt: str) -> None:
         """Puts a text into the store, unless some of it is no number."""
         assert self.prefixes is not None
         parts = [part for pair in stored if pair is not None for part in pair]
         if self.agreed(are_numbers(parts if hidden is None else [*parts, hidden])):
-            self.prefixes.put(tokens, stored, hidden)
+            self.prefixes.put(tokens, stored, hidden, salt)
 
     @torch.inference_mode()
     def forget_prompt(self) -> None:
         """Empties the prompt cache. Its buffers stay."""
         self._prompt.reset()
-        self._prompt_tokens, self._prompt_hidden = [], []
+        self._prompt_tokens, self._prompt_hidden, self._prompt_salt = [], [], ""
 
     def reset(self) -> None:
         self.cache.reset()

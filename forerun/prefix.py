@@ -13,17 +13,19 @@ from forerun.cache import Stored
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A text with its keys and values, and the LM head's inputs [n, d] where they are kept."""
+    """A text with its keys and values, and the LM head's inputs [n, d] where they are kept. Prompts of its salt
+    find it."""
 
     tokens: np.ndarray  # [n]
     stored: Stored
     hidden: Tensor | None
     bytes: int
+    salt: str
 
 
 class PrefixStore:
     """Texts with their KV, in at most `limit` bytes. The least recently used goes first. A text that goes on behind
-    another takes its place.
+    another of its salt takes its place.
 
     Attributes:
         bytes: held now.
@@ -38,12 +40,14 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, tokens: Sequence[int], held: int = 0, wants_hidden: bool = False) -> tuple[Prefix, int] | None:
+    def find(
+        self, tokens: Sequence[int], held: int = 0, wants_hidden: bool = False, salt: str = ""
+    ) -> tuple[Prefix, int] | None:
         """The text that begins with most of these tokens, and with how many; None where these are no more than `held`.
         With `wants_hidden` only texts with hidden states are looked at."""
         wanted, best, most = np.asarray(tokens, dtype=np.int64), None, held
         for entry in self._entries:
-            if entry.hidden is None and wants_hidden:
+            if entry.salt != salt or (entry.hidden is None and wants_hidden):
                 continue
             length = common(entry.tokens, wanted)
             if length > most:
@@ -55,14 +59,14 @@ class PrefixStore:
         self.hit_tokens += most - held
         return best, most
 
-    def put(self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None = None) -> None:
+    def put(self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None = None, salt: str = "") -> None:
         """Remembers a text: copies of its KV [G, n, D] by layer, and of its hidden states."""
         whole = np.asarray(tokens, dtype=np.int64)
         parts = [each for pair in stored if pair is not None for each in pair]
         size = sum(each.numel() * each.element_size() for each in [*parts, *([] if hidden is None else [hidden])])
         if size > self.limit:
             return
-        for entry in self._entries[::-1]:
+        for entry in [each for each in self._entries[::-1] if each.salt == salt]:
             length = common(entry.tokens, whole)
             if length == len(whole) and (hidden is None or entry.hidden is not None):
                 self._touch(entry)
@@ -72,7 +76,7 @@ class PrefixStore:
         while self.bytes + size > self.limit:
             self._remove(self._entries[0])
         copies = [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored]
-        self._entries.append(Prefix(whole, copies, None if hidden is None else hidden.clone(), size))
+        self._entries.append(Prefix(whole, copies, None if hidden is None else hidden.clone(), size, salt))
         self.bytes += size
 
     def clear(self) -> None:

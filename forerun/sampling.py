@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from forerun.draft import Draft
+from forerun.failures import UNATTRIBUTABLE
 from forerun.penalties import LogitBias
 from forerun.probabilities import argmax_of, best_of
 from forerun.races import Race
@@ -236,7 +237,9 @@ def next_tokens(
             if sampler.processors:
                 try:
                     scores[r] = sampler.scores(logits[r : r + 1], lambda _, r=r: prefix(r))[0]  # type: ignore[misc]
-                except Exception as error:
+                except UNATTRIBUTABLE:
+                    raise
+                except BaseException as error:
                     raise RowError(r) from error
     else:
         scores = logits.float()

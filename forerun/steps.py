@@ -107,7 +107,7 @@ class Step:
         logprobs: of the tokens, where the request asks for them.
         prompt_logprobs: of the prompt's tokens behind the first, on a sequence's first step, where it asks for them.
         waited: seconds that the sequence stood in the queue.
-        error: what a user's processor or criterion raised, where that ended it.
+        error: what ended it: its processor or criterion raised that, or its step alone.
     """
 
     id: int
@@ -129,4 +129,4 @@ class Step:
     prompt_logprobs: tuple[Logprob, ...] | None = None
     waited: float = 0.0
     finish_reason: str | None = None
-    error: Exception | None = None
+    error: BaseException | None = None

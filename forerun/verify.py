@@ -9,6 +9,7 @@ from itertools import islice
 from torch import Tensor
 
 from forerun.draft import Draft
+from forerun.failures import UNATTRIBUTABLE
 from forerun.generation import Generation
 from forerun.probabilities import best_of
 from forerun.sampling import Verdict, accept, accept_greedy, accept_raced
@@ -51,7 +52,9 @@ def _judge(
         if seq.races is not None:
             return accept_raced(draft, scores, seq.source), scores
         return accept(draft, scores, seq.greedy, seq.generator), scores
-    except Exception as error:
+    except UNATTRIBUTABLE:
+        raise
+    except BaseException as error:
         seq.error = error
         return Verdict([0], 0, 0, False), logits
 

@@ -20,6 +20,7 @@ from transformers.generation import logits_process as hf
 from forerun import Decoder
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Engine, QueueFullError, Step
+from forerun.failures import TargetLostError
 from forerun.generation import Generation, Request
 from forerun.methods import METHODS, method
 from forerun.model import CausalLM
@@ -301,6 +302,182 @@ def interrupt_once(owner: Any, name: str, after: int) -> None:
         return found
 
     setattr(owner, name, interrupted)
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which a library in Rust raises: no handler of exceptions catches it."""
+
+
+CALLS = {"target": ["forward", "commit", "prefill", "join"], "drafter": ["admit", "propose", "observe"]}
+
+
+class Breaking:
+    """A method of an engine's part that raises where it is called for a sequence, or for any, up to `times` times."""
+
+    def __init__(self, owner: Any, name: str, error: BaseException, id: int | None = None, times: int = 2**31) -> None:
+        self.call, self.error, self.id, self.times = getattr(owner, name), error, id, times
+        self.calls = 0
+        setattr(owner, name, self)
+
+    def __call__(self, ids: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.times and (self.id is None or self.id in [getattr(each, "id", each) for each in ids]):
+            self.times -= 1
+            raise self.error
+        return self.call(ids, *args, **kwargs)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of one"), Panic("of one")], ids=["exception", "panic"])
+@pytest.mark.parametrize("place", ["target.forward", "target.commit", "drafter.propose", "drafter.observe"])
+@pytest.mark.parametrize("name", ["ar", "sd", "hybrid", "pacer-ouroboros", "lyanna"])
+def test_who_makes_steps_fail_is_found_and_ended_alone(name: str, place: str, error: BaseException) -> None:
+    good = [Request(prompt, 20) for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[4], PROMPTS[1])]
+    wanted = [alone(name, request) for request in (*good, Request(PROMPTS[3], 20))]
+    engine = engine_of(name)
+    engine.max_rows = 4
+    ids = [engine.add(request) for request in good[:2]]
+    bad = engine.add(Request(PROMPTS[3], 20))
+    ids += [engine.add(request) for request in good[2:]]  # the last one waits for a row
+    steps = {step.id: [step] for step in engine.step()}
+    while bad not in steps:
+        steps |= {step.id: [*steps.get(step.id, []), step] for step in engine.step()}
+    owner, method_name = place.split(".")
+    broken = Breaking(getattr(engine, owner), method_name, error, bad)
+    for id, more in drain(engine).items():
+        steps.setdefault(id, []).extend(more)
+    last = steps[bad][-1]
+    assert last.finish_reason == "error" and last.error is error and last.tokens == ()
+    assert tokens_of(steps[bad]) == wanted[-1][: len(tokens_of(steps[bad]))]
+    assert [tokens_of(steps[id]) for id in ids] == wanted[:-1]
+    assert {steps[id][-1].finish_reason for id in ids} == {"length"} and broken.times == 2**31 - 2
+    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+
+
+@given(data=st.data())
+@settings(max_examples=6)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_failure_that_happens_once_costs_nobody_anything(name: str, data: st.DataObject) -> None:
+    requests = [Request(prompt, 10) for prompt in PROMPTS]
+    wanted = [alone(name, request) for request in requests]
+    engine = engine_of(name)
+    engine.max_rows = data.draw(st.integers(1, 5))
+    owner = data.draw(st.sampled_from(sorted(CALLS)))
+    place, error = data.draw(st.sampled_from(CALLS[owner])), data.draw(st.sampled_from([RuntimeError(), Panic()]))
+    ids = [engine.add(request) for request in requests]
+    steps: dict[int, list[Step]] = {id: [] for id in ids}
+    for _ in range(data.draw(st.integers(0, 6))):
+        for step in engine.step():
+            steps[step.id].append(step)
+    Breaking(getattr(engine, owner), place, error, times=1)
+    for id, more in drain(engine).items():
+        steps[id] += more
+    assert [tokens_of(steps[id]) for id in ids] == wanted, (owner, place)
+    assert {steps[id][-1].finish_reason for id in ids} == {"length"}
+    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+
+
+@pytest.mark.parametrize("place", ["forward", "prefill"])
+def test_where_nothing_works_each_request_gets_its_try(place: str) -> None:
+    engine = engine_of("sd")
+    engine.max_rows = 2
+    ids = [engine.add(Request(prompt, 9)) for prompt in PROMPTS]
+    broken = Breaking(engine.target, place, RuntimeError("the device is gone"))
+    steps = drain(engine)
+    assert [[step.finish_reason for step in steps[id]] for id in ids] == [["error"]] * 5
+    assert broken.calls <= 2 * len(ids)
+    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+
+
+def test_a_failure_that_comes_and_goes_ends_nobody() -> None:
+    """As of a batch that is too large for the memory: alone each of its rows passes."""
+    engine = engine_of("sd")
+    wanted = [alone("sd", Request(prompt, 12)) for prompt in PROMPTS]
+    engine = engine_of("sd")
+    ids = [engine.add(Request(prompt, 12)) for prompt in PROMPTS]
+    forward = engine.target.forward
+
+    def small(ids: Sequence[int], drafts: Any) -> Any:
+        if len(ids) > 2:
+            raise MemoryError
+        return forward(ids, drafts)
+
+    engine.target.forward = small  # type: ignore[method-assign]
+    steps = drain(engine)
+    assert [tokens_of(steps[id]) for id in ids] == wanted
+
+
+def test_who_is_cleared_is_no_suspect_any_more() -> None:
+    engine = engine_of("ar")
+    ids = [engine.add(Request(prompt, 9)) for prompt in PROMPTS[:3]]
+    Breaking(engine.target, "forward", RuntimeError(), times=1)
+    rows = [[step.rows for step in steps] for steps in drain(engine).values()]
+    assert len(rows) == len(ids) and all(each.count(1) >= 1 and max(each) == 3 for each in rows)
+
+
+@pytest.mark.parametrize("place", ["forward", "prefill"])
+def test_what_no_request_is_to_blame_for_is_raised_at_once(place: str) -> None:
+    wanted = [alone("sd", Request(prompt, 9)) for prompt in PROMPTS[:2]]
+    engine = engine_of("sd")
+    ids = [engine.add(Request(prompt, 9)) for prompt in PROMPTS[:2]]
+    broken = Breaking(engine.target, place, TargetLostError("gone"), times=1)
+    with pytest.raises(TargetLostError):
+        drain(engine)
+    assert broken.calls == 1
+    steps = drain(engine)
+    assert [tokens_of(steps[id]) for id in ids] == wanted
+
+
+def test_only_who_makes_steps_fail_is_told() -> None:
+    made = decoder("sd")
+    made.close()
+    wanted = made.generate(PROMPTS[0], max_new_tokens=30).tokens
+    stream = made.stream(PROMPTS[0], max_new_tokens=30)
+    found = [next(stream)]
+    bad = made.engine.new_id() + 1
+    Breaking(made.engine.target, "forward", RuntimeError("of one"), bad)
+    with pytest.raises(RuntimeError, match="of one"):
+        made.generate(PROMPTS[2], max_new_tokens=30)
+    assert [token for chunk in [*found, *stream] for token in chunk.step.tokens] == wanted
+    assert made.generate(PROMPTS[0], max_new_tokens=30).tokens == wanted
+
+
+def test_a_panic_in_a_processor_ends_that_request_alone() -> None:
+    class Panics(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] >= 9:
+                raise Panic
+            return scores
+
+    class NeverEnds(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            raise Panic
+
+    wanted = alone("sd", Request(PROMPTS[0], 20))
+    engine = engine_of("sd")
+    good = engine.add(Request(PROMPTS[0], 20))
+    bad = [engine.add(Request(PROMPTS[3], 20, Sampler(True, LogitsProcessorList([Panics()]))))]
+    bad.append(engine.add(Request(PROMPTS[3], 20, criteria=StoppingCriteriaList([NeverEnds()]))))
+    steps = drain(engine)
+    assert tokens_of(steps[good]) == wanted
+    assert all(isinstance(steps[id][-1].error, Panic) for id in bad)
+
+
+def test_what_progress_raises_is_raised_once() -> None:
+    made, told = decoder("sd"), []
+    made.close()
+
+    def progress(read: int, total: int) -> None:
+        told.append(read)
+        if len(told) == 1:
+            raise ZeroDivisionError("of the user")
+
+    try:
+        made.progress = progress
+        with pytest.raises(ZeroDivisionError):
+            made.generate(PROMPTS[2], max_new_tokens=5)
+    finally:
+        made.progress = None
+    assert len(told) == 1
 
 
 class Nothing(LogitsProcessor):

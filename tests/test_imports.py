@@ -14,6 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 GROUND = {
     "draft",
+    "failures",
     "races",
     "sampling",
     "cache",
@@ -53,6 +54,7 @@ TOP = API | {"hf"}
 ALLOWED: dict[str, set[str]] = {
     "draft": set(),
     "cache": set(),
+    "failures": set(),
     "formats": set(),
     "params": {"formats"},
     "kinds": set(),
@@ -68,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "support": {"compat"},
     "fingerprint": set(),
     "races": set(),
-    "sampling": {"draft", "penalties", "probabilities", "races"},
+    "sampling": {"draft", "failures", "penalties", "probabilities", "races"},
     "model": {
         "draft",
         "probabilities",
@@ -81,11 +83,11 @@ ALLOWED: dict[str, set[str]] = {
         "fingerprint",
         "compat",
     },
-    "generation": {"logprobs", "params", "races", "sampling"},
+    "generation": {"failures", "logprobs", "params", "races", "sampling"},
     "logprobs": set(),
     "penalties": set(),
     "steps": {"draft", "generation", "logprobs", "sampling"},
-    "verify": {"draft", "generation", "probabilities", "sampling"},
+    "verify": {"draft", "failures", "generation", "probabilities", "sampling"},
     "engine": GROUND | {"steps", "verify"},  # no drafter, whatever the method
     "driver": {"engine", "generation"},
     "grammar": {"sampling"},

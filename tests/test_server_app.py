@@ -12,6 +12,7 @@ import httpx
 import pytest
 from serving import NAME, live, make_decoder, post
 
+from forerun.failures import TargetLostError
 from forerun.server import answers, run
 from forerun.server.app import STATIC, create_app
 from forerun.server.errors import ApiError
@@ -143,20 +144,17 @@ def test_fields_that_ask_for_nothing_are_fine() -> None:
         assert caught.value.param == name
 
 
-class Broken(BaseException):
-    """What no handler of exceptions catches."""
-
-
-def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [SystemExit, TargetLostError])
+def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
     """And whoever waits is told so."""
     failed = threading.Event()
     with live() as server:
         server.worker.on_failure = failed.set
 
         def broken() -> list[Any]:
-            raise Broken
+            raise kind
 
         monkeypatch.setattr(server.worker.engine, "step", broken)
         answer = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4})
-        assert answer.status_code == 500 and "Broken" in answer.json()["error"]["message"]
-        assert failed.wait(30) and isinstance(server.worker.failed, Broken)
+        assert answer.status_code == 500 and kind.__name__ in answer.json()["error"]["message"]
+        assert failed.wait(30) and isinstance(server.worker.failed, kind)

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -89,6 +90,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (PLAIN, {"best_of": 2}, "best_of"),
     (PLAIN, {"response_format": {"type": "nonsense"}}, "response_format"),
     (PLAIN, {"user": {"a": "b" * 100_000}}, "user"),
+    (PLAIN, {"cache_salt": ""}, "cache_salt"),
+    (PLAIN, {"cache_salt": "a" * 257}, "cache_salt"),
+    (PLAIN, {"cache_salt": "\ud800"}, "cache_salt"),
+    (PLAIN, {"cache_salt": 5}, "cache_salt"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hello"}, "messages"),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages"),
@@ -98,6 +103,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
     (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "messages"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"cache_salt": ""}, "cache_salt"),
+    (CHAT, {"cache_salt": ["a"]}, "cache_salt"),
     (CHAT, {"logprobs": 2}, "logprobs"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
@@ -259,10 +266,113 @@ def test_what_breaks_a_request_ends_it_alone(server: Live) -> None:
     engine.drafter.observe = observe  # type: ignore[method-assign]
     try:
         found = post(server, PLAIN, {"prompt": [5] * 7, "max_tokens": 50})
-        assert refusal(found, 500)["code"] == "decoding" and len(broken) == 3
+        assert refusal(found, 500)["code"] == "decoding" and len(broken) == 2  # it was tried again
     finally:
         engine.drafter.observe = judge  # type: ignore[method-assign]
     assert post(server, PLAIN, {"prompt": [5] * 7, "max_tokens": 5}).status_code == 200
+
+
+class Panic(BaseException):
+    """As a library's in Rust: no handler of exceptions catches it."""
+
+
+class Together:
+    """Asks for many answers at once; the engine's first step has all of them queued."""
+
+    def __init__(self, server: Live, bodies: list[dict[str, Any]]) -> None:
+        self.engine, self.bodies, self.server = server.worker.engine, bodies, server
+
+    def __enter__(self) -> list[httpx.Response]:
+        self._step = self.engine.step
+
+        def held() -> Any:
+            if len(self.engine.waiting) == len(self.bodies):
+                self.engine.step = self._step  # type: ignore[method-assign]
+                return self._step()
+            return time.sleep(0.001) or []
+
+        self.engine.step = held  # type: ignore[method-assign]
+        with ThreadPoolExecutor(len(self.bodies)) as pool:
+            return list(pool.map(lambda body: post(self.server, PLAIN, body), self.bodies))
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.step = self._step  # type: ignore[method-assign]
+
+
+MARK = 299  # a token that only the culprit's prompt has
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), Panic("broken")], ids=["exception", "panic"])
+@pytest.mark.parametrize("place", ["forward", "prefill"])
+def test_one_of_sixteen_that_breaks_every_step_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException, stream: bool
+) -> None:
+    with live(lambda: make_decoder(max_rows=12)) as server:  # so that four wait for a row
+        engine, more = server.worker.engine, {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": stream}
+        bodies = [more | {"prompt": [5 + at, *range(20, 24 + at)]} for at in range(16)]
+        wanted = [answered(post(server, PLAIN, body)) for body in bodies]
+        bodies[7] = more | {"prompt": [*range(20, 30), MARK, 5]}
+        real, failed = getattr(engine.target, place), []
+
+        def fails(given: Any, *args: Any, **kwargs: Any) -> Any:
+            marked = [seq.id for seq in engine.running if MARK in seq.request.tokens]
+            if MARK in given if place == "prefill" else not {*marked}.isdisjoint(given):
+                failed.append(1)
+                raise error
+            return real(given, *args, **kwargs)
+
+        monkeypatch.setattr(engine.target, place, fails)
+        with Together(server, bodies) as found:
+            pass
+        bad = found.pop(7)
+        if stream:
+            assert json.loads(bad.text.split("data: ")[-2])["error"]["code"] == "decoding"
+        else:
+            assert refusal(bad, 500)["code"] == "decoding"
+        del wanted[7]
+        assert [answered(each) for each in found] == wanted and len(failed) == 2
+        assert post(server, PLAIN, more | {"prompt": "a"}).status_code == 200 and not server.rows
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), Panic("broken")], ids=["exception", "panic"])
+@pytest.mark.parametrize("place", ["forward", "commit", "prefill", "join"])
+def test_what_fails_once_costs_no_request(monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
+    with live(lambda: make_decoder(max_rows=6)) as server:
+        engine, more = server.worker.engine, {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        bodies = [more | {"prompt": [5 + at, *range(20, 24 + at)]} for at in range(8)]
+        wanted = [answered(post(server, PLAIN, body)) for body in bodies]
+        real, calls = getattr(engine.target, place), []
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 4:
+                raise error
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(engine.target, place, fails)
+        with Together(server, bodies) as found:
+            pass
+        assert [answered(each) for each in found] == wanted and len(calls) > 4
+
+
+def answered(response: httpx.Response) -> str:
+    """The text of an answer, whole or streamed."""
+    assert response.status_code == 200, response.text
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return str(response.json()["choices"][0]["text"])
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return "".join(each["choices"][0]["text"] for each in events)
+
+
+def test_a_panic_while_a_body_is_read_ends_that_request_alone(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panics(*args: Any) -> Any:
+        raise Panic
+
+    monkeypatch.setattr("forerun.server.asking.encode_prompts", panics)
+    assert refusal(post(server, PLAIN, {"prompt": "a"}), 500)
+    monkeypatch.undo()
+    assert post(server, PLAIN, {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
 def test_a_key_is_needed_where_there_is_one() -> None:

@@ -222,7 +222,7 @@ class TableLM:
     def length(self, id: int) -> int:
         return len(self.rows.get(id, ()))
 
-    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[int]:
+    def prefill(self, tokens: Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
         self.prompt = list(tokens)
         for start in range(0, len(tokens), chunk):
             self.prefilled += len(tokens[start : start + chunk])
@@ -237,7 +237,7 @@ class TableLM:
     def drop(self, id: int) -> None:
         self.rows.pop(id, None)
 
-    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None) -> None:
+    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None, salt: str = "") -> None:
         pass
 
     def forget_prompt(self) -> None:

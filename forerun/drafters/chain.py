@@ -76,12 +76,12 @@ class ChainDrafter:
         context, tokens = self.model.context, self._text(seq)
         # After a prompt that the draft cannot read, or that fills its context, nothing will ever be drafted.
         if (not context or len(tokens) <= context) and self._knows(tokens):
-            yield from self.model.prefill(tokens[:-1], chunk)
+            yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
 
     def drop(self, seq: Generation) -> None:
         if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:
-            self.model.park(seq.id, self._text(seq))
+            self.model.park(seq.id, self._text(seq), salt=seq.request.salt)
         self.model.drop(seq.id)
         self.policy.drop(seq)
         self._open.discard(seq.id)

@@ -196,14 +196,9 @@ class Guarded:
         self._asked = {seq.id for seq in asked}
         self._length, self._begun = sum(len(seq.tokens) for seq in seqs), pace.clock()
         for seq in late:
-            try:
-                for _ in self.drafter.admit(seq, None, len(seq.tokens)):
-                    pass
-                self._inside[seq.id] = True
-            except Exception as error:  # ends that sequence alone
-                seq.error = error
-                asked.remove(seq)
-                self._asked.discard(seq.id)
+            for _ in self.drafter.admit(seq, None, len(seq.tokens)):
+                pass
+            self._inside[seq.id] = True
         if late and self._judge is not None:
             now = pace.clock()
             pace.charge(len(seqs), now - self._begun, late=True)

@@ -39,7 +39,7 @@ class LookaheadDrafter:
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        pool = self.pool if self.pool is not None and seq.greedy else PhrasePool(self.span, self.guesses)
+        pool = self.pool if self.pool is not None and seq.greedy and seq.shares else PhrasePool(self.span, self.guesses)
         window = Window(self.width, self.span, seq.tokens, Random(0))
         self.rows[seq.id] = _Text(pool, window, pool.learn(seq.tokens))
         return ()

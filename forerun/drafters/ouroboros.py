@@ -87,7 +87,7 @@ class OuroborosDrafter(ChainDrafter):
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from super().admit(seq, hidden, chunk)
-        pool = self.pool if self.pool is not None and seq.greedy else PhrasePool(*self.shape)
+        pool = self.pool if self.pool is not None and seq.greedy and seq.shares else PhrasePool(*self.shape)
         window = Window(self.width, self.shape[0], seq.tokens, Random(0)) if self.width else None
         learnt = pool.learn(seq.tokens) if "prompt" in self.sources else len(seq.tokens) - 1
         self.rows[seq.id] = _Row(pool, window, learnt)

@@ -43,7 +43,7 @@ class SuffixDrafter(PlainDrafter):
     """Drafts at most `factor` * match + `offset` tokens behind a match, and at most `most`: the best `width` of each
     place, as a tree, none whose path is less probable than `least` by its counts. Drafts are point masses.
 
-    With a `memory`, outputs go there when they end, and are drafted from.
+    With a `memory`, outputs go there when they end, and are drafted from, those of salted requests excepted.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class SuffixDrafter(PlainDrafter):
 
     def drop(self, seq: Generation) -> None:
         self.rows.pop(seq.id, None)
-        if self.memory is not None and seq.output and seq.finish_reason in ("stop", "length", "abort"):
+        is_output = seq.output and seq.finish_reason in ("stop", "length", "abort")
+        if self.memory is not None and seq.shares and is_output:
             self.memory.add(seq.tokens[max(0, seq.prompt_length - LEAD) :])
 
     def find(self, seq: Generation) -> tuple[Draft, float]:
@@ -79,7 +80,7 @@ class SuffixDrafter(PlainDrafter):
         row.learn(tokens, len(tokens))
         state = row.automaton.links[row.last]
         best = self._grow(row.automaton, state, row.automaton.longest[state], seq)
-        if self.memory is not None:
+        if self.memory is not None and seq.shares:
             with self.memory.lock:
                 automaton = self.memory.automaton
                 state, match = automaton.match(tokens[-LONGEST:])

@@ -27,6 +27,7 @@ from transformers.utils import is_accelerate_available
 
 from forerun.batch import Inputs
 from forerun.cache import KVCache
+from forerun.failures import TargetLostError
 from forerun.model import CausalLM
 
 TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others, while they load as well
@@ -36,7 +37,7 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 
 
-class RankLostError(RuntimeError):
+class RankLostError(TargetLostError):
     """Another rank has ended, cannot be reached, or was about to do something else."""
 
 

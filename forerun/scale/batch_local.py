@@ -64,7 +64,7 @@ class Answerer:
     async def ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
         """Status, request id and body of the server's response. Raises what ended the engine's thread.
 
-        Where the server fails, it is tried again, one line at a time: a step that fails takes all lines in it along.
+        Where the server fails, it is tried again, one line at a time.
         """
         found = await self._ask(url, body)
         for _ in range(TRIES - 1):

@@ -42,6 +42,7 @@ class Part:
     plain: bool
     logprobs: int | None
     prompt_logprobs: bool
+    salt: str
     emitted: tuple[int, ...] = ()
 
     @classmethod
@@ -49,8 +50,9 @@ class Part:
         """`seed`: for what is sampled and has none, as it could not go on elsewhere."""
         assert request.params is not None
         own = request.seed if request.sampler.greedy or request.seed is not None else seed
-        more = {"plain": request.plain, "logprobs": request.logprobs, "prompt_logprobs": request.prompt_logprobs}
-        return cls(tuple(request.tokens), request.params, request.eos, own, request.stream, **more)  # type: ignore[arg-type]
+        same = ("eos", "stream", "plain", "logprobs", "prompt_logprobs", "salt")
+        more: dict[str, Any] = {name: getattr(request, name) for name in same}
+        return cls(tokens=tuple(request.tokens), params=request.params, seed=own, **more)
 
 
 def remade(parts: Sequence[Part], decoder: Decoder) -> list[Request]:
@@ -72,6 +74,7 @@ def remade(parts: Sequence[Part], decoder: Decoder) -> list[Request]:
             plain=part.plain,
             logprobs=part.logprobs,
             prompt_logprobs=part.prompt_logprobs and not part.emitted,
+            salt=part.salt,
         )
         for each, part in zip(made, parts, strict=True)
     ]

@@ -208,7 +208,8 @@ def _asked(
             param = "response_format"
         raise ApiError(400, str(error), param) from None
     plain = body.forerun_method == "ar"
-    found = [replace(one, eos=one.eos | ends, plain=plain, logprobs=logprobs) for one in each]
+    more: dict[str, Any] = {"plain": plain, "logprobs": logprobs, "salt": body.cache_salt or ""}
+    found = [replace(one, eos=one.eos | ends, **more) for one in each]
     return Asked(body, rows, found, tuple(body.stop))
 
 

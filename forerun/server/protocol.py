@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 from forerun.server.errors import ApiError
 
 MOST_STOPS, LONGEST_STOP = 16, 1000
+LONGEST_SALT = 256
 MOST_BIASES = 1024
 MOST_COPIES = 128
 MOST_LOGPROBS = 20
@@ -122,6 +123,7 @@ Stop = Annotated[Any, AfterValidator(_stop), WithJsonSchema(_STRINGS)]
 Bias = Annotated[Any, AfterValidator(_bias), WithJsonSchema(_NUMBERS)]
 Prompt = Annotated[Any, AfterValidator(_known), WithJsonSchema(_PROMPT)]
 Messages = Annotated[Any, AfterValidator(_known), WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
+Salt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT), AfterValidator(_encodable)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -171,6 +173,7 @@ class Sampling(Body):
     response_format: dict[str, Any] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    cache_salt: Salt | None = None
     forerun: bool | None = None
     forerun_method: Literal["ar"] | None = None
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from forerun.decoder import Decoder
 from forerun.engine import Engine, QueueFullError, Step
+from forerun.failures import UNATTRIBUTABLE
 from forerun.generation import Request
 from forerun.grammar import FormError
 from forerun.server.errors import ApiError
@@ -22,7 +23,7 @@ _T = TypeVar("_T")
 
 MOST_ASKS = 256  # bodies that are read or wait for it
 READERS = 4  # threads that read them: a long text, or a schema that takes seconds, does not hold up the others
-TRIES = 3  # steps that may fail one after the other before those that run are given up
+TRIES = 3  # steps that may fail one after the other, with no request to blame, before all are given up
 
 
 class Job:
@@ -79,6 +80,17 @@ def _told(error: BaseException) -> ApiError:
     if isinstance(error, FormError):
         return ApiError(400, str(error), "response_format")
     return ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding")
+
+
+def _contained(function: Callable[..., _T], *args: Any) -> _T:
+    """Calls a function. A panic of a library in Rust, which no handler of exceptions would catch, becomes a
+    RuntimeError."""
+    try:
+        return function(*args)
+    except (Exception, *UNATTRIBUTABLE):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _warmed(decoder: Decoder) -> Engine:
@@ -143,7 +155,7 @@ class Worker:
         for it any more, it is not begun."""
         if self._asks >= MOST_ASKS:
             raise ApiError(503, "too many requests are being read; try again later", code="queue_full")
-        asked = self._asking.submit(function, *args)
+        asked = self._asking.submit(_contained, function, *args)
         self._asks += 1
         asked.add_done_callback(lambda _: self._call(self._answered))
         return await asyncio.wrap_future(asked)
@@ -239,7 +251,9 @@ class Worker:
             try:
                 steps = engine.step()
                 failures = 0
-            except Exception as error:  # the engine has undone it: sequences wait to run again
+            except UNATTRIBUTABLE:
+                raise
+            except BaseException as error:  # the engine has undone it, and found no request to blame
                 failures += 1
                 _LOG.exception("a step of the engine failed")
                 if failures == TRIES:
