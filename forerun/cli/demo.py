@@ -4,8 +4,8 @@ code."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -82,10 +82,9 @@ def demo(
         each.generate(warm_up, max_new_tokens=16)
     rows = []
     for number, (text, prompt) in enumerate(chosen, 1):
-        panes = _Panes(console, text, method)
-        with panes.live():
-            slow = _timed(plain, prompt, params, partial(panes.add, 0))
-            fast = _timed(decoder, prompt, params, partial(panes.add, 1))
+        with _panes(console, text, method) as add:
+            slow = _timed(plain, prompt, params, partial(add, 0))
+            fast = _timed(decoder, prompt, params, partial(add, 1))
         count = len(fast["tokens"])
         rates = len(slow["tokens"]) / slow["seconds"], count / fast["seconds"]
         rows.append(
@@ -174,34 +173,35 @@ def _timed(decoder: Any, prompt: list[int], params: SamplingParams, show: Callab
         show(chunk)
 
 
-class _Panes:
-    """Two texts side by side: live on a terminal, at their end elsewhere."""
+@contextmanager
+def _panes(console: Any, prompt: str, method: str) -> Iterator[Callable[[int, Any], None]]:
+    """Show two texts side by side, live on a terminal and at their end elsewhere; yields what adds a chunk to one."""
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
 
-    def __init__(self, console: Any, prompt: str, method: str) -> None:
-        from rich.live import Live
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
+    console.print(Panel(Text(prompt, style="dim"), title="prompt"))
+    texts = Text(overflow="fold"), Text(overflow="fold")
+    grid = Table.grid(expand=True)
+    for _ in texts:
+        grid.add_column(ratio=1)
+    grid.add_row(Panel(texts[0], title="ar"), Panel(texts[1], title=method))
+    # Refreshed between the timed stretches: a thread of its own would take time from what is measured.
+    live = Live(grid, console=console, auto_refresh=False, vertical_overflow="crop")
+    is_live, refreshed = console.is_terminal and not console.quiet, perf_counter()
 
-        self.console, self.texts = console, [Text(overflow="fold"), Text(overflow="fold")]
-        console.print(Panel(Text(prompt, style="dim"), title="prompt"))
-        self.grid = Table.grid(expand=True)
-        self.grid.add_column(ratio=1)
-        self.grid.add_column(ratio=1)
-        self.grid.add_row(*(Panel(text, title=title) for text, title in zip(self.texts, ("ar", method), strict=True)))
-        # Refreshed between the timed stretches: a thread of its own would take time from what is measured.
-        self.picture = Live(self.grid, console=console, auto_refresh=False, vertical_overflow="crop")
-        self.is_live, self.refreshed = console.is_terminal and not console.quiet, perf_counter()
-
-    def live(self) -> Any:
-        return self.picture if self.is_live else nullcontext()
-
-    def add(self, side: int, chunk: Any) -> None:
+    def add(side: int, chunk: Any) -> None:
+        nonlocal refreshed
         for piece, origin in chunk.pieces:
-            self.texts[side].append(piece, style=STYLES.get(origin, "") if side else "")
-        if self.is_live:
-            if chunk.finish_reason or perf_counter() - self.refreshed > REDRAW:
-                self.picture.refresh()
-                self.refreshed = perf_counter()
-        elif chunk.finish_reason and side:
-            self.console.print(self.grid)
+            texts[side].append(piece, style=STYLES.get(origin, "") if side else "")
+        if is_live and (chunk.finish_reason or perf_counter() - refreshed > REDRAW):
+            live.refresh()
+            refreshed = perf_counter()
+
+    if is_live:
+        with live:
+            yield add
+    else:
+        yield add
+        console.print(grid)
