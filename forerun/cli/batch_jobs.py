@@ -90,8 +90,7 @@ def batch(
             def lines() -> Iterator[Any]:
                 return iter(source.lines(folder.done | folder.failed, defaults))
 
-            with _progress(folder, len(source)) as on_record:
-                seconds = _run(loader, shown, max_rows, ray, actors, lines, folder, on_record)
+            seconds = _run(loader, shown, max_rows, ray, actors, lines, folder, len(source))
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
@@ -109,7 +108,7 @@ def _run(
     actors: int | None,
     lines: Callable[[], Iterator[Any]],
     folder: Any,
-    on_record: Callable[[], None],
+    total: int,
 ) -> float:
     """Answer the lines with one engine here, or on a cluster; return the seconds."""
     if address is None:
@@ -117,11 +116,12 @@ def _run(
 
         from forerun.scale import batch_local
 
-        return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder, on_record))
+        with _progress(folder, total) as on_record:
+            return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder, on_record))
     from forerun.scale import batch_ray
     from forerun.scale.cluster import cluster
 
-    with cluster(address, 256 * 2**20):
+    with cluster(address, 256 * 2**20), _progress(folder, total) as on_record:
         return batch_ray.run(loader, shown, max_rows, lines, folder, on_record, actors)
 
 

@@ -17,7 +17,7 @@ from forerun import __version__
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption, LoadOptions, TargetOption, grouped
 from forerun.methods import METHODS
-from forerun.profiles import pair_of, stored
+from forerun.profiles import find
 from forerun.zoo import EMBEDDED, FOLDER, own_draft, resolve
 
 BATCHES, TOKENS = (4, 16), (1, 2, 4, 8)  # rows, and tokens of each
@@ -44,9 +44,9 @@ def info(
         resolve(loading.draft, "draft")
     quiet(loading.threads)
     facts = collect() | {"profile": _profile(target, loading)}
-    from forerun.gguf import find
+    from forerun.gguf import find as find_gguf
 
-    if with_costs or loading.weights is not None or (isinstance(source, Path) and find(source) is not None):
+    if with_costs or loading.weights is not None or (isinstance(source, Path) and find_gguf(source) is not None):
         facts["costs"] = costs(target, context, loading)
     if as_json:
         print(json.dumps(facts))
@@ -115,12 +115,11 @@ def peak_mb() -> int | None:
 def _profile(target: str, loading: LoadOptions) -> dict[str, Any] | None:
     """Return the profile that runs with these models use; None if they were not tuned."""
     draft = loading.draft or own_draft(target)
-    pair = pair_of(target, draft, loading.device, loading.dtype, loading.weights, loading.draft_weights)
-    profile = stored(pair)
+    profile = find(target, draft, loading.device, loading.dtype, loading.weights, loading.draft_weights)
     if profile is None:
         return None
-    modes = {"greedy": profile.greedy, "sampling": profile.sampling}
-    return {"file": str(pair.path), **{mode: asdict(choice) if choice else None for mode, choice in modes.items()}}
+    facts = asdict(profile)
+    return {"file": str(profile.pair.path), "greedy": facts["greedy"], "sampling": facts["sampling"]}
 
 
 def _show(facts: dict[str, Any]) -> None:

@@ -140,7 +140,7 @@ class DecodeOptions(LoadOptions):
     def chosen_method(self, target: str) -> Method | None:
         """Return the method that the options name; None leaves the choice to `forerun.load`.
 
-        Raises ValueError for bad settings, for models that do not exist, and where the method lacks its draft or head.
+        Raises ValueError for bad settings, for models that do not exist, and if the method lacks its draft or head.
         """
         own = own_draft(target)
         has_layer = self.pre_verifier is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,10 +296,6 @@ def ask(lines: Any) -> str | None:
 
 
 def _input(prompt: str) -> str:
-    if sys.stdout.isatty():
+    # Only answers go into a pipe or a file.
+    with nullcontext() if sys.stdout.isatty() else redirect_stdout(sys.stderr):
         return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)  # answers alone go into a pipe or a file
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.removesuffix("\n")
