@@ -1,4 +1,4 @@
-"""What `forerun tune` found out about a pair of models on this machine, kept in a file that later runs read.
+"""Profiles: what `forerun tune` measured for a pair of models on this machine, in a file that later runs read.
 
 A profile holds what forwards cost and, for greedy decoding and for sampling, the method that was fastest. Nothing in it
 can change greedy output, nor the distribution of sampled output. Importing this needs no torch.
@@ -29,7 +29,7 @@ class Pair:
     """What a profile is for: models, and what they run on.
 
     Attributes:
-        target, draft: names, for people to read; no draft where none was given.
+        target, draft: names, for people to read; no draft if none was given.
         device: "cpu" or the name of the GPU.
         dtype: of the weights, or what they are stored as; "auto" is what the checkpoint has.
         threads: of a CPU; 0 elsewhere.
@@ -60,7 +60,7 @@ class Choice:
         temperature, top_p: what it was chosen for.
         tuned: {method: settings} the best settings of every method that was tried.
         prompts: what it was chosen on.
-        pre_verifier, head: the folders of the layer and the head that were tried with it, where these are not the
+        pre_verifier, head: the folders of the layer and the head that were tried with it, unless these are the
             embedded pair's own.
         date: in UTC.
     """
@@ -96,7 +96,7 @@ class Profile:
 
 
 def identity(source: str | Path, part: str) -> Any:
-    """Differs between models of one name: a hub id, or a folder's configuration and weight files with their sizes."""
+    """Return what differs between models of one name: a hub id, or a folder's config and weight files with sizes."""
     folder = resolve(source, part)
     if not isinstance(folder, Path):
         return folder
@@ -118,8 +118,10 @@ def pair_of(
     weights: str | None = None,
     draft_weights: str | None = None,
 ) -> Pair:
-    """The pair on the device and with the dtype that `forerun.load` would give it, and with torch's present number of
-    threads. Raises ValueError for folders that are not there."""
+    """Return the pair with the device and dtype that `forerun.load` would give it, and torch's present threads.
+
+    Raises ValueError for folders that do not exist.
+    """
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,17 +157,13 @@ def find(
     weights: str | None = None,
     draft_weights: str | None = None,
 ) -> Profile | None:
-    """The profile of a pair on this machine, None where it has not been tuned; raises ValueError for a damaged one."""
-    return stored(pair_of(target, draft, device, dtype, weights, draft_weights))
-
-
-def stored(pair: Pair) -> Profile | None:
-    """Likewise."""
-    return read(pair.path) if os.path.isfile(pair.path) else None  # False too where nobody may look
+    """Return the profile of a pair on this machine, None if it was not tuned; raise ValueError for a damaged one."""
+    path = pair_of(target, draft, device, dtype, weights, draft_weights).path
+    return read(path) if os.path.isfile(path) else None  # False too if the user may not look there
 
 
 def read(path: Path) -> Profile:
-    """Raises ValueError naming the file where it is not a profile."""
+    """Read a profile. Raises ValueError naming the file if it is none."""
     text = read_text(path)
     try:
         return _profile(json.loads(text))
@@ -176,9 +174,9 @@ def read(path: Path) -> Profile:
 
 
 def save(pair: Pair, mode: Mode, choice: Choice, costs: Costs, versions: dict[str, Any]) -> Path:
-    """Writes one mode's choice, whole or not at all, and keeps the other's; returns the file.
+    """Write one mode's choice, whole or not at all, and keep the other's; return the file.
 
-    Raises ValueError where nothing can be written there.
+    Raises ValueError if nothing can be written there.
     """
     try:
         old = read(pair.path)
@@ -195,12 +193,12 @@ def save(pair: Pair, mode: Mode, choice: Choice, costs: Costs, versions: dict[st
 
 @dataclass(frozen=True)
 class Shipped:
-    """What was chosen, on one machine and on validation prompts, for a model that forerun knows by name, and comes with
-    it. A profile goes before it.
+    """What comes with a model that forerun knows by name: chosen on one machine and validation prompts. A profile goes
+    before it.
 
     Attributes:
         methods: {"greedy" or "sampling": {method: {setting: value}}}.
-        default: the method of each of the two, where none is named.
+        default: the method of each of the two, if none is named.
         costs: of forwards. With these the pair's methods do the same things everywhere.
     """
 
@@ -209,13 +207,13 @@ class Shipped:
     costs: Costs | None
 
     def choice(self, mode: Mode) -> Method | None:
-        """The default method with its settings."""
+        """Return the default method with its settings."""
         name = self.default.get(mode)
         return method(name, **self.methods.get(mode, {}).get(name, {})) if name is not None else None
 
 
 def shipped(target: object, draft: object) -> Shipped | None:
-    """What comes with forerun for a target and its own draft; None for other models."""
+    """Return what comes with forerun for a target and its own draft; None for other models."""
     folder = FOLDERS.get(target) if isinstance(target, str) and draft in (None, target) else None
     if folder is None or not (path := folder / "tuned.json").is_file():
         return None
@@ -240,7 +238,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _checked(cls: type, value: Any) -> dict[str, Any]:
-    """The fields of a class of ours from JSON: all of them, no others, of their types where these are plain."""
+    """Check that JSON holds exactly the fields of a dataclass, of their types if these are plain."""
     if not isinstance(value, dict):
         raise ValueError(f"a {cls.__name__.lower()} must be an object")
     kinds = {field.name: str(field.type) for field in fields(cls)}
@@ -266,7 +264,7 @@ def _profile(value: Any) -> Profile:
 
 
 def costs_of(value: Any) -> Costs:
-    """From JSON; raises ValueError for what is no table of costs."""
+    """Read costs from JSON. Raises ValueError for what is no table of costs."""
     if isinstance(value, dict):  # tables from before drafts in one call
         value = {"chained": 0.0, "chained_sampled": 0.0} | value
     found = dict(_checked(Costs, value))

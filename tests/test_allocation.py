@@ -160,18 +160,11 @@ def test_a_failed_allocation_harms_no_other_request(kind: str) -> None:
     with memory() as counted:
         expected = answers(engine(kind), REQUESTS)
     assert None not in expected and counted.count >= 16
-    ended = 0
     for number in range(counted.count):
         with memory(fails=number):
             running = engine(kind)
-            found = answers(running, REQUESTS)
-            again = answers(running, REQUESTS)
-        lost = [place for place, own in enumerate(found) if own is None]
-        assert len(lost) <= 1  # whoever asked for it
-        assert all(own is None or own == wanted for own, wanted in zip(found, expected, strict=True))
-        assert again == expected
-        ended += len(lost)
-    assert ended
+            assert answers(running, REQUESTS) == expected  # what fails once is tried again
+            assert answers(running, REQUESTS) == expected
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])

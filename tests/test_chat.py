@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ggufs import TEMPLATE, small, write
+from rich.console import Console
 from terminals import Terminal
 from toys import tiny_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -22,11 +25,9 @@ from forerun.bench.datasets import Prompt, read_prompts, tokenised
 from forerun.bench.models import load_prompts
 from forerun.bench.plan import Plan
 from forerun.chat import chat_prompt, turn_ends
-from forerun.cli.asking import ask
-from forerun.cli.chat import chat
-from forerun.cli.generate import generate
-from forerun.cli.local import Local
-from forerun.cli.talk import Talk
+from forerun.cli.generate import chat, generate
+from forerun.cli.talk import Talk, ask
+from forerun.cli.writing import Answer, Reading
 from forerun.decoder import Decoder
 from forerun.files import home
 from forerun.methods import AR
@@ -228,7 +229,7 @@ def talk(decoder: Decoder, capsys: Any) -> Any:
     def make(method: Any) -> Decoder:
         raise ValueError(f"method {method.name!r} needs a draft model: give a draft")
 
-    return Talk(Local(decoder, make), SamplingParams(max_new_tokens=6), None)
+    return Talk(decoder, make, SamplingParams(max_new_tokens=6))
 
 
 def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
@@ -240,7 +241,7 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
     assert "tau 1.00" in err and "tokens/s, first after" in err and " ar, context" in err
     assert "cut at 6 tokens" in err and len(err.splitlines()) == 1
     talk.take("the")
-    wanted = talk.partner.decoder.chat([*first, {"role": "user", "content": "the"}], max_new_tokens=6).text
+    wanted = talk.decoder.chat([*first, {"role": "user", "content": "the"}], max_new_tokens=6).text
     assert talk.messages[2:] == [{"role": "user", "content": "the"}, {"role": "assistant", "content": wanted}]
     talk.take("/stats")
     assert "2 answers, 12 tokens, tau 1.00" in capsys.readouterr().err
@@ -260,24 +261,49 @@ def test_a_retry_samples_anew(talk: Any) -> None:
     first = [*talk.messages]
     talk.take("/retry")
     assert talk.messages != first and talk.messages[0] == USER
-    again = Talk(talk.partner, talk.params, None)  # and the whole conversation can be had again
+    again = Talk(talk.decoder, talk.make, talk.params)  # and the whole conversation can be had again
     again.take("hello")
     assert again.messages == first
     again.take("/retry")
     assert again.messages == talk.messages
 
 
+def test_answers_follow_a_form_until_it_is_taken_back(talk: Any) -> None:
+    pytest.importorskip("llguidance")
+    talk.take("/form regex (low|lower)")
+    talk.take("hello")
+    assert talk.messages[1]["content"] in ("low", "lower")
+    before = [*talk.messages]
+    for command, message in (("xml x", "one of json-schema, regex, grammar, not 'xml'"), ("regex (", "use --regex: ")):
+        with pytest.raises(ValueError, match=message):
+            talk.take(f"/form {command}")
+    assert talk.messages == before and talk.params.response_format is not None
+    talk.take("/form")
+    assert talk.params.response_format is None
+
+
+def test_tokens_are_tinted_and_nothing_steers_the_terminal() -> None:
+    pieces = [("Grüße", "draft"), (" \x1b[2Jthere", "bonus")]
+    chunk = SimpleNamespace(text="Grüße \x1b[2Jthere", pieces=pieces, step=None, finish_reason="stop")
+    console = Console(force_terminal=True, file=io.StringIO(), color_system="standard", soft_wrap=True)
+    answer = Answer()
+    answer.write((each for each in [chunk]), console, Reading())
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "\x1b[32mGrüße\x1b[0m [2Jthere"
+    assert answer.text == chunk.text and answer.finish_reason == "stop"
+
+
 def test_methods_and_system_prompts_change(talk: Any) -> None:
     talk.take("/method lookup")
-    assert talk.partner.method(talk.params) == "lookup"
+    assert talk.method == "lookup"
     with pytest.raises(ValueError, match="unknown method 'turbo'"):
         talk.take("/method turbo")
     with pytest.raises(ValueError, match="'sd' needs a draft model"):
         talk.take("/method sd")
-    assert talk.partner.method(talk.params) == "lookup"
+    assert talk.method == "lookup"
     talk.take("/system the low")
     talk.take("hello")
-    assert talk.messages[1]["content"] == talk.partner.decoder.chat([USER], system="the low", max_new_tokens=6).text
+    assert talk.messages[1]["content"] == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
     talk.take("/system")
     assert talk.system is None
 
@@ -324,7 +350,7 @@ def test_mistakes_leave_a_conversation_as_it_was(talk: Any) -> None:
 
 def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     talk.params = SamplingParams(max_new_tokens=40)
-    stream, count = talk.partner.decoder.stream_chat, 20
+    stream, count = talk.decoder.stream_chat, 20
 
     def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
         for number, chunk in enumerate(stream(*args, **options)):
@@ -332,8 +358,8 @@ def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch
                 raise KeyboardInterrupt
             yield chunk
 
-    monkeypatch.setattr(talk.partner.decoder, "stream_chat", interrupted)
-    whole = talk.partner.decoder.chat([USER], max_new_tokens=40).text
+    monkeypatch.setattr(talk.decoder, "stream_chat", interrupted)
+    whole = talk.decoder.chat([USER], max_new_tokens=40).text
     talk.take("hello")
     cut = talk.messages[1]["content"]
     assert cut and whole.startswith(cut) and len(cut) < len(whole)
@@ -354,7 +380,7 @@ def test_lines_go_on_behind_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None
                 return found
             raise found
 
-        monkeypatch.setattr("forerun.cli.asking._line", line)
+        monkeypatch.setattr("forerun.cli.talk._input", line)
 
     typed("one\\", "two\\", "three")
     assert ask(None) == "one\ntwo\nthree"

@@ -8,19 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 
 import pytest
 from commands import run
 
 import forerun
-from forerun.cli.batch_jobs import batch
-from forerun.cli.chat import chat
-from forerun.cli.common import load_options
-from forerun.cli.generate import generate
-from forerun.cli.serve import serve
+from forerun.cli.options import DecodeOptions
 
 COMMAND = [sys.executable, "-m", "forerun"]
 
@@ -167,8 +161,8 @@ def test_info_and_version() -> None:
     assert "embedded target" in run("info").stdout
 
 
-@pytest.mark.parametrize("command", [generate, serve, chat, batch])
-def test_a_command_without_options_loads_what_load_does(command: Callable[..., None]) -> None:
+def test_a_command_without_options_loads_what_load_does() -> None:
     """Of everything that decides how fast it is: the method, and how both models are stored."""
-    given = {name: option.default for name, option in signature(command).parameters.items()}
-    assert forerun.load("embedded", **load_options(given)).info() == forerun.load("embedded").info()
+    options = DecodeOptions()
+    found = forerun.load("embedded", method=options.chosen_method("embedded"), **options.for_load())
+    assert found.info() == forerun.load("embedded").info()

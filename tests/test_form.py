@@ -12,9 +12,8 @@ from ggufs import small, write
 
 import forerun.api
 from forerun.cli import form
-from forerun.cli.chat import chat
 from forerun.cli.form import asked_form, check_form, form_of_kind
-from forerun.cli.generate import generate
+from forerun.cli.generate import chat, generate
 
 pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 

@@ -13,7 +13,7 @@ INTERRUPTED = 130  # the exit status, as of a shell
 
 
 def main() -> None:
-    """Runs the command line.
+    """Run the command line.
 
     A user's mistake is one line on stderr and exit status 2. Ctrl-C, once or many times, is one line and 130.
     """
@@ -43,7 +43,7 @@ def _run() -> int:
         return INTERRUPTED
     except UsageError as error:
         message = error.format_message()
-        if not message:  # help was shown for want of a command
+        if not message:  # help was shown, as there is no command
             return 0
     except (ValueError, FileExistsError, PermissionError) as error:
         if is_interrupt(error):
@@ -57,7 +57,7 @@ def _run() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt, but not while one is being handled: that has to come to its end."""
+    """Raise KeyboardInterrupt, but not while one is being handled: that has to come to its end."""
     if is_interrupt(sys.exception()):
         return
     while frame is not None:  # inside an import nothing is to be cleaned up, and torch's aborts at an exception
@@ -68,16 +68,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether an exception is a KeyboardInterrupt or was raised while one was handled."""
+    """Return whether an exception is a KeyboardInterrupt or was raised while one was handled."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
 
 
 def _leave() -> None:
-    """Ends the process; further interrupts are ignored.
+    """End the process; further interrupts are ignored.
 
-    Not by sys.exit: where an interrupt came inside an exec(), Python would then end itself by the signal.
+    Not by sys.exit: after an interrupt inside an exec(), Python would then end itself by the signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError, RuntimeError):

@@ -14,7 +14,8 @@ from forerun.bench.choose import NAMES, parse_methods
 from forerun.bench.datasets import PUBLIC, STDLIB, read_files
 from forerun.bench.plan import Plan, check_folder
 from forerun.bench.sizes import SHAPES
-from forerun.cli.common import (
+from forerun.cli.common import quiet
+from forerun.cli.options import (
     DeviceOption,
     DraftTokensOption,
     DraftVocabularyOption,
@@ -25,7 +26,6 @@ from forerun.cli.common import (
     ThreadsOption,
     TrustOption,
     WeightsOption,
-    quiet,
 )
 from forerun.profiles import find, shipped
 from forerun.zoo import EMBEDDED, own_draft

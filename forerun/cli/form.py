@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ KINDS = {"json-schema": "json_schema", "regex": "regex", "grammar": "grammar"}  
 
 
 def asked_form(json_schema: str | None, regex: str | None, grammar: Path | None) -> dict[str, Any] | None:
-    """What these options ask for; None for any text.
+    """Return the form that these options ask for; None for any text.
 
     Raises ValueError for more than one of them, a file that cannot be read, and a form that is none.
     """
@@ -27,17 +26,16 @@ def asked_form(json_schema: str | None, regex: str | None, grammar: Path | None)
 
 
 def form_of_kind(kind: str, text: str) -> dict[str, Any]:
-    """One of `KINDS` with its text: a schema or a file that has it, an expression, a file with a grammar.
+    """Return a form of one of `KINDS`. Its text is a schema or a file with one, an expression, or a grammar's file.
 
     Raises ValueError as `asked_form` does.
     """
-    field = KINDS[kind]
     content: Any = text
     if kind == "json-schema":
         content = {"name": "answer", "schema": _schema(text)}
     elif kind == "grammar":
-        content = read_text(_path(text))
-    form = {"type": field, field: content}
+        content = read_text(Path(text).expanduser())
+    form = {"type": KINDS[kind], KINDS[kind]: content}
     try:
         SamplingParams(response_format=form)
     except ValueError as error:
@@ -46,13 +44,14 @@ def form_of_kind(kind: str, text: str) -> dict[str, Any]:
 
 
 def check_extra(form: dict[str, Any] | None) -> None:
-    """Raises ValueError where the package that keeps output to a form is missing."""
+    """Raise ValueError if the package that keeps output to a form is missing."""
     if form is not None and find_spec("llguidance") is None:
-        raise ValueError(f"{_option(form)} needs the package llguidance: pip install 'forerun[grammar]'")
+        option = form["type"].replace("_", "-")
+        raise ValueError(f"--{option} needs the package llguidance: pip install 'forerun[grammar]'")
 
 
-def check_form(form: dict[str, Any] | None, tokenizer: Any) -> None:
-    """Raises ValueError for a form that llguidance cannot read, or that allows no text in the tokenizer's tokens.
+def check_form(form: Any, tokenizer: Any) -> None:
+    """Raise ValueError for a form that llguidance cannot read, or that allows no text in the tokenizer's tokens.
 
     No weights are needed for that. A tokenizer that names no end token is left to the decoder: the model may name one.
     """
@@ -72,13 +71,13 @@ def check_form(form: dict[str, Any] | None, tokenizer: Any) -> None:
 
 
 def _schema(text: str) -> Any:
-    """A schema that is given as such or in a file."""
-    is_file = not text.lstrip().startswith(("{", "[", '"')) and text.strip() not in ("true", "false")
-    source = f"'{text}'" if is_file else "what is given"
+    """Parse a schema that is given as such or in a file."""
     if not text.strip():
         raise ValueError("--json-schema takes a file or a JSON schema, not nothing")
+    is_file = not text.lstrip().startswith(("{", "[", '"')) and text.strip() not in ("true", "false")
+    source = f"'{text}'" if is_file else "what is given"
     try:
-        found = json.loads(read_text(_path(text)) if is_file else text)
+        found = json.loads(read_text(Path(text).expanduser()) if is_file else text)
     except json.JSONDecodeError as error:
         raise ValueError(f"--json-schema: {source} is not JSON: {error}") from None
     except RecursionError:
@@ -88,16 +87,8 @@ def _schema(text: str) -> Any:
     return found
 
 
-def _path(name: str) -> Path:
-    return Path(os.path.expanduser(name))
-
-
-def _option(form: dict[str, Any]) -> str:
-    return "--" + form["type"].replace("_", "-")
-
-
 def _named(message: str) -> str:
-    """An error with the names of the options."""
+    """Replace the names of fields by those of options."""
     for kind, field in KINDS.items():
         message = message.replace(f"response_format.{field}.schema", f"the schema of --{kind}")
         message = message.replace(f"response_format.{field}", f"--{kind}")

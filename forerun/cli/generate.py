@@ -1,4 +1,4 @@
-"""`forerun generate`: one prompt from an argument, a file or stdin, streamed."""
+"""`forerun generate` and `forerun chat`: one answer, streamed, or a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -6,112 +6,93 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from forerun.cli import common
-from forerun.cli.chosen import as_message, check_chat, chosen_method, read_prompt
-from forerun.cli.common import hint, load_options, quiet, sampling_params
-from forerun.cli.form import asked_form, check_extra, check_form
-from forerun.cli.writing import Reading, as_object, show
-from forerun.zoo import EMBEDDED
+from forerun.cli.common import quiet, say
+from forerun.cli.form import check_form
+from forerun.cli.options import (
+    DecodeOptions,
+    JsonOption,
+    MaxNewTokensOption,
+    SamplingOptions,
+    SystemOption,
+    TargetOption,
+    grouped,
+)
+from forerun.cli.writing import Answer, Reading
+from forerun.files import read_text
+from forerun.params import SamplingParams
+from forerun.zoo import EMBEDDED, SMOLLM2
+
+LARGE = 100_000_000  # bytes of a target from which on fewer bits are recommended
 
 
+@grouped
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message, rendered by the target's chat template.")
     ] = False,
-    system: common.SystemOption = None,
-    target: common.TargetOption = EMBEDDED,
-    draft: common.DraftOption = None,
-    method: common.MethodOption = None,
-    gamma: common.GammaOption = None,
-    method_arg: common.MethodArgOption = None,
-    max_new_tokens: common.MaxNewTokensOption = 256,
-    temperature: common.TemperatureOption = 0.0,
-    top_k: common.TopKOption = 0,
-    top_p: common.TopPOption = 1.0,
-    min_p: common.MinPOption = 0.0,
-    repetition_penalty: common.RepetitionPenaltyOption = 1.0,
-    stop: common.StopOption = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end token.")] = False,
-    seed: common.SeedOption = None,
-    json_schema: common.JsonSchemaOption = None,
-    regex: common.RegexOption = None,
-    grammar: common.GrammarOption = None,
-    pre_verifier: common.PreVerifierOption = None,
-    head: common.HeadOption = None,
+    system: SystemOption = None,
+    target: TargetOption = EMBEDDED,
+    max_new_tokens: MaxNewTokensOption = 256,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
+    *,
+    sampling: SamplingOptions,
+    decoding: DecodeOptions,
     phrases: Annotated[
-        Path | None, typer.Option(help="Keep phrases here: read if the file is there, written at the end.")
+        Path | None, typer.Option(help="Keep phrases here: read if the file exists, written at the end.")
     ] = None,
-    guard: common.GuardOption = None,
-    dtype: common.DtypeOption = None,
-    weights: common.WeightsOption = None,
-    draft_weights: common.DraftWeightsOption = None,
-    draft_vocabulary: common.DraftVocabularyOption = None,
-    draft_tokens: common.DraftTokensOption = None,
-    device: common.DeviceOption = None,
     device_map: Annotated[
         str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
     ] = None,
     tensor_parallel: Annotated[
-        bool,
-        typer.Option("--tensor-parallel", help="Split the target among the processes that torchrun started."),
+        bool, typer.Option("--tensor-parallel", help="Split the target among the processes that torchrun started.")
     ] = False,
-    threads: common.ThreadsOption = None,
-    trust_remote_code: common.TrustOption = False,
-    as_json: common.JsonOption = False,
+    as_json: JsonOption = False,
     profile: Annotated[
         Path | None, typer.Option(help="Draw where the time of each step went, into this .png or .svg file.")
     ] = None,
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected."""
-    response_format = asked_form(json_schema, regex, grammar)
-    if response_format is not None and ignore_eos:
-        raise ValueError("--ignore-eos cannot stand beside a form of the output, which says where it ends")
-    params = sampling_params(locals())
-    settings, is_named = chosen_method(target, draft, method, gamma, method_arg, pre_verifier, head)
-    options = load_options(locals())
+    params = sampling.params(max_new_tokens, ignore_eos)
+    method = decoding.chosen_method(target)
     if system is not None and not chat:
         raise ValueError("--system is for --chat")
     if phrases is not None:
-        if settings.phrases is None or not is_named:
+        if method is None or method.phrases is None:
             raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, lookahead, suffix and hybrid")
-        if temperature and seed is None and settings.name not in ("suffix", "hybrid"):
+        if params.temperature and params.seed is None and method.name not in ("suffix", "hybrid"):
             raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
         if not phrases.parent.is_dir():
             raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
     if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
         raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
-    check_extra(response_format)
     if tensor_parallel:
         if phrases is not None or profile is not None:
-            raise ValueError(
-                "--tensor-parallel cannot stand beside --phrases and --profile: those are files of one process"
-            )
+            raise ValueError("--tensor-parallel cannot stand beside --phrases and --profile: files of one process")
         if file is None and prompt in (None, "-"):
             raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
-    text = read_prompt(prompt, file)
-    quiet(threads)
+    text = _read_prompt(prompt, file)
+    quiet(decoding.threads)
     from forerun.api import load
     from forerun.bench.profile import plot_steps, profile_line
     from forerun.chat import has_template
     from forerun.loading import check_prompts
 
-    advice = hint(target, weights, dtype, device) if device_map is None and sys.stderr.isatty() else None
-    if advice is not None:
-        print(advice, file=sys.stderr)
+    if device_map is None:
+        _advise(target, decoding)
     if chat:
-        tokenizer = check_chat(target, as_message(text), system, trust_remote_code=trust_remote_code)
+        tokenizer = _chat_tokenizer(target, _message(text), system, decoding.trust_remote_code)
     else:
-        tokenizer = check_prompts(target, text, trust_remote_code=trust_remote_code)
+        tokenizer = check_prompts(target, text, trust_remote_code=decoding.trust_remote_code)
         if sys.stderr.isatty() and has_template(tokenizer):
-            print("forerun: this model has a chat template; --chat uses it", file=sys.stderr)
-    check_form(response_format, tokenizer)
+            say("this model has a chat template; --chat uses it")
+    check_form(params.response_format, tokenizer)
     with ExitStack() as stack:
         if tensor_parallel:
             from forerun.runtime.tensor_parallel import together
@@ -119,26 +100,141 @@ def generate(
             stack.enter_context(together())
         decoder = load(
             target,
-            method=settings if is_named else None,
+            method=method,
             tokenizer=tokenizer,
             phrases=phrases if phrases is not None and phrases.exists() else None,
-            **options,
+            device_map=device_map,
+            tensor_parallel=tensor_parallel,
+            **decoding.for_load(),
         )
-        reading = decoder.progress = Reading()
-        if as_json:
-            result = decoder.chat(as_message(text), params, system=system) if chat else decoder.generate(text, params)
-            reading.erase()
-            if phrases is not None:
-                decoder.save_phrases(phrases)
-            if profile is not None:
-                plot_steps(result.steps, profile)
-            print(json.dumps(as_object(result, decoder.method_for(greedy=not temperature).name)))
-            return
-
-        chunks = decoder.stream_chat(as_message(text), params, system=system) if chat else decoder.stream(text, params)
-        answer = show(chunks, reading)
+        steps = _answer(decoder, _message(text) if chat else text, params, system, as_json)
         if phrases is not None:
             decoder.save_phrases(phrases)
         if profile is not None:
-            plot_steps(answer.steps, profile)
-            print(profile_line(answer.steps), file=sys.stderr)
+            plot_steps(steps, profile)
+            if not as_json:
+                print(profile_line(steps), file=sys.stderr)
+
+
+@grouped
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation.")
+    ] = None,
+    system: SystemOption = None,
+    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
+    max_new_tokens: MaxNewTokensOption = 512,
+    *,
+    sampling: SamplingOptions,
+    decoding: DecodeOptions,
+    as_json: JsonOption = False,
+) -> None:
+    """Talk with a model. With a prompt or text on stdin: one answer. Else a conversation; /help lists its commands.
+
+    Colours of tokens are those of `forerun generate`."""
+    params = sampling.params(max_new_tokens)
+    talks = prompt is None and sys.stdin.isatty()
+    if talks and as_json:
+        raise ValueError("--json is for one answer: give a prompt")
+    method = decoding.chosen_method(target)
+    messages = _message("Hello" if talks else _read_prompt(prompt, None))  # any, to see that the template works
+    quiet(decoding.threads)
+    tokenizer = _chat_tokenizer(target, messages, system, decoding.trust_remote_code)
+    check_form(params.response_format, tokenizer)
+    from forerun.api import load
+
+    _advise(target, decoding)
+
+    def make(chosen: Any) -> Any:
+        return load(target, method=chosen, tokenizer=tokenizer, **decoding.for_load())
+
+    decoder = make(method)
+    if talks:
+        from forerun.cli.talk import Talk
+
+        Talk(decoder, make, params, system).run()
+    else:
+        _answer(decoder, messages, params, system, as_json)
+
+
+def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | None, as_json: bool) -> list[Any]:
+    """Print the answer to a prompt, which is text, or a conversation as a list; return its steps."""
+    from rich.console import Console
+
+    is_chat = isinstance(prompt, list)
+    reading = decoder.progress = Reading()
+    if as_json:
+        result = decoder.chat(prompt, params, system=system) if is_chat else decoder.generate(prompt, params)
+        reading.erase()
+        found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
+        method = decoder.method_for(greedy=not params.temperature).name
+        print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
+        return list(result.steps)
+    chunks = decoder.stream_chat(prompt, params, system=system) if is_chat else decoder.stream(prompt, params)
+    answer = Answer()
+    try:
+        answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
+    except ValueError:
+        if answer.text:
+            print(flush=True)
+        raise
+    print()
+    return answer.steps
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """Read the prompt of an argument, a file, or stdin ("-", or nothing if stdin is not a terminal)."""
+    if prompt is not None and prompt != "-" and file is not None:
+        raise ValueError("give a prompt or --file, not both")
+    if file is not None:
+        text = read_text(file)
+    elif prompt is not None and prompt != "-":
+        text = prompt
+    elif prompt == "-" or not sys.stdin.isatty():
+        text = sys.stdin.read()
+    else:
+        raise ValueError("no prompt: give one as an argument, with --file, or on stdin")
+    if not text:
+        raise ValueError("the prompt is empty")
+    return text
+
+
+def _message(text: str) -> list[dict[str, str]]:
+    """Return a prompt as a conversation. The last line end, which files and pipes have, is no part of a message."""
+    return [{"role": "user", "content": text.removesuffix("\n").removesuffix("\r")}]
+
+
+def _chat_tokenizer(target: str, messages: Any, system: str | None, trust_remote_code: bool) -> Any:
+    """Load the target's tokenizer. Raises ValueError if it cannot render the messages, or if they fill the context; no
+    weights are loaded for that."""
+    from forerun.chat import chat_prompt, has_template
+    from forerun.loading import encode, load_config, load_tokenizer
+    from forerun.model import context_of
+
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    if target == EMBEDDED and not has_template(tokenizer):
+        raise ValueError("the embedded model has no chat template; `forerun fetch smollm2` gets one that has")
+    ids = chat_prompt(tokenizer, messages, system)
+    config = load_config(target, "target", trust_remote_code=trust_remote_code)
+    encode(ids, tokenizer, context_of(config), config.vocab_size)
+    return tokenizer
+
+
+def _advise(target: str, decoding: DecodeOptions) -> None:
+    """Recommend fewer bits on a terminal, before a large float target is loaded on a CPU."""
+    import torch
+
+    from forerun.gguf import find
+    from forerun.zoo import resolve
+
+    if not sys.stderr.isatty() or decoding.weights is not None or decoding.dtype is not None:
+        return
+    folder = resolve(target, "target")
+    device = decoding.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.partition(":")[0] != "cpu" or not isinstance(folder, Path) or find(folder):
+        return
+    if sum(path.stat().st_size for path in folder.glob("*.safetensors")) >= LARGE:
+        say(
+            "the target stays in float32; --weights int8 would read about a quarter of the bytes a token "
+            "(docs/results/bits.md has what that costs in loss)"
+        )

