@@ -88,6 +88,7 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
             raise ValueError(f"the {name} sees {runner.window} tokens back, and a text with a draft has {more}")
     drafted = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
     drafted |= {"target": target.fingerprint, "draft": drafter.fingerprint}
+    drafted["texts"] = every and [part.digest for part in every]
     run.claim(drafted, asdict(recipe) | (layer or {}))
     parts = parts or _windows(run, target, stream, recipe)
     top_p = TOP_P if run.chats is None else CHAT_TOP_P
