@@ -22,7 +22,7 @@ from toys import tiny, tiny_tokenizer
 
 import forerun
 from forerun.model import CausalLM
-from forerun.train.draft import DraftRecipe, distillation_loss, states_at, train_draft
+from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
 from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
 from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import own_output
@@ -238,14 +238,6 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
 # Drafts.
 
 
-def test_states_at_positions_lead_to_their_logits() -> None:
-    model = tiny("llama")
-    tokens = torch.randint(model.config.vocab_size, (2, 7))
-    positions = torch.rand(2, 7) < 0.5
-    found = model.get_output_embeddings()(states_at(model, tokens, positions))
-    torch.testing.assert_close(found, model(input_ids=tokens).logits[positions])
-
-
 @pytest.mark.parametrize("hot", [None, [5, 9, 20, 33]])
 def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Path) -> None:
     """Of all tokens, or of hot ones: these and no other rows of its head."""
@@ -263,7 +255,7 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
         return functional.kl_div(among(draft), among(target), reduction="sum", log_target=True) / (12 * 16)
 
     def loss(rows: Tensor) -> Tensor:
-        return distillation_loss(draft, texts, labels, rows, chosen)[0]
+        return distillation_loss(CausalLM(draft), texts, labels, rows, chosen)[0]
 
     first, every = apart(), torch.arange(12)
     if hot is None:  # all tokens are among the most probable ones
@@ -276,7 +268,7 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
     learnt = list(range(len(moved))) if hot is None else hot
     assert moved[learnt].all() and (tied or int(moved.sum()) == len(learnt))
     with torch.no_grad():
-        share = distillation_loss(draft, texts, labels, every, chosen)[1]
+        share = distillation_loss(CausalLM(draft), texts, labels, every, chosen)[1]
         best = draft(input_ids=texts.tokens).logits
         best = best.argmax(-1) if chosen is None else chosen[best[..., chosen].argmax(-1)]
         wanted = (best == target(input_ids=texts.tokens).logits.argmax(-1)).float().mean()

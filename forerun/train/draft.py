@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -64,15 +65,15 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
     entries = draft.get_input_embeddings().num_embeddings
     if entries != target.vocab_size:
         raise ValueError(f"{init} has a vocabulary of {entries} entries, {run.target} of {target.vocab_size}")
-    draft.to(model.device)  # type: ignore[arg-type]
-    if not has_plain_head(CausalLM(draft)):
+    drafter = CausalLM(draft.to(model.device))  # type: ignore[arg-type]
+    if not has_plain_head(drafter):
         raise ValueError(f"{type(draft).__name__} caps or scales its logits; such a draft cannot be trained")
     own = asdict(recipe) | {"init": init, "processes": run.sharing.count, "texts": parts and parts[0].digest}
     run.claim({"target": target.fingerprint}, own)
     mine, val = parts or _windows(run, target, stream, recipe)
     texts = mine if stream is None else joined(mine, _plain_text(stream, len(mine), recipe))
     hot, share = hot_set(mine.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size)))
-    _distil(run, recipe, draft, target, texts, val, hot.to(model.device) if recipe.hot < 1 else None)
+    _distil(run, recipe, drafter, target, texts, val, hot.to(model.device) if recipe.hot < 1 else None)
     if not run.sharing.is_first:
         return
     draft.save_pretrained(run.out)
@@ -149,25 +150,8 @@ def _plain_text(stream: np.ndarray, count: int, recipe: DraftRecipe) -> Texts:
     return of_windows(np.stack([stream[start : start + recipe.length] for start in starts]))
 
 
-def states_at(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return what the LM head would be given [n, d] over tokens [B, T] where positions [B, T] are true. It is not
-    run."""
-    heard: list[Tensor] = []
-
-    def hear(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        heard.append(inputs[0][positions])
-        return (inputs[0][:, :0], *inputs[1:])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(hear)
-    try:
-        model(input_ids=tokens, use_cache=False)
-    finally:
-        handle.remove()
-    return heard[0]
-
-
 def distillation_loss(
-    draft: PreTrainedModel, texts: Texts, labels: Labels, rows: Tensor, hot: Tensor | None = None
+    draft: CausalLM, texts: Texts, labels: Labels, rows: Tensor, hot: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the mean KL(target || draft) in nats over the positions of some texts that count, and the share of these
     where both have one argmax. With `hot` [S] it is about the target's probabilities among these tokens alone.
@@ -175,10 +159,10 @@ def distillation_loss(
     It goes backward inside, as `in_parts` does.
     """
     part, whole = texts.take(rows), labels.probs(rows)
-    head, counted, same = draft.get_output_embeddings(), part.counted(), torch.zeros((), device=part.tokens.device)
-    wanted, weight = whole, None
+    head: Any = draft.head
+    same, wanted, weight = torch.zeros((), device=part.tokens.device), whole, None
     if hot is not None:
-        wanted = whole.within(hot, draft.config.vocab_size)
+        wanted = whole.within(hot, draft.vocab_size)
         # Rows of their own, which gather the gradients of all parts.
         weight = head.weight[hot].detach().requires_grad_(torch.is_grad_enabled())
 
@@ -190,8 +174,10 @@ def distillation_loss(
         own = wanted.at(chosen)
         return cross_entropy(logits.float(), own) - torch.special.entr(own.probs).sum()
 
+    with torch.autocast(part.tokens.device.type, torch.bfloat16), draft.hearing(one=True) as states:
+        draft.model(input_ids=part.tokens, use_cache=False)
     with torch.autocast(part.tokens.device.type, torch.bfloat16):
-        total = in_parts(states_at(draft, part.tokens, counted), divergence, len(whole.tokens))
+        total = in_parts(states[0][part.counted()], divergence, len(whole.tokens))
     if weight is not None and weight.grad is not None:
         way = (head.weight[hot] * weight.grad).sum()
         total = total + way - way.detach()
@@ -201,7 +187,7 @@ def distillation_loss(
 def _distil(
     run: Run,
     recipe: DraftRecipe,
-    draft: PreTrainedModel,
+    draft: CausalLM,
     target: CausalLM,
     texts: Texts,
     val: Texts,
@@ -221,4 +207,4 @@ def _distil(
 
     config = TrainConfig(recipe.steps, recipe.lr)
     batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    train(draft, loss, batch, evaluate, config, run.folder, run.say, run.sharing)
+    train(draft.model, loss, batch, evaluate, config, run.folder, run.say, run.sharing)

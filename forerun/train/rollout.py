@@ -89,15 +89,12 @@ def collect(
     """
     folder, sharing = run.shared / "rollouts", run.sharing
     folder.mkdir(parents=True, exist_ok=True)
-    names = [(name, split) for name in kinds for split in ("train", "validation")]
     shards: list[tuple[Kind, Texts, Tensor, Path, int]] = []
-    paths: dict[tuple[str, str], list[Path]] = {}
-    for name, split in names:
-        texts = kinds[name].texts if split == "train" else kinds[name].val
-        paths[name, split] = []
-        for number, rows in enumerate(torch.arange(len(texts)).split(SHARD)):
-            paths[name, split].append(folder / f"{split}-{name}-{number:05d}.safetensors")
-            shards.append((kinds[name], texts, rows, paths[name, split][-1], seed + len(shards)))
+    for name, kind in kinds.items():
+        for split, texts in (("train", kind.texts), ("validation", kind.val)):
+            for number, rows in enumerate(torch.arange(len(texts)).split(SHARD)):
+                path = folder / f"{split}-{name}-{number:05d}.safetensors"
+                shards.append((kind, texts, rows, path, seed + len(shards)))
     missing = [each for each in shards[sharing.rank :: sharing.count] if not each[3].exists()]
     begun = perf_counter()
     for done, (kind, texts, rows, path, own_seed) in enumerate(missing, 1):
@@ -116,9 +113,12 @@ def collect(
     sharing.wait()
     if not sharing.is_first:
         return {}
-    loaded = {key: [load_file(path) for path in own] for key, own in paths.items()}
-    whole = {key: {name: torch.cat([part[name] for part in own]) for name in FIELDS} for key, own in loaded.items()}
-    return {name: (whole[name, "train"], whole[name, "validation"]) for name in kinds}
+
+    def loaded(texts: Texts) -> Drafts:
+        files = [load_file(path) for _, own, _, path, _ in shards if own is texts]
+        return {name: torch.cat([file[name] for file in files]) for name in FIELDS}
+
+    return {name: (loaded(kind.texts), loaded(kind.val)) for name, kind in kinds.items()}
 
 
 @torch.inference_mode()
