@@ -11,7 +11,7 @@ from rich.text import Text
 
 import forerun
 from forerun.cli.common import STYLES
-from forerun.zoo.corpus import held_out_prompts
+from forerun.train.corpus import held_out_prompts
 
 PROMPT = 8  # of the held-out prompts
 

@@ -27,7 +27,7 @@ from forerun.api import Decoder
 from forerun.methods import METHODS, method
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
-from forerun.zoo.tokenizer import train_tokenizer
+from forerun.train.tokenizer import train_tokenizer
 
 LINES = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "class A:\n    pass\n"] * 4
 SAMPLED = [name for name in METHODS if "oracle" not in name]  # oracles are for greedy output alone

@@ -40,7 +40,7 @@ from forerun.methods import SD, method
 from forerun.metrics import Stats, Times, summarise, times, total
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
-from forerun.zoo.tokenizer import END_OF_TEXT
+from forerun.train.tokenizer import END_OF_TEXT
 
 PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,40 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from toys import tiny, tiny_tokenizer
+from recipes import losses, make_run, save_pair
 
 from forerun import load
+from forerun.decoder import Decoder
 from forerun.loading import load_model
-from forerun.model import CausalLM
 from forerun.train.chat_data import ChatRecipe, apart, code_questions, is_sound, make_chats
-from forerun.train.chats import Conversation, read_chats
-from forerun.train.draft import train_draft
-from forerun.train.heads import HeadRecipe, train_head
-from forerun.train.judged import features_of, judged
-from forerun.train.lm import states_at
-from forerun.train.loop import TrainConfig
-from forerun.train.parts import in_parts
-from forerun.train.states import StoredStates, save_states
-from forerun.train.texts import of_chats, of_windows
-from forerun.zoo.corpus import STRETCH
+from forerun.train.corpus import STRETCH
+from forerun.train.draft import DraftRecipe, train_draft
+from forerun.train.head import HeadRecipe, train_head
+from forerun.train.texts import Conversation, of_chats, of_windows, read_chats
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 RECIPE = ChatRecipe(conversations=120, code=100, answer=12, shard=40)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.chat_template = TEMPLATE
-    tiny("llama", vocab=len(tokenizer), context=2048).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_pair(tmp_path_factory.mktemp("pair"), context=2048)[0]
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +67,6 @@ def test_a_stopped_run_goes_on(target: str, chats: Path, tmp_path: Path) -> None
         make_chats(target, tmp_path, replace(RECIPE, seed=1))
 
 
-def test_answers_that_came_without_states_get_them(target: str, chats: Path, tmp_path: Path) -> None:
-    """As those have that are unpacked from an archive."""
-    for path in chats.iterdir():
-        if path.suffix != ".safetensors":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    make_chats(target, tmp_path, RECIPE, say=lambda _: None)
-    paths = sorted(chats.glob("*.safetensors"))
-    assert {path.name.partition("-")[0] for path in paths} == {"states", "laws"}
-    for path in paths:
-        found, whole = load_file(tmp_path / path.name), load_file(path)
-        assert found.keys() == whole.keys()
-        for name in found:
-            close = 0.02 if path.name.startswith("states") else 0.01  # bfloat16
-            if name != "tokens":  # neighbours may change places
-                torch.testing.assert_close(found[name].float(), whole[name].float(), atol=close, rtol=close)
-
-
 def test_a_model_that_asks_nothing_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.train.chat_data.is_sound", lambda _: False)
     with pytest.raises(ValueError, match="asks nothing new"):
@@ -140,13 +105,13 @@ def test_code_questions_keep_their_files_split() -> None:
 def test_texts_know_where_drafts_meet_them() -> None:
     texts = of_chats([conversation("?", "train"), replace(conversation("?", "train"), answer=[6, 7, 8, 9])])
     assert texts.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0], [1, 2, 3, 6, 7, 8, 9]]
-    # Behind tokens 3 and 4 stand 4 and 5; behind 5 nothing is asked for.
-    assert texts.met().int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0]]
-    assert texts.met(1).int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0]]
+    # After tokens 3 and 4 stand 4 and 5; after 5 nothing is asked for.
+    assert texts.counted().int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0]]
+    assert texts.counted(1).int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0]]
     assert texts.take(torch.tensor([0])).tokens.shape == (1, 4)
     assert texts.frequencies(10).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
     windows = of_windows(torch.arange(12).view(2, 6).numpy())
-    assert windows.met(2).all() and windows.met(2).shape == (2, 4)
+    assert windows.counted(2).all() and windows.counted(2).shape == (2, 4)
 
 
 def test_batches_are_of_a_length() -> None:
@@ -160,106 +125,42 @@ def test_batches_are_of_a_length() -> None:
     assert len({int(each) for step in range(200) for each in texts.batch(0, step, 8)}) > 95
 
 
-@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_heads_learn_from_conversations(kind: str, target: str, chats: Path, tmp_path: Path) -> None:
-    recipe = HeadRecipe(steps=30, batch=4, unroll=2, lr=1e-2)
-    found = train_head(target, [], tmp_path / "head", recipe, kind, hot=0.5, chats=chats, say=lambda _: None)
-    log = [json.loads(line) for line in (tmp_path / "head/work/training/head/log.jsonl").read_text().splitlines()]
-    assert log[-1]["loss"] < log[0]["loss"] and len(found["survival"]) == 2
+    run = make_run(target, tmp_path / "head", chats)
+    found = train_head(run, HeadRecipe(steps=30, batch=4, unroll=2, lr=1e-2, hot=0.5, kind=kind))
+    assert losses(run)[-1] < losses(run)[0] and len(found["survival"]) == 2
 
 
 def test_a_draft_learns_from_conversations(target: str, chats: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    config = TrainConfig(steps=30, batch=4, length=1024, lr=1e-2, warmup=5, compile=False)
-    train_draft(target, [], tmp_path / "draft", config, chats=chats, layers=1, width=64, say=lines.append)
-    log = [json.loads(line) for line in (tmp_path / "draft/work/draft/log.jsonl").read_text().splitlines()]
-    assert log[-1]["loss"] < log[0]["loss"] and any("agreement on held-out answers" in line for line in lines)
+    run = make_run(target, tmp_path / "draft", chats, say=lines.append)
+    train_draft(run, DraftRecipe(length=1024, layers=1, width=64, steps=30, batch=4, lr=1e-2))
+    assert losses(run)[-1] < losses(run)[0] and any("agreement on held-out output" in line for line in lines)
     assert load_model(tmp_path / "draft", "draft", device="cpu").config.num_hidden_layers == 1
+    assert f'"chats": "{chats.name}"' in (tmp_path / "draft/README.md").read_text()
 
 
-@pytest.mark.parametrize(("data", "given"), [([], False), (["text"], True)])
-def test_one_source_is_given(data: list[str], given: bool, target: str, chats: Path, tmp_path: Path) -> None:
-    more: dict[str, Any] = {"chats": chats if given else None}
-    with pytest.raises(ValueError, match="give --data or --chats"):
-        train_head(target, data, tmp_path / "head", HeadRecipe(), **more)
-
-
-def test_states_are_those_that_the_target_had(
-    target: str, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So training asks the target for none of them; where a file is lost it does."""
-    judge = CausalLM(load_model(target, "target"))
-    conversations = read_chats(chats, "train")
-    texts = of_chats(conversations, 1024, StoredStates(chats))
-    for row in range(0, len(texts), 7):
-        (_, wanted, law), found = features_of(judge, texts.take(torch.tensor([row])).tokens), texts.states(row)
-        assert found is not None
-        torch.testing.assert_close(found.float(), wanted[0], rtol=1e-2, atol=1e-2)
-        places = torch.arange(int(texts.begins[row]), int(texts.ends[row]))
-        known = judged(judge, texts)(torch.tensor([row]))
-        own, kept = known.law(places), texts.law(row)
-        assert kept is not None and torch.equal(own.tokens, kept.tokens) and len(own.tokens) == len(places)
-        torch.testing.assert_close(own.probabilities, law(places).probabilities, rtol=5e-2, atol=3e-2)
-    asked: list[int] = []
-    monkeypatch.setattr(
-        "forerun.train.judged.features_of",
-        lambda judge, tokens, feature: asked.append(len(tokens)) or features_of(judge, tokens, feature),
-    )
-    judged(judge, texts)(torch.arange(8))
-    assert not asked
-    for path in chats.iterdir():
-        if path.name != "states-00001.safetensors":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    lacking = of_chats(conversations, 1024, StoredStates(tmp_path))
-    missing = [row for row in range(len(lacking)) if lacking.states(row) is None]
-    assert 0 < len(missing) < len(lacking)
-    asked.clear()
-    recall = judged(judge, lacking)
-    recall(torch.tensor(missing[:2]))
-    recall(torch.tensor([*missing[:2], 0]))
-    assert asked == [2]
-
-
-def test_states_at_places_lead_to_their_logits() -> None:
-    model = tiny("llama")
-    tokens = torch.randint(model.config.vocab_size, (2, 7))
-    places = torch.rand(2, 7) < 0.5
-    found = model.get_output_embeddings()(states_at(model, tokens, places))
-    torch.testing.assert_close(found, model(input_ids=tokens).logits[places])
-
-
-def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
-    """By the states and by what the loss uses beside them; without gradients it is the same number."""
-    maker = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=maker) for shape in ((300, 4), (5, 4)))
-    found = []
-    for parts in (True, False):
-        states, own = x.clone().requires_grad_(), weight.clone().requires_grad_()
-
-        def loss(rows: Tensor, chosen: slice, own: Tensor = own) -> Tensor:
-            return (rows @ own.T).logsumexp(-1).sum()
-
-        wide = states * 2
-        value = in_parts(wide, loss, 300) if parts else loss(wide, slice(None)) / 300
-        value.backward()
-        found.append((value.detach(), states.grad, own.grad))
-        with torch.no_grad():
-            torch.testing.assert_close(in_parts(wide, loss, 300), value)
-    torch.testing.assert_close(found[0], found[1])
+@pytest.mark.parametrize("data", [[], ["text"]])
+def test_one_source_is_given(data: list[str], target: str, chats: Path, tmp_path: Path) -> None:
+    run: Any = make_run(target, tmp_path / "head", data=data)
+    with pytest.raises(ValueError, match="give --data or --chats" + ", not both" * bool(data)):
+        train_head(replace(run, chats=chats if data else None), HeadRecipe())
 
 
 def test_what_a_stopped_run_has_made_can_be_trained_on(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Path] = []
+    made: list[int] = []
+    generate = Decoder.generate
 
-    def stop(path: Path, states: list[Tensor]) -> None:
-        if made:
+    def stopped(self: Decoder, *args: Any, **more: Any) -> Any:
+        made.append(1)
+        if len(made) == 3:  # each file has greedy and sampled answers
             raise KeyboardInterrupt
-        made.append(path)
-        save_states(path, states)
+        return generate(self, *args, **more)
 
-    monkeypatch.setattr("forerun.train.chat_data.save_states", stop)
+    monkeypatch.setattr(Decoder, "generate", stopped)
     with pytest.raises(KeyboardInterrupt):
         make_chats(target, tmp_path, RECIPE, say=lambda _: None)
     assert 0 < len(read_chats(tmp_path, "train")) <= RECIPE.shard

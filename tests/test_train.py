@@ -1,272 +1,87 @@
-"""Training: exact resume, own output, distillation, the recipe killed and started again."""
+"""Training: exact resume, texts, own output and what the target says of it, drafts for any target."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import commands
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from recipes import losses, make_run, save_pair
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from toys import tiny, tiny_tokenizer
 
 import forerun
-from forerun.train.data import Windows, read_texts
-from forerun.train.distill import agreement, distill
-from forerun.train.lm import deepen, next_token_loss
-from forerun.train.loop import TrainConfig, train
+from forerun.model import CausalLM
+from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
+from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
+from forerun.train.loop import TrainConfig, claim, train
 from forerun.train.own_output import own_output
-from forerun.train.pair import best_between, distinct_share
-from forerun.zoo.corpus import split_of
-from forerun.zoo.tokenizer import train_tokenizer
+from forerun.train.texts import Texts, of_windows, read_texts, split_windows, tokenize
 
 COMMAND = [sys.executable, "-m", "forerun"]
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
 
-def small_llama(vocab: int = 64, width: int = 64, layers: int = 1, seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            intermediate_size=64,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_pair(tmp_path_factory.mktemp("pair"))[0]
 
 
-def periodic_stream(n: int = 4000) -> np.ndarray:
-    """A stream that a small model learns at once: a cycle with a little noise."""
-    rng = np.random.default_rng(0)
-    stream = np.arange(n) % 7 + 3
-    stream[rng.integers(n, size=n // 20)] = 1
-    return stream.astype(np.uint16)
+def random_windows(rows: int, length: int, vocabulary: int = 60) -> np.ndarray:
+    return np.random.default_rng(0).integers(vocabulary, size=(rows, length))
 
 
-def run_training(model: LlamaForCausalLM, out: Path, config: TrainConfig, stop_at: int | None = None) -> list[str]:
-    """Trains on the periodic stream; `stop_at` raises in the middle of that step, as a crash would."""
-    windows, said = Windows(periodic_stream(), config.length), []
-
-    def batch(step: int) -> torch.Tensor:
-        if step == stop_at:
-            raise InterruptedError
-        return windows.batch(step, config.batch)
-
-    train(model, next_token_loss(model), batch, lambda: 0.0, config, out, said.append)
-    return said
+# The loop.
 
 
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
-    config = TrainConfig(steps=12, batch=4, length=16, warmup=2, save_every=4, compile=False)
-    straight = small_llama()
-    run_training(straight, tmp_path / "straight", config)
+    config = TrainConfig(steps=12, warmup=2, lr=1e-2, save_every=4)
+
+    def run(out: str, seed: int = 0, stop_at: int | None = None) -> tuple[nn.Module, list[str]]:
+        torch.manual_seed(seed)
+        model, said = nn.Sequential(nn.Linear(3, 4), nn.Embedding(2, 1), nn.Linear(4, 1)), list[str]()
+
+        def batch(step: int) -> Tensor:
+            if step == stop_at:
+                raise InterruptedError
+            return torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+
+        def loss(x: Tensor) -> Tensor:
+            return (model[2](model[0](x)) + model[1](torch.tensor(1)) - 1).square().mean()
+
+        train(model, loss, batch, lambda: 0.0, config, tmp_path / out, said.append)
+        return model, said
+
+    straight, _ = run("straight")
     with pytest.raises(InterruptedError):
-        run_training(small_llama(), tmp_path / "broken", config, stop_at=10)
-    resumed = small_llama(seed=5)  # what it starts from must not matter: the checkpoint holds everything
-    said = run_training(resumed, tmp_path / "broken", config)
+        run("broken", stop_at=10)
+    resumed, said = run("broken", seed=5)  # what it starts from must not matter: the checkpoint holds everything
     assert "resuming broken at step 8 of 12" in said[0]
     for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_training_learns_and_refuses_another_runs_folder(tmp_path: Path) -> None:
-    config = TrainConfig(steps=60, batch=8, length=16, warmup=2, compile=False)
-    run_training(small_llama(), tmp_path, config)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert len(losses) == 60
-    assert losses[-1] < losses[0] - 2
-    with pytest.raises(ValueError, match="other settings"):
-        run_training(small_llama(), tmp_path, TrainConfig(steps=61, batch=8, length=16))
+def test_a_loss_that_is_no_number_ends_training(tmp_path: Path) -> None:
+    model, config = nn.Linear(1, 1), TrainConfig(2)
+    with pytest.raises(ValueError, match="the loss of step 1 is nan: lower the learning rate"):
+        train(model, lambda x: model(x).sum() * torch.nan, lambda step: torch.ones(1), lambda: 0.0, config, tmp_path)
 
 
-def test_windows_cover_every_token_once_an_epoch_and_are_repeatable() -> None:
-    stream = np.arange(1000, dtype=np.uint16)
-    windows = Windows(stream, 10, seed=3)
-    first = [windows.batch(step, 7) for step in range(windows.per_epoch // 7)]
-    targets = torch.cat(first)[:, 1:].flatten().tolist()
-    assert len(targets) == len(set(targets)) == windows.per_epoch * 10
-    assert torch.equal(Windows(stream, 10, seed=3).batch(5, 7), first[5])
-    assert not torch.equal(windows.batch(windows.per_epoch // 7, 7), first[0])
-    with pytest.raises(ValueError, match="too few"):
-        Windows(stream[:20], 10)
-
-
-def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None:
-    target, stream = small_llama().eval(), periodic_stream()
-    windows = own_output(target, stream, tmp_path, sequences=8, length=24, rows=4, say=lambda _: None)
-    assert windows.shape == (8, 25)
-    prompt = 3  # the first part is greedy behind an eighth of the window
-    for row in windows[:4]:
-        ids = torch.tensor(row[None, :prompt].astype(np.int64))
-        alone = target.generate(ids, do_sample=False, max_new_tokens=22, eos_token_id=None, pad_token_id=0)
-        assert alone[0].tolist() == row.tolist()
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    again = own_output(target, stream, tmp_path, sequences=8, length=24, rows=4, say=lambda _: None)
-    assert np.array_equal(windows, again)
-    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-
-
-def test_distillation_brings_the_draft_to_the_target(tmp_path: Path) -> None:
-    target = small_llama(layers=2)
-    config = TrainConfig(steps=60, batch=8, length=24, warmup=2, compile=False)
-    run_training(target, tmp_path / "target", TrainConfig(steps=60, batch=8, length=24, warmup=2, compile=False))
-    draft = small_llama(seed=9)
-    own = own_output(target, periodic_stream(), tmp_path / "own", sequences=32, length=24, rows=16, say=lambda _: None)
-    held = torch.from_numpy(own[-1:].astype(np.int64))
-    before = agreement(target, draft, held)
-    distill(target, draft, own, periodic_stream(), config, tmp_path / "draft", say=lambda _: None)
-    assert before < 0.5 < agreement(target, draft, held)
-
-
-def test_distinct_share() -> None:
-    assert distinct_share([1, 2] * 20) == pytest.approx(2 / 37)
-    assert distinct_share(list(range(40))) == 1.0
-
-
-def test_read_texts(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "thr\u2028ee"}\n', encoding="utf-8")
-    (tmp_path / "c.bin").write_bytes(b"\xff")
-    assert list(read_texts([str(tmp_path)])) == ["one", "two", "thr\u2028ee"]
-    with pytest.raises(ValueError, match="not UTF-8"):
-        list(read_texts([str(tmp_path / "c.bin")]))
-    with pytest.raises(ValueError, match="cannot read"):
-        list(read_texts([str(tmp_path / "nothing.txt")]))
-    (tmp_path / "d.jsonl").write_text('{"prompt": "two"}\n')
-    with pytest.raises(ValueError, match=r"d\.jsonl line 1"):
-        list(read_texts([str(tmp_path / "d.jsonl")]))
-
-
-def small_tree(folder: Path) -> Path:
-    """A source tree with files in every split and enough text for the smallest recipe."""
-    rng = np.random.default_rng(1)
-    folder.mkdir()
-    for number in range(60):
-        lines = []
-        for _ in range(30):
-            name, other = rng.choice(WORDS, 2)
-            lines.append(f"def {name}_{other}(x):\n    return {other}(x) + {rng.integers(100)}\n\n")
-        (folder / f"{number}.py").write_text("".join(lines))
-    assert {split_of(f"{number}.py") for number in range(60)} == {"train", "validation", "test"}
-    return folder
-
-
-@pytest.mark.slow
-def test_train_pair_goes_on_after_sigkill(tmp_path: Path) -> None:
-    settings = {
-        "vocabulary": 320,
-        "context": 128,
-        "batch": 2,
-        "window": 32,
-        "target_width": 64,
-        "target_layers": 2,
-        "target_heads": 1,
-        "target_mlp": 64,
-        "target_steps": 60,
-        "grown_steps": 4,
-        "draft_width": 64,
-        "draft_layers": 1,
-        "draft_heads": 1,
-        "draft_mlp": 64,
-        "draft_steps": 5,
-        "own_sequences": 64,
-        "distill_steps": 5,
-    }
-    out = tmp_path / "run"
-    command = [*COMMAND, "train", "pair", "--no-compile", "--threads", "1", "--out", str(out)]
-    command += ["--corpus", str(small_tree(tmp_path / "tree"))]
-    for name, value in settings.items():
-        command += ["--set", f"{name}={value}"]
-    checkpoint = out / "target" / "checkpoint.safetensors"
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert process.poll() is None, process.stderr.read() if process.stderr else ""
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-
-    done = commands.run(*command[len(COMMAND) :])
-    assert done.returncode == 0, done.stderr
-    assert "resuming target at step" in done.stdout
-    results = json.loads((out / "pair" / "results.json").read_text())
-    assert results["recipe"]["target_steps"] == 60
-    assert set(results["gate"]) and "gate " in done.stdout
-
-    assert json.loads((out / "pair" / "target" / "config.json").read_text())["num_hidden_layers"] == 4
-    decoder = forerun.load(out / "pair" / "target", draft=out / "pair" / "draft", method="sd")
-    plain = forerun.load(out / "pair" / "target", method="ar")
-    assert (
-        decoder.generate("def alpha", max_new_tokens=40).tokens == plain.generate("def alpha", max_new_tokens=40).tokens
-    )
-
-    other = commands.run(*command[len(COMMAND) :], "--set", "draft_steps=21")
-    assert other.returncode == 2
-    assert "other settings" in other.stderr
-
-
-def test_a_deeper_model_begins_as_the_shallow_one_and_can_learn_everywhere() -> None:
-    shallow = small_llama(vocab=300, layers=2)
-    deep = deepen(shallow)
-    tokens = torch.randint(300, (2, 12))
-    torch.testing.assert_close(deep(tokens).logits, shallow(tokens).logits)
-    assert deep.config.num_hidden_layers == 4
-    assert deep.lm_head.weight is deep.model.embed_tokens.weight
-    deep(tokens).logits.square().sum().backward()
-    assert all(layer.self_attn.o_proj.weight.grad.abs().sum() > 0 for layer in deep.model.layers)
-
-
-def test_the_best_place_between_two_models_is_found_and_taken() -> None:
-    model = small_llama(vocab=300)
-    end = {name: value.clone() for name, value in model.state_dict().items()}
-    start = {name: value + 1.0 for name, value in end.items()}
-    wanted = {name: value + 0.4 for name, value in end.items()}  # three fifths of the way
-
-    def loss() -> float:
-        return float(sum((value - wanted[name]).square().mean() for name, value in model.state_dict().items()))
-
-    losses = best_between(start, model, loss)
-    assert list(losses) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, wanted[name])
-
-
-@pytest.mark.slow
-def test_train_draft_for_any_target(tmp_path: Path) -> None:
-    tree = small_tree(tmp_path / "tree")
-    tokenizer = train_tokenizer([path.read_text() for path in tree.iterdir()], 300)
-    small_llama(vocab=300, layers=2).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    command = [*COMMAND, "train", "draft", "--target", str(tmp_path / "target"), "--data", str(tree)]
-    command += ["--out", str(tmp_path / "draft"), "--layers", "1", "--width", "64", "--steps", "5", "--batch", "4"]
-    command += ["--length", "32", "--sequences", "16", "--no-compile", "--threads", "1"]
-    command += ["--hot", "0.5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "its 150 tokens are" in done.stdout
-    decoder = forerun.load(tmp_path / "target", draft=tmp_path / "draft")
-    assert decoder.draft is not None and len(decoder.draft.hot.tokens) == 150
-    result = decoder.generate("def alpha", max_new_tokens=30)
-    assert result.stats.drafted > 0
-    assert (
-        result.tokens == forerun.load(tmp_path / "target", method="ar").generate("def alpha", max_new_tokens=30).tokens
-    )
-    other = commands.run(*(part if part != "16" else "18" for part in command[len(COMMAND) :]))
-    assert other.returncode == 2
-    assert "other settings" in other.stderr
+def test_a_folder_belongs_to_its_settings(tmp_path: Path) -> None:
+    for _ in range(2):
+        claim(tmp_path / "run", {"steps": 1, "kind": "a"})
+    with pytest.raises(ValueError, match=r"holds a run with other settings \(.*config.json\)"):
+        claim(tmp_path / "run", {"steps": 2, "kind": "a"})
 
 
 _TOGETHER = """
@@ -282,8 +97,7 @@ torch.manual_seed(0)
 model = nn.Linear(3, 1)
 windows = torch.randn(12, 2, 3)
 batch = lambda step: windows[step] if size == 1 else torch.cat([windows[2 * step], windows[2 * step + 1]])
-config = TrainConfig(6, size, 2, warmup=1, save_every=3, compile=False)
-train(model, lambda x: model(x).square().mean(), batch, lambda: 0.0, config, out, print, sharing)
+train(model, lambda x: model(x).square().mean(), batch, lambda: 0.0, TrainConfig(6, warmup=1), out, print, sharing)
 if sharing.is_first:
     torch.save(model.state_dict(), out / "weights.pt")
 """
@@ -302,3 +116,211 @@ def test_processes_that_train_together_are_one_with_a_larger_batch(tmp_path: Pat
     for name, value in alone.items():
         torch.testing.assert_close(value, both[name])
     assert len((tmp_path / "together" / "log.jsonl").read_text().splitlines()) == 6  # the first one's alone
+
+
+# Texts.
+
+
+def test_read_texts(tmp_path: Path) -> None:
+    def read(path: Path) -> list[str]:
+        return list(read_texts([str(path)], tiny_tokenizer()))
+
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "thr\u2028ee"}\n', encoding="utf-8")
+    (tmp_path / "c.bin").write_bytes(b"\xff")
+    assert read(tmp_path) == ["one", "two", "thr\u2028ee"]
+    (tmp_path / "d.jsonl").write_text('{"prompt": "two"}\n')
+    for name, message in (("c.bin", "not UTF-8"), ("nothing.txt", "cannot read"), ("d.jsonl", r"d\.jsonl line 1")):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / name)
+    with pytest.raises(ValueError, match="the data holds no text"):
+        tokenize(tiny_tokenizer(), [])
+
+
+def test_windows_for_validation_stay_when_there_are_more() -> None:
+    windows = random_windows(20, 6)
+    few, more = (split_windows(windows[:count], 0.2, 0, 3) for count in (10, 20))
+    assert [len(part) for part in (*few, *more)] == [8, 2, 16, 4]
+    assert torch.equal(few[1].tokens, more[1].tokens[:2]) and torch.equal(few[0].tokens, more[0].tokens[:8])
+    assert few[0].counted().all() and few[1].counted().sum() == 2 * 3
+
+
+def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None:
+    model = tiny("llama").eval()
+    stream = random_windows(1, 400)[0]
+    given: dict[str, Any] = {"length": 24, "prompts": (3, 6), "temperatures": (0.0, 0.8), "say": lambda line: None}
+
+    def make(sequences: int) -> np.ndarray:
+        return np.concatenate(own_output(CausalLM(model), stream, tmp_path, sequences=sequences, **given))
+
+    windows = make(8)
+    assert windows.shape == (8, 24)
+    for row in windows[:4]:  # greedy
+        ids = torch.tensor(row[None, :3].astype(np.int64))
+        alone = model.generate(ids, do_sample=False, max_new_tokens=21, eos_token_id=None, pad_token_id=0)
+        assert alone[0].tolist() == row.tolist()
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert np.array_equal(windows, make(8))
+    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    given["length"] = 25
+    with pytest.raises(ValueError, match="other settings"):
+        make(8)
+
+
+# What the target says.
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> None:
+    """Of texts of several lengths, in any order; from files that are made once."""
+    model = tiny(architecture)
+    runner, asked = CausalLM(model), []
+    tokens = torch.from_numpy(random_windows(70, 9))
+    texts = Texts(tokens, torch.arange(70) % 3, 5 + torch.arange(70) % 5)
+    run = make_run(str(tmp_path / "target"), tmp_path)
+    labels = label(run, runner, texts, states=True)
+    forward, model.forward = model.forward, lambda *args, **more: asked.append(args)
+    again = label(run, runner, texts, states=True)
+    model.forward = forward
+    assert not asked and len(list((tmp_path / "work/labels").iterdir())) == 2
+    rows = torch.tensor([69, 3, 1, 64])
+    part = texts.take(rows)
+    with torch.no_grad(), runner.hearing() as heard:
+        logits = model(input_ids=part.tokens).logits
+    for found in (labels, again):
+        states, probs = found.states(rows), found.probs(rows)
+        wanted = top_probs(logits[part.counted()])
+        torch.testing.assert_close(probs.probs, wanted.probs, rtol=1e-2, atol=1e-3)
+        assert (probs.tokens[:, 0] == wanted.tokens[:, 0]).all()
+        for row, end in enumerate(part.ends.tolist()):
+            torch.testing.assert_close(states[row, :end], heard[0][row, :end].float(), rtol=1e-2, atol=1e-2)
+    more = label(run, runner, Texts(*(torch.cat([each, each]) for each in (tokens, texts.begins, texts.ends))))
+    assert len(more.probs(torch.arange(140)).tokens) == 2 * int(texts.counted().sum())
+
+
+def test_distributions_hold_the_most_probable_tokens() -> None:
+    scores = 4 * torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
+    found, wanted = top_probs(scores), scores.softmax(-1)
+    assert found.tokens.shape == (300, TOP) and torch.equal(found.tokens[:, 0], scores.argmax(-1))
+    torch.testing.assert_close(found.probs, wanted.topk(TOP).values)
+    torch.testing.assert_close(wanted.gather(-1, found.tokens), found.probs)
+
+
+def test_cross_entropy_is_that_of_the_whole_distribution_where_it_holds_all() -> None:
+    scores, found = 4 * torch.randn(20, 50), torch.randn(20, 50)
+    dense = -(scores.softmax(-1) * found.log_softmax(-1)).sum()
+    torch.testing.assert_close(cross_entropy(found, top_probs(scores)), dense)
+    hot = torch.tensor([4, 30, 2, 49])
+    within = -(scores.softmax(-1)[:, hot] * found[:, hot].log_softmax(-1)).sum()
+    torch.testing.assert_close(cross_entropy(found[:, hot], top_probs(scores).within(hot, 50)), within)
+
+
+def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
+    """By the states and by what the loss uses beside them; without gradients it is the same number."""
+    maker = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=maker) for shape in ((300, 4), (5, 4)))
+    found = []
+    for parts in (True, False):
+        states, own = x.clone().requires_grad_(), weight.clone().requires_grad_()
+
+        def loss(rows: Tensor, chosen: slice, own: Tensor = own) -> Tensor:
+            return (rows @ own.T).logsumexp(-1).sum()
+
+        wide = states * 2
+        value = in_parts(wide, loss, 300) if parts else loss(wide, slice(None)) / 300
+        value.backward()
+        found.append((value.detach(), states.grad, own.grad))
+        with torch.no_grad():
+            torch.testing.assert_close(in_parts(wide, loss, 300), value)
+    torch.testing.assert_close(found[0], found[1])
+
+
+# Drafts.
+
+
+@pytest.mark.parametrize("hot", [None, [5, 9, 20, 33]])
+def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Path) -> None:
+    """Of all tokens, or of hot ones: these and no other rows of its head."""
+    target, draft = tiny("llama"), tiny("llama", seed=3)
+    texts = of_windows(random_windows(12, 16))
+    labels = label(make_run(str(tmp_path / "target"), tmp_path), CausalLM(target), texts)
+    chosen = None if hot is None else torch.tensor(hot)
+    before = draft.get_output_embeddings().weight.detach().clone()
+
+    def among(model: Any) -> Tensor:
+        with torch.no_grad():
+            return model(input_ids=texts.tokens).logits[..., slice(None) if hot is None else hot].log_softmax(-1)
+
+    def apart() -> Tensor:
+        return functional.kl_div(among(draft), among(target), reduction="sum", log_target=True) / (12 * 16)
+
+    def loss(rows: Tensor) -> Tensor:
+        return distillation_loss(CausalLM(draft), texts, labels, rows, chosen)[0]
+
+    first, every = apart(), torch.arange(12)
+    if hot is None:  # all tokens are among the most probable ones
+        torch.testing.assert_close(loss(every), first, rtol=2e-2, atol=1e-2)
+        draft.zero_grad()
+    train(draft, loss, lambda step: every, lambda: 0.0, TrainConfig(12, 1e-2, warmup=1), tmp_path, lambda _: None)
+    assert apart() < 0.7 * first
+    moved = (draft.get_output_embeddings().weight - before).abs().amax(-1) > 0
+    tied = draft.get_output_embeddings().weight is draft.get_input_embeddings().weight
+    learnt = list(range(len(moved))) if hot is None else hot
+    assert moved[learnt].all() and (tied or int(moved.sum()) == len(learnt))
+    with torch.no_grad():
+        share = distillation_loss(CausalLM(draft), texts, labels, every, chosen)[1]
+        best = draft(input_ids=texts.tokens).logits
+        best = best.argmax(-1) if chosen is None else chosen[best[..., chosen].argmax(-1)]
+        wanted = (best == target(input_ids=texts.tokens).logits.argmax(-1)).float().mean()
+    torch.testing.assert_close(share, wanted, rtol=0, atol=0.05)  # one is in bfloat16
+
+
+def test_a_draft_from_a_model_that_is_there(target: str, tmp_path: Path) -> None:
+    recipe = DraftRecipe(sequences=4, length=32, steps=3, batch=2)
+    run = make_run(target, tmp_path / "draft")
+    train_draft(run, recipe, init=str(Path(target).parent / "draft"))
+    assert forerun.load(target, draft=tmp_path / "draft").draft is not None
+    tiny("llama").save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"has a vocabulary of 64 entries, .* of 300"):
+        train_draft(make_run(target, tmp_path / "no"), recipe, init=str(tmp_path / "other"))
+    for changes, message in (
+        ({"hot": 0.0}, "hot must be above 0 and at most 1, not 0"),
+        ({"length": 400}, "a window is 400 tokens, more than the target's context of 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_draft(make_run(target, tmp_path / "no"), DraftRecipe(**changes))
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.slow
+def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
+    """As if nothing had been: the weights are those of a run that was not killed."""
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b): return a + b\nthe cat sat on the mat\n" * 90)
+
+    def command(out: str, sequences: int = 8) -> list[str]:
+        found = ["train", "draft", "--target", target, "--data", str(text), "--out", str(tmp_path / out)]
+        found += ["--layers", "1", "--width", "64", "--steps", "160", "--batch", "2", "--length", "16"]
+        return [*found, "--sequences", str(sequences), "--threads", "1", "--hot", "0.5"]
+
+    checkpoint = tmp_path / "killed/work/training/killed/checkpoint.safetensors"
+    process = subprocess.Popen([*COMMAND, *command("killed")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.poll() is None, process.stderr.read() if process.stderr else ""
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    killed, whole = commands.run(*command("killed")), commands.run(*command("whole"))
+    assert (killed.returncode, whole.returncode) == (0, 0), killed.stderr + whole.stderr
+    assert "resuming killed at step" in killed.stdout and "greedy agreement" in whole.stdout
+    one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("killed", "whole"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert losses(make_run(target, tmp_path / "whole"))[-1] < losses(make_run(target, tmp_path / "whole"))[0]
+    decoder = forerun.load(target, draft=tmp_path / "killed")
+    assert decoder.draft is not None and len(decoder.draft.hot.tokens) == round(0.5 * decoder.target.vocab_size)
+    result = decoder.generate("def alpha", max_new_tokens=30)
+    plain = forerun.load(target, method="ar").generate("def alpha", max_new_tokens=30)
+    assert result.stats.drafted > 0 and result.tokens == plain.tokens
+    other_run = commands.run(*command("killed", 10))
+    assert other_run.returncode == 2 and "other settings" in other_run.stderr

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import forerun
 from forerun.api import Decoder
 from forerun.methods import METHODS
-from forerun.train.chats import SPLITS
+from forerun.train.corpus import STRETCH, held_out_prompts, sharing, source_files, split_of
+from forerun.train.texts import SPLITS
 from forerun.zoo import FOLDER
-from forerun.zoo.corpus import STRETCH, held_out_prompts, sharing, source_files, split_of
 from forerun.zoo.quantise import WEIGHTS, load_quantised, pack6, quantise, save_quantised, unpack6
 
 

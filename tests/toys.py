@@ -21,7 +21,7 @@ from forerun.generation import Request
 from forerun.model import CausalLM, fingerprint
 from forerun.nn.heads import HiddenConfig, HiddenDrafter
 from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
-from forerun.zoo.tokenizer import train_tokenizer
+from forerun.train.tokenizer import train_tokenizer
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
 

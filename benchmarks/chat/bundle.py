@@ -12,7 +12,6 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from forerun.files import write_text
 from forerun.loading import load_head, load_model
@@ -20,7 +19,6 @@ from forerun.methods import Pacer
 from forerun.methods.chains import SpecDec
 from forerun.model import CausalLM
 from forerun.runtime.hot import HOT_FILE
-from forerun.train.curves import read_log
 from forerun.zoo import FOLDERS, SMOLLM2
 from forerun.zoo.quantise import save_quantised
 
@@ -37,8 +35,7 @@ def put(source: Path, bits: int, work: Path | None) -> Path:
         # Without its tokenizer, which is the target's.
         save_quantised(load_model(source, "draft", plain=True), folder, {}, bits)
         shutil.copy(source / HOT_FILE, folder)
-        recipe = json.loads((source / "work" / "config.json").read_text())
-        write_text(folder / "README.md", card(recipe | {"chats": Path(recipe["chats"]).name}, bits))
+        shutil.copy(source / "README.md", folder)
     elif "states" in config:
         save_quantised(load_head(source, CausalLM(load_model(SMOLLM2, "target"))), folder, {}, bits)
         shutil.copy(source / "README.md", folder)
@@ -48,24 +45,14 @@ def put(source: Path, bits: int, work: Path | None) -> Path:
     return folder
 
 
-def card(recipe: dict[str, Any], bits: int) -> str:
-    return (
-        "# A draft for SmolLM2-135M-Instruct\n\nMade by `forerun train draft` on its own conversations, and kept in "
-        f"{bits} bits. It has the target's tokenizer.\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n"
-    )
-
-
 def curve(source: Path, folder: Path, work: Path | None) -> None:
     """Validation losses by step."""
-    logs = sorted((work / "training" / source.name if work else source / "work").rglob("log.jsonl"))
-    found = {log.parent.name: read_log(log) for log in logs}
-    kept = {
-        name: [[each["step"], each["validation"]] for each in records if "validation" in each]
-        for name, records in found.items()
-    }
-    if not kept:
+    log = (work or source / "work") / "training" / source.name / "log.jsonl"
+    if not log.exists():
         raise SystemExit(f"no log of the training of {source}: give --work")
-    write_text(folder / "curve.json", json.dumps(kept) + "\n")
+    records = {each["step"]: each for each in map(json.loads, log.read_text().splitlines())}  # the later, if done again
+    kept = [[step, each["validation"]] for step, each in sorted(records.items()) if "validation" in each]
+    write_text(folder / "curve.json", json.dumps({source.name: kept}) + "\n")
 
 
 def main() -> None:

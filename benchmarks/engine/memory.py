@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 import forerun
-from forerun.zoo.corpus import held_out_prompts
+from forerun.train.corpus import held_out_prompts
 
 
 def resident() -> float:

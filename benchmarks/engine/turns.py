@@ -20,7 +20,7 @@ from typing import Any
 WORKER = """
 import inspect, json, sys, time
 import forerun
-from forerun.zoo.corpus import held_out_prompts
+from forerun.train.corpus import held_out_prompts
 methods, count, tokens = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3])
 own = {"prefix_bytes": 0} if "prefix_bytes" in inspect.signature(forerun.load).parameters else {}
 decoders = {name: forerun.load(method=name, guard=False, **own) for name in methods}

@@ -29,8 +29,8 @@ from forerun.chat import chat_prompt
 from forerun.loading import load_head
 from forerun.methods import Eagle, Lyanna, Medusa, Method, PacerLyanna, method
 from forerun.nn.heads import HiddenConfig, HiddenDrafter
+from forerun.train.corpus import held_out_prompts
 from forerun.zoo import EMBEDDED, SMOLLM2, companion
-from forerun.zoo.corpus import held_out_prompts
 
 CHATS = Path(__file__).parent.parent / "chat" / "validation.jsonl"
 CHAIN = "chain, no reuse"

@@ -24,7 +24,7 @@ KINDS = ("code", "edit", "repeat", "tables")
 
 
 def write(folder: Path) -> None:
-    from forerun.zoo.corpus import source_files
+    from forerun.train.corpus import source_files
 
     folder.mkdir(parents=True, exist_ok=True)
     functions = []

@@ -130,7 +130,7 @@ def main() -> None:
     args = parser.parse_args()
     import forerun
     from forerun.bench.runners import forget_phrases
-    from forerun.zoo.corpus import held_out_prompts
+    from forerun.train.corpus import held_out_prompts
 
     ar = forerun.load(method="ar")
     ours = {

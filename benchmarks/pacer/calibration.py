@@ -12,12 +12,11 @@ from forerun.methods import AR
 from forerun.model import CausalLM
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.sampling import Sampler
-from forerun.train.drafts import FIELDS
+from forerun.train.corpus import held_out_prompts
 from forerun.train.pre_verifier import TEMPERATURE, TOP_P, measure
-from forerun.train.rollout import Rollouts, roll_out
+from forerun.train.rollout import FIELDS, Rollouts, roll_out
 from forerun.train.texts import of_windows
 from forerun.zoo import EMBEDDED, FOLDER
-from forerun.zoo.corpus import held_out_prompts
 
 NEW = 128
 

@@ -123,7 +123,7 @@ def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def stdlib_prompts(dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None) -> list[Prompt]:
     """The first `limit` prompts of `tokens` token ids from held-out files of this Python's standard library, what the
     tokenizer puts in front of a text among them."""
-    from forerun.zoo.corpus import held_out_prompts
+    from forerun.train.corpus import held_out_prompts
 
     split: Any = STDLIB[dataset]
     front = front_of(tokenizer)

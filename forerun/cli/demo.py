@@ -149,7 +149,7 @@ def _chats(tokenizer: Any, count: int) -> tuple[list[int], list[tuple[str, list[
 
 def _code(tokenizer: Any, count: int) -> tuple[list[int], list[tuple[str, list[int]]]]:
     """Likewise of held-out code. Raises ValueError if this Python comes without it."""
-    from forerun.zoo.corpus import held_out_prompts
+    from forerun.train.corpus import held_out_prompts
 
     warm_up, chosen = held_out_prompts(tokenizer, "validation", 1), held_out_prompts(tokenizer, "test", count)
     if not warm_up or not chosen:

@@ -1,8 +1,8 @@
 """Conversations of a chat model's own making, to train drafts, heads and layers on.
 
-No data set is needed. The model writes the user's turns itself: what it samples behind its template's user header (as
+No data set is needed. The model writes the user's turns itself: what it samples after its template's user header (as
 in Magpie, arXiv 2406.08464). Others are questions about the standard library's functions, which is our choice. Then it
-answers them, half of them greedily and half at temperature 1. Everything is kept in shards, so that a run goes on where
+answers them, half of them greedily and half at temperature 1. Everything is kept in files, so that a run goes on where
 it was stopped.
 """
 
@@ -19,8 +19,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api import load
@@ -28,13 +26,11 @@ from forerun.chat import chat_prompt, has_template, turn_ends
 from forerun.decoder import Decoder
 from forerun.files import read_text, write_text
 from forerun.params import SamplingParams
-from forerun.requests import requests
-from forerun.train.chats import SPLITS, Conversation
-from forerun.train.judged import head_is_plain
+from forerun.train.corpus import STRETCH, source_files, split_of
 from forerun.train.loop import claim
-from forerun.train.states import answered, save_laws, save_states
-from forerun.zoo.corpus import STRETCH, source_files, split_of
+from forerun.train.texts import SPLITS, Conversation
 
+Question = tuple[str, str, str]  # its text, source and split
 ROWS = 64  # decoded together
 OF_A_FILE = 8  # questions about one file's functions
 ASKED = (
@@ -90,45 +86,39 @@ def make_chats(
     config = decoder.target.model.generation_config
     known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
     config.eos_token_id = sorted({*known, *turn_ends(tokenizer)})
-    claim(out, json.dumps(asdict(recipe) | {"target": decoder.target.fingerprint}, sort_keys=True))
+    claim(out, asdict(recipe) | {"target": decoder.target.fingerprint})
     questions = _questions(decoder, tokenizer, out, recipe, say)
     shards = -(-len(questions) // recipe.shard)
-    plain = head_is_plain(decoder.target, torch.tensor([tokenizer(_MARK)["input_ids"]]))
     begun, made = perf_counter(), 0
     for number in range(shards):
         path = out / f"answers-{number:05d}.jsonl"
-        if path.exists():
-            _listen_again(decoder, path, out / f"states-{number:05d}.safetensors", say)
-            continue
-        part = questions[number * recipe.shard : (number + 1) * recipe.shard]
-        new, states = _answered(decoder, tokenizer, part, recipe, number)
-        save_states(out / f"states-{number:05d}.safetensors", states)
-        _write(path, new)
-        made += sum(len(each.answer) for each in new)
-        pace = made / (perf_counter() - begun)
-        say(f"answers {number + 1}/{shards}, {made} tokens in this run, {pace:.0f} a second")
-        _share_out(out, recipe, questions)
-        if plain:  # a training that begins before all are made takes half the time a step with them
-            save_laws(out, decoder.target.head, say)
+        if not path.exists():
+            part = questions[number * recipe.shard : (number + 1) * recipe.shard]
+            new = _answered(decoder, tokenizer, part, recipe, number)
+            _write(path, new)
+            made += sum(len(each.answer) for each in new)
+            pace = made / (perf_counter() - begun)
+            say(f"answers {number + 1}/{shards}, {made} tokens in this run, {pace:.0f} a second")
+            _share_out(out, recipe, questions)  # training can begin before all are made
     found = _share_out(out, recipe, questions)
-    if plain:
-        save_laws(out, decoder.target.head, say)
     say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
     return found
 
 
-def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-    """Writes the splits of the answers that are there, so that training can begin before all are."""
-    kept, dropped = apart(list(_read_answers(sorted(out.glob("answers-*.jsonl")))), questions)
+def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[Question]) -> dict[str, Any]:
+    """Writes the splits of the answers that are there."""
+    lines = [line for path in sorted(out.glob("answers-*.jsonl")) for line in read_text(path).splitlines()]
+    kept, dropped = apart([Conversation(**json.loads(line)) for line in lines], questions)
+    splits = {split: [each for each in kept if each.split == split] for split in SPLITS}
     found = {
-        "conversations": {split: sum(each.split == split for each in kept) for split in SPLITS},
-        "answer_tokens": {split: sum(len(c.answer) for c in kept if c.split == split) for split in SPLITS},
+        "conversations": {split: len(own) for split, own in splits.items()},
+        "answer_tokens": {split: sum(len(each.answer) for each in own) for split, own in splits.items()},
         "dropped_as_neighbours": dropped,
         "sources": {source: sum(each.source == source for each in kept) for source in ("own", "stdlib")},
         "recipe": asdict(recipe),
     }
-    for split in SPLITS:
-        _write(out / f"{split}.jsonl", [each for each in kept if each.split == split])
+    for split, own in splits.items():
+        _write(out / f"{split}.jsonl", own)
     write_text(out / "summary.json", json.dumps(found, indent=1) + "\n")
     return found
 
@@ -138,7 +128,7 @@ def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[tuple[str, str
 
 def _questions(
     decoder: Decoder, tokenizer: PreTrainedTokenizerBase, out: Path, recipe: ChatRecipe, say: Callable[[str], None]
-) -> list[tuple[str, str, str]]:
+) -> list[Question]:
     """(question, source, split), in an order of their hashes."""
     wanted = recipe.conversations * (100 - recipe.code) // 100
     own: dict[str, str] = {}
@@ -151,10 +141,10 @@ def _questions(
         for text in json.loads(read_text(path)):
             own.setdefault(_plain(text), text)
         if len(own) == known:
-            raise ValueError("the model asks nothing new behind its template's user header: give --code 100")
+            raise ValueError("the model asks nothing new after its template's user header: give --code 100")
         number += 1
         say(f"questions {min(len(own), wanted)}/{wanted}")
-    found: list[tuple[str, str, str]] = [(text, "own", split_of(text)) for text in list(own.values())[:wanted]]
+    found: list[Question] = [(text, "own", split_of(text)) for text in list(own.values())[:wanted]]
     found += [(text, "stdlib", split) for text, split in code_questions(recipe.conversations - wanted)]
     return sorted(found, key=lambda each: _digest(each[0]))
 
@@ -232,51 +222,30 @@ def _digest(text: str) -> str:
 def _answered(
     decoder: Decoder,
     tokenizer: PreTrainedTokenizerBase,
-    questions: list[tuple[str, str, str]],
+    questions: Sequence[Question],
     recipe: ChatRecipe,
     number: int,
-) -> tuple[list[Conversation], list[Tensor]]:
-    """Each other question is answered greedily, the rest at temperature 1. And the target's states of each."""
-    prompts = [chat_prompt(tokenizer, [_message(question)]) for question, _, _ in questions]
-    target, conversations, states = decoder.target.fresh(decoder.prefix_bytes), [], []
+) -> list[Conversation]:
+    """Each other question is answered greedily, the rest at temperature 1."""
+    conversations = []
     for temperature in (0.0, 1.0):
-        chosen = range(int(temperature), len(questions), 2)
-        params = SamplingParams(
-            max_new_tokens=recipe.answer, temperature=temperature, seed=recipe.seed + number if temperature else None
-        )
-        tokens, heard = answered(target, requests([prompts[i] for i in chosen], params, target), ROWS)
-        for i, answer in zip(chosen, tokens, strict=True):
-            question, source, split = questions[i]
-            text = tokenizer.decode(answer, skip_special_tokens=True)
-            conversations.append(Conversation(question, prompts[i], answer, str(text), temperature, source, split))
-        states += heard
-    return conversations, states
-
-
-def _listen_again(decoder: Decoder, path: Path, states: Path, say: Callable[[str], None]) -> None:
-    """Computes the states of answers that came without them, as those that are passed on do."""
-    if states.exists():
-        return
-    target = decoder.target.fresh(0)
-    texts = [[*each.prompt, *each.answer[:-1]] for each in _read_answers([path])]
-    asked = requests(texts, SamplingParams(max_new_tokens=1), target)
-    save_states(states, answered(target, asked, ROWS)[1])
-    say(f"states of {path.name}")
+        chosen = questions[int(temperature) :: 2]
+        prompts = [chat_prompt(tokenizer, [_message(question)]) for question, _, _ in chosen]
+        seed = recipe.seed + number if temperature else None
+        params = SamplingParams(max_new_tokens=recipe.answer, temperature=temperature, seed=seed)
+        for (question, source, split), prompt, done in zip(
+            chosen, prompts, decoder.generate(prompts, params), strict=True
+        ):
+            text = str(tokenizer.decode(done.tokens, skip_special_tokens=True))
+            conversations.append(Conversation(question, prompt, done.tokens, text, temperature, source, split))
+    return conversations
 
 
 def _message(question: str) -> dict[str, str]:
     return {"role": "user", "content": question}
 
 
-def _read_answers(paths: Sequence[Path]) -> Iterator[Conversation]:
-    for path in paths:
-        for line in read_text(path).splitlines():
-            yield Conversation(**json.loads(line))
-
-
-def apart(
-    conversations: list[Conversation], questions: Sequence[tuple[str, str, str]]
-) -> tuple[list[Conversation], int]:
+def apart(conversations: list[Conversation], questions: Sequence[Question]) -> tuple[list[Conversation], int]:
     """Conversations without those that share a stretch of STRETCH characters with a question that is held out from
     their split, and how many that were. So test questions stay as they are, and training loses the most.
 

@@ -2,32 +2,117 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.loading import load_model, load_tokenizer
 from forerun.model import CausalLM, context_of
 from forerun.nn.heads import hot_set
 from forerun.runtime.hot import save_hot
-from forerun.train.chats import check_chats
-from forerun.train.data import read_texts, tokenize
-from forerun.train.distill import distill, distill_chats
-from forerun.train.lm import new_llama
-from forerun.train.loop import TrainConfig, claim
-from forerun.train.own_output import own_output
-from forerun.train.texts import check_sources, learnt_and_held
+from forerun.train.labels import Labels, cross_entropy, in_parts, label
+from forerun.train.loop import TrainConfig, save_card, train
+from forerun.train.run import Run, check_context
+from forerun.train.texts import Texts, joined, load_train_val, of_windows, split_windows
+
+VALIDATION = 0.05  # of the windows of own output
+EVALUATED = 256  # texts, while a draft is trained
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """How a draft is made.
+
+    Attributes:
+        sequences, length: windows of the target's own output, and tokens of each; as many windows of plain text are
+            learnt from beside them, so that a small set of own output is not learnt by heart. Of conversations, the
+            length is what longer ones are cut at.
+        layers, width: of a new draft.
+        hot: share of the vocabulary that the draft proposes, beside a text's own tokens (`forerun.runtime.hot`).
+        steps, batch, lr, seed: of the training. A batch counts texts.
+    """
+
+    sequences: int = 3072
+    length: int = 512
+    layers: int = 2
+    width: int = 192
+    hot: float = 1.0
+    steps: int = 2000
+    batch: int = 16
+    lr: float = 3e-3
+    seed: int = 0
+
+
+def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
+    """Distil a draft, which then loads from `run.out`; with `init` go on from that model instead of a new Llama.
+
+    Raises ValueError for data that is missing or too little, an `init` with another vocabulary, texts longer than the
+    target's context, and folders that hold another run.
+    """
+    if not 0 < recipe.hot <= 1:
+        raise ValueError(f"hot must be above 0 and at most 1, not {recipe.hot}")
+    tokenizer, stream = run.prompts(4 * recipe.length)
+    parts = None if run.chats is None else load_train_val(run.chats, recipe.length)
+    model = run.load(run.target, "target")
+    check_context(model.config, parts, recipe.length, "target")
+    target = CausalLM(model.requires_grad_(False))
+    draft = new_draft(model, tokenizer, recipe) if init is None else run.load(init, "draft", "float32")
+    entries = draft.get_input_embeddings().num_embeddings
+    if entries != target.vocab_size:
+        raise ValueError(f"{init} has a vocabulary of {entries} entries, {run.target} of {target.vocab_size}")
+    drafter = CausalLM(draft.to(model.device))  # type: ignore[arg-type]
+    if not has_plain_head(drafter):
+        raise ValueError(f"{type(draft).__name__} caps or scales its logits; such a draft cannot be trained")
+    own = asdict(recipe) | {"init": init, "processes": run.sharing.count, "texts": parts and parts[0].digest}
+    run.claim({"target": target.fingerprint}, own)
+    mine, val = parts or _windows(run, target, stream, recipe)
+    texts = mine if stream is None else joined(mine, _plain_text(stream, len(mine), recipe))
+    hot, share = hot_set(mine.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size)))
+    _distil(run, recipe, drafter, target, texts, val, hot.to(model.device) if recipe.hot < 1 else None)
+    if not run.sharing.is_first:
+        return
+    draft.save_pretrained(run.out)
+    tokenizer.save_pretrained(run.out)
+    if recipe.hot < 1:
+        save_hot(run.out, hot)
+        run.say(f"its {len(hot)} tokens are {share:.2%} of the output that it learnt from")
+    text = f"It drafts for `{run.target}`, whose tokenizer it has. Made by `forerun train draft` with"
+    save_card(run.out, "A draft for speculative decoding", text, asdict(recipe) | {"init": init} | run.provenance)
+    run.say(f"the draft is in {run.out}: forerun generate --target {run.target} --draft {run.out}")
+
+
+def new_draft(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: DraftRecipe) -> LlamaForCausalLM:
+    """Make a Llama with tied embeddings, heads of 64, and the target's vocabulary and context."""
+    torch.manual_seed(recipe.seed)
+    config = target.config.get_text_config(decoder=True)
+    draft = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,  # may be padded beyond the tokenizer's
+            hidden_size=recipe.width,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.width // 64,
+            num_key_value_heads=recipe.width // 64,
+            head_dim=64,
+            intermediate_size=recipe.width * 8 // 3 // 16 * 16,
+            max_position_embeddings=context_of(config) or 4096,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    init_embeddings(draft, target)
+    return draft
 
 
 @torch.no_grad()
-def begin_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Gives a new draft the target's embeddings along their main directions, at the scale of its own: tokens that are
+def init_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give a new draft the target's embeddings along their main directions, at the scale of its own: tokens that are
     alike for the target are so for the draft from the start (ours). Does nothing where the target's are narrower."""
     own, theirs = (model.get_input_embeddings().get_parameter("weight") for model in (draft, target))
     if theirs.shape[-1] >= own.shape[-1]:
@@ -37,99 +122,89 @@ def begin_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         own.copy_(seen * (own.std() / seen.std()))
 
 
-def train_draft(
-    target: str,
-    data: Sequence[str],
-    out: Path,
-    config: TrainConfig,
-    *,
-    chats: Path | None = None,
-    init: str | None = None,
-    layers: int = 2,
-    width: int = 192,
-    sequences: int = 3072,
-    hot: float = 1.0,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    say: Callable[[str], None] = print,
-) -> None:
-    """Makes the target's own output from prompts in `data`, distils a draft on it, and saves it in `out`. `chats`, a
-    folder of conversations (`forerun.train.chat_data`), take the place of both.
+@torch.no_grad()
+def has_plain_head(model: CausalLM) -> bool:
+    """Whether the LM head alone gives the logits: some models cap or scale them."""
+    tokens = torch.arange(8, device=model.device)[None] % model.vocab_size
+    with model.hearing() as heard:
+        logits = model.model(input_ids=tokens, use_cache=False).logits
+    return torch.allclose(model.head(heard[0]).float(), logits.float(), atol=1e-3, rtol=1e-3)
 
-    With `hot` below 1 the draft is told to propose that share of the vocabulary only, the tokens that are most frequent
-    in the target's output, and those of a text (`forerun.runtime.hot`).
 
-    `out` then loads as a draft; its folder `work` holds what a stopped run needs to go on. Raises ValueError for
-    data that is missing or too little, an `init` with another vocabulary, windows longer than the target's context,
-    and an `out` that holds another run.
+def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: DraftRecipe) -> tuple[Texts, Texts]:
+    """Windows of own output to learn from, and those for validation."""
+    windows = run.own_output(
+        target,
+        stream,
+        sequences=recipe.sequences,
+        prompts=[recipe.length // share for share in (8, 4, 2)],  # drafts are used right after a prompt and far from it
+        length=recipe.length,
+        temperatures=(0.0, 0.8),
+        seed=recipe.seed,
+    )
+    return split_windows(np.concatenate(windows), VALIDATION, 0, 0)
+
+
+def _plain_text(stream: np.ndarray, count: int, recipe: DraftRecipe) -> Texts:
+    starts = np.random.default_rng(recipe.seed).integers(len(stream) - recipe.length + 1, size=count)
+    return of_windows(np.stack([stream[start : start + recipe.length] for start in starts]))
+
+
+def distillation_loss(
+    draft: CausalLM, texts: Texts, labels: Labels, rows: Tensor, hot: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the mean KL(target || draft) in nats over the positions of some texts that count, and the share of these
+    where both have one argmax. With `hot` [S] it is about the target's probabilities among these tokens alone.
+
+    It goes backward inside, as `in_parts` does.
     """
-    if not 0 < hot <= 1:
-        raise ValueError(f"hot must be above 0 and at most 1, not {hot}")
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    check_sources(data, chats)
-    if chats is not None:
-        check_chats(chats, tokenizer, target)
-    made = None if chats is None else learnt_and_held(chats, config.length)
-    stream = np.zeros(0)
-    if made is None:
-        stream = tokenize(tokenizer, list(read_texts(data)), config.seed)
-        if len(stream) < 4 * config.length:
-            raise ValueError(f"--data holds {len(stream)} tokens; give at least {4 * config.length}")
-    big = load_model(target, "target", device=device, trust_remote_code=trust_remote_code, plain=True)
-    context = context_of(big.config.get_text_config(decoder=True)) or 4096
-    if config.length >= context:
-        raise ValueError(f"--length {config.length} does not fit the target's context of {context}; give less")
-    if init is None:
-        mlp = width * 8 // 3 // 16 * 16
-        vocabulary = big.config.get_text_config(decoder=True).vocab_size  # may be padded beyond the tokenizer's
-        draft: PreTrainedModel = new_llama(
-            tokenizer, width, layers, width // 64, mlp, context, config.seed, vocabulary=vocabulary
-        )
-        begin_embeddings(draft, big)
-    else:
-        draft = load_model(
-            init, "draft", dtype="float32", device=device, trust_remote_code=trust_remote_code, plain=True
-        )
-        if draft.config.vocab_size != big.config.vocab_size:
-            raise ValueError(
-                f"{init} has a vocabulary of {draft.config.vocab_size} entries, {target} of {big.config.vocab_size}"
-            )
-    mark: dict[str, Any] = {
-        "target": target,
-        "data": list(data),
-        "init": init,
-        "layers": layers,
-        "width": width,
-        "sequences": sequences,
-    }
-    if hot < 1:
-        mark |= {"hot": hot}
-    if chats is not None:
-        mark |= {"chats": str(chats), "texts": made[0].digest if made is not None else None}
-    claim(out / "work", json.dumps(mark | asdict(config) | {"compile": None}, sort_keys=True))
-    draft.to(big.device)  # type: ignore[arg-type]
-    if made is not None:
-        learnt, held = made
-        counts = learnt.frequencies(draft.config.vocab_size)
-        tokens, share = hot_set(counts, max(1, round(hot * len(counts))))
-        only = tokens if hot < 1 else None
-        distill_chats(CausalLM(big.requires_grad_(False)), draft, learnt, held, config, out / "work/draft", only, say)
-    else:
-        own = own_output(
-            big,
-            stream,
-            out / "work" / "own-output",
-            sequences=sequences,
-            length=config.length,
-            seed=config.seed,
-            say=say,
-        )
-        counts = torch.from_numpy(np.bincount(own.flatten(), minlength=draft.config.vocab_size))
-        tokens, share = hot_set(counts, max(1, round(hot * len(counts))))
-        distill(big, draft, own, stream, config, out / "work" / "draft", say=say)
-    draft.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    if hot < 1:
-        save_hot(out, tokens)
-        say(f"its {len(tokens)} tokens are {share:.2%} of the output that it learnt from")
-    say(f"the draft is in {out}: forerun generate --target {target} --draft {out}")
+    part, whole = texts.take(rows), labels.probs(rows)
+    head: Any = draft.head
+    same, wanted, weight = torch.zeros((), device=part.tokens.device), whole, None
+    if hot is not None:
+        wanted = whole.within(hot, draft.vocab_size)
+        # Rows of their own, which gather the gradients of all parts.
+        weight = head.weight[hot].detach().requires_grad_(torch.is_grad_enabled())
+
+    def divergence(states: Tensor, chosen: slice) -> Tensor:
+        nonlocal same
+        logits = head(states) if weight is None else functional.linear(states, weight)
+        best = logits.argmax(-1) if hot is None else hot[logits.argmax(-1)]
+        same = same + (best == whole.tokens[chosen, 0]).sum()
+        own = wanted.at(chosen)
+        return cross_entropy(logits.float(), own) - torch.special.entr(own.probs).sum()
+
+    with torch.autocast(part.tokens.device.type, torch.bfloat16), draft.hearing(one=True) as states:
+        draft.model(input_ids=part.tokens, use_cache=False)
+    with torch.autocast(part.tokens.device.type, torch.bfloat16):
+        total = in_parts(states[0][part.counted()], divergence, len(whole.tokens))
+    if weight is not None and weight.grad is not None:
+        way = (head.weight[hot] * weight.grad).sum()
+        total = total + way - way.detach()
+    return total, same / len(whole.tokens)
+
+
+def _distil(
+    run: Run,
+    recipe: DraftRecipe,
+    draft: CausalLM,
+    target: CausalLM,
+    texts: Texts,
+    val: Texts,
+    hot: Tensor | None,
+) -> None:
+    labels, val_labels = (label(run, target, each) for each in (texts, val))
+    texts, val, asked = texts.to(target.device), val.to(target.device), val.spread(EVALUATED)
+
+    def loss(rows: Tensor) -> Tensor:
+        return distillation_loss(draft, texts, labels, rows, hot)[0]
+
+    def evaluate() -> float:
+        found = [torch.stack(distillation_loss(draft, val, val_labels, rows, hot)) for rows in asked.split(8)]
+        divergence, agreement = torch.stack(found).mean(0).tolist()
+        run.say(f"{run.folder.name} greedy agreement on held-out output {agreement:.3f}")
+        return float(divergence)
+
+    config = TrainConfig(recipe.steps, recipe.lr)
+    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
+    train(draft.model, loss, batch, evaluate, config, run.folder, run.say, run.sharing)

@@ -1,11 +1,16 @@
-"""Drafts from many places of a text at once, with the target's verdict on every token."""
+"""Drafts from many places of a text at once, with the target's verdict on every token; gathered in files, so that a
+run goes on where it was stopped."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -16,7 +21,12 @@ from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import LEAST, USUAL, law_of
 from forerun.probabilities import probabilities_of
 from forerun.sampling import Sampler
+from forerun.train.labels import LOGITS, SHARD
+from forerun.train.loop import save_tensors
+from forerun.train.run import Run
 from forerun.train.texts import Texts
+
+Drafts = dict[str, Tensor]  # the fields of `Rollouts` that are kept, of many drafts
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,66 @@ class Rollouts:
     law: Tensor
     rows: Tensor
     anchors: Tensor
+
+
+FIELDS = tuple(field.name for field in fields(Rollouts) if field.name not in ("rows", "anchors"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Texts that drafts leave.
+
+    Attributes:
+        sampler: that the target's output was chosen by.
+        depth: tokens of a draft.
+        texts, val: those to learn from and those for validation, of like lengths together.
+    """
+
+    sampler: Sampler
+    depth: int
+    texts: Texts
+    val: Texts
+
+
+def collect(
+    run: Run, target: CausalLM, draft: CausalLM, kinds: Mapping[str, Kind], anchors: int, seed: int
+) -> dict[str, tuple[Drafts, Drafts]]:
+    """Draft from every kind's texts and return the drafts, by kind, to learn from and for validation.
+
+    Files of 64 texts that are there are left alone. Processes take a file each in turn; the first one gets the drafts.
+    """
+    folder, sharing = run.shared / "rollouts", run.sharing
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[tuple[Kind, Texts, Tensor, Path, int]] = []
+    for name, kind in kinds.items():
+        for split, texts in (("train", kind.texts), ("validation", kind.val)):
+            for number, rows in enumerate(torch.arange(len(texts)).split(SHARD)):
+                path = folder / f"{split}-{name}-{number:05d}.safetensors"
+                shards.append((kind, texts, rows, path, seed + len(shards)))
+    missing = [each for each in shards[sharing.rank :: sharing.count] if not each[3].exists()]
+    begun = perf_counter()
+    for done, (kind, texts, rows, path, own_seed) in enumerate(missing, 1):
+        generator = torch.Generator(target.device).manual_seed(own_seed)
+        together = max(1, min(8, LOGITS // (texts.tokens.shape[1] * target.vocab_size)))
+        parts = []
+        for few in rows.split(together):
+            width = int(texts.ends[few].max()) + 1  # with the token after the end
+            own = Texts(texts.tokens[few, :width], texts.begins[few], texts.ends[few]).to(target.device)
+            parts.append(roll_out(target, draft, own, anchors, kind.depth, kind.sampler, generator))
+        tensors = {name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in FIELDS}
+        kept = {"hidden": torch.float16, "target": torch.float16, "tokens": torch.int32, "echoes": torch.int8}
+        save_tensors(path, {name: value.to(kept.get(name, value.dtype)) for name, value in tensors.items()})
+        left = (perf_counter() - begun) / done * (len(missing) - done) / 60
+        run.say(f"drafts of {done}/{len(missing)} files, {left:.0f} min left")
+    sharing.wait()
+    if not sharing.is_first:
+        return {}
+
+    def loaded(texts: Texts) -> Drafts:
+        files = [load_file(path) for _, own, _, path, _ in shards if own is texts]
+        return {name: torch.cat([file[name] for file in files]) for name in FIELDS}
+
+    return {name: (loaded(kind.texts), loaded(kind.val)) for name, kind in kinds.items()}
 
 
 @torch.inference_mode()

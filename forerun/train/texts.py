@@ -1,22 +1,118 @@
-"""Texts of different lengths to train on, with the part of each that the target wrote."""
+"""Texts to train on: files, conversations, and windows of the target's own output."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from forerun.train.chats import Conversation, read_chats
-from forerun.train.laws import Law
-from forerun.train.states import StoredStates
+from forerun.files import read_text
+from forerun.train.corpus import Split, source_files, spare_files
 
-LEARNT = ("train", "validation")  # splits
+SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+# Files.
+
+
+def read_texts(sources: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the texts of files and of folders' files: .jsonl gives the "text" field of each line, others themselves.
+
+    "stdlib" stands for the training split of the standard library, "stdlib-spare" for files that the embedded pair has
+    not seen. Raises ValueError for a file that is missing or not text, and for a line without a "text".
+    """
+    for source in sources:
+        if source == "stdlib":
+            yield from (text for _, text in source_files("train"))
+            continue
+        if source == "stdlib-spare":
+            yield from spare_files(tokenizer)
+            continue
+        path = Path(source)
+        paths = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        for file in paths:
+            text = read_text(file)
+            if file.suffix == ".jsonl":
+                yield from _lines(file, text)
+            elif text.strip():
+                yield text
+
+
+def _lines(file: Path, text: str) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            value = None
+        if not isinstance(value, str):
+            raise ValueError(f'{file} line {number} is not a JSON object with a "text"')
+        yield value
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seed: int = 0) -> np.ndarray:
+    """Join texts in a shuffled order to one stream [n], an end token before each; raise ValueError for none."""
+    if not texts:
+        raise ValueError(f"the data holds no text; files of these kinds are read: {' '.join(SUFFIXES)}")
+    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    order = np.random.default_rng(seed).permutation(len(texts))
+    return np.concatenate([np.array([*end, *rows[i]], dtype=dtype) for i in order])
+
+
+# Conversations.
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One question with its answer, as `forerun.train.chat_data` makes them.
+
+    Attributes:
+        question: the user's turn.
+        prompt: ids [p] of the whole prompt, the template's own included.
+        answer: ids [a], with the end token where it ended.
+        text: the answer.
+        temperature: that it was answered at.
+        source: "own" or "stdlib".
+        split: one of SPLITS, which follows from the question.
+    """
+
+    question: str
+    prompt: list[int]
+    answer: list[int]
+    text: str
+    temperature: float
+    source: str
+    split: str
+
+
+def check_chats(folder: Path, tokenizer: PreTrainedTokenizerBase, target: str) -> None:
+    """Raise ValueError where there are no conversations, or those of a model with another tokenizer."""
+    for each in read_chats(folder, SPLITS[0])[:8]:
+        is_known = max([*each.prompt, *each.answer]) < len(tokenizer)
+        if not is_known or tokenizer.decode(each.answer, skip_special_tokens=True) != each.text:
+            raise ValueError(f"the conversations in {folder} are of a model with other tokens than {target!r}")
+
+
+def read_chats(folder: Path, split: str) -> list[Conversation]:
+    """Return the conversations of a split; raise ValueError where they have not been made."""
+    path = folder / f"{split}.jsonl"
+    if not path.is_file():
+        raise ValueError(f"no conversations in {folder}: `forerun train chat-data` makes them")
+    return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
+
+
+# Both as tensors.
 
 
 @dataclass(frozen=True)
@@ -25,31 +121,25 @@ class Texts:
 
     Attributes:
         tokens: [N, T] int64.
-        begins, ends: [N] the target's distributions at positions `begins` to `ends - 1` are those that a draft meets.
-            A position's distribution is that of the token behind it.
-        states: what the LM head was given [ends, d] over the text of an index, where it was kept, in
-        target: the model of this fingerprint.
-        law: of an index, the target's distributions at its positions from `begins` to `ends` - 1, where they were kept.
+        begins, ends: [N] the positions `begins` to `ends - 1` count: a draft meets the target's distributions there.
+            A position's distribution is that of the token after it.
     """
 
     tokens: Tensor
     begins: Tensor
     ends: Tensor
-    states: Callable[[int], Tensor | None] = lambda row: None
-    target: dict[str, Any] | None = None
-    law: Callable[[int], Law | None] = lambda row: None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, rows: Tensor) -> Texts:
-        """Some of the texts, no wider than the longest of them."""
+        """Return some of the texts, no wider than the longest of them."""
         begins, ends = self.begins[rows], self.ends[rows]
         return Texts(self.tokens[rows, : int(ends.max())], begins, ends)
 
-    def met(self, ahead: int = 0) -> Tensor:
-        """[N, T - ahead] bool: at which positions a draft meets the distribution that is `ahead` positions further, if
-        it has begun by then."""
+    def counted(self, ahead: int = 0) -> Tensor:
+        """Return [N, T - ahead] bool: at which positions a draft meets the distribution that is `ahead` positions
+        further, if it has begun by then."""
         at = torch.arange(max(0, self.tokens.shape[1] - ahead), device=self.tokens.device)
         return (at >= self.begins[:, None]) & (at + ahead < self.ends[:, None])
 
@@ -62,18 +152,18 @@ class Texts:
         return found.hexdigest()
 
     def frequencies(self, vocabulary: int) -> Tensor:
-        """[V] how often each token stands behind a position that counts."""
-        return torch.bincount(self.tokens[:, 1:][self.met()[:, :-1]], minlength=vocabulary)
+        """Count [V] how often each token stands after a position that counts."""
+        return torch.bincount(self.tokens[:, 1:][self.counted()[:, :-1]], minlength=vocabulary)
 
     def to(self, device: torch.device) -> Texts:
-        return replace(self, tokens=self.tokens.to(device), begins=self.begins.to(device), ends=self.ends.to(device))
+        return Texts(self.tokens.to(device), self.begins.to(device), self.ends.to(device))
 
     def spread(self, most: int) -> Tensor:
-        """Indices of about so many texts of all lengths, short ones first."""
+        """Return the indices of about `most` texts of all lengths, short ones first."""
         return self.ends.argsort(stable=True)[:: max(1, len(self) // most)]
 
     def batch(self, seed: int, step: int, size: int) -> Tensor:
-        """Indices [size] of texts of about the same length: the same for the same seed and step."""
+        """Return the indices [size] of texts of about the same length: the same for the same seed and step."""
         rng = np.random.default_rng([seed, step])
         if bool((self.ends == self.ends[0]).all()):
             return torch.from_numpy(rng.integers(len(self), size=size))
@@ -84,21 +174,15 @@ class Texts:
         return order[start + torch.from_numpy(rng.permutation(near)[:size])]
 
 
-def check_sources(data: Sequence[str], chats: Path | None) -> None:
-    """Raises ValueError unless one of the two is given."""
-    if bool(data) == (chats is not None):
-        raise ValueError("give --data or --chats" + ", not both" * bool(data))
-
-
 def of_windows(windows: np.ndarray, begin: int = 0) -> Texts:
-    """Windows [N, T] of the target's own output; distributions count from position `begin` on."""
+    """Make texts of windows [N, T] of the target's own output; distributions count from position `begin` on."""
     tokens = torch.from_numpy(windows.astype(np.int64))
     count, length = tokens.shape
     return Texts(tokens, torch.full((count,), begin), torch.full((count,), length))
 
 
-def of_chats(conversations: Sequence[Conversation], longest: int = 512, stored: StoredStates | None = None) -> Texts:
-    """Conversations, of which the answers count. Those of more than `longest` tokens are cut.
+def of_chats(conversations: Sequence[Conversation], longest: int = 512) -> Texts:
+    """Make texts of conversations, of which the answers count. Those of more than `longest` tokens are cut.
 
     Raises ValueError where no answer is left.
     """
@@ -106,26 +190,27 @@ def of_chats(conversations: Sequence[Conversation], longest: int = 512, stored: 
     if not kept:
         raise ValueError(f"no conversation has an answer within {longest} tokens")
     rows = [(each.prompt + each.answer)[:longest] for each in kept]
-    begins = [len(each.prompt) - 1 for each in kept]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for row, own in enumerate(rows):
         tokens[row, : len(own)] = torch.tensor(own)
-
-    def states(row: int) -> Tensor | None:
-        found = None if stored is None else stored.of(kept[row])
-        return None if found is None else found[: len(rows[row]) - 1]
-
-    def law(row: int) -> Law | None:
-        found = None if stored is None else stored.law_of(kept[row])
-        return None if found is None else found.at(torch.arange(len(rows[row]) - len(kept[row].prompt)))
-
-    # What stands behind the last token is never asked for.
+    # What stands after the last token is never asked for.
     ends = torch.tensor([len(own) - 1 for own in rows])
-    return Texts(tokens, torch.tensor(begins), ends, states, None if stored is None else stored.target, law)
+    return Texts(tokens, torch.tensor([len(each.prompt) - 1 for each in kept]), ends)
 
 
-def learnt_and_held(chats: Path, longest: int = 512) -> tuple[Texts, Texts]:
-    """The splits of a folder of conversations that training sees, with the states that the target had."""
-    stored = StoredStates(chats)
-    learnt, held = (of_chats(read_chats(chats, split), longest, stored) for split in LEARNT)
-    return learnt, held
+def load_train_val(chats: Path, longest: int = 512) -> tuple[Texts, Texts]:
+    """Read the splits of a folder of conversations that training sees."""
+    train, val = (of_chats(read_chats(chats, split), longest) for split in SPLITS[:2])
+    return train, val
+
+
+def split_windows(windows: np.ndarray, share: float, begin: int, val_begin: int) -> tuple[Texts, Texts]:
+    """Keep each 1/`share`-th window for validation; distributions count from `begin` and `val_begin`."""
+    every = np.s_[:: round(1 / share)]
+    return of_windows(np.delete(windows, every, 0), begin), of_windows(windows[every], val_begin)
+
+
+def joined(one: Texts, other: Texts) -> Texts:
+    """Return texts of one width as one."""
+    pairs = ((one.tokens, other.tokens), (one.begins, other.begins), (one.ends, other.ends))
+    return Texts(*(torch.cat(pair) for pair in pairs))

@@ -1,5 +1,5 @@
 """The embedded target with twice its layers, the new ones adding nothing, and heads that belong to it:
-python benchmarks/lyanna/deepen.py OUT HEAD_FOLDER ...
+python benchmarks/embedded/deepen.py OUT HEAD_FOLDER ...
 
 It says what the embedded target says and costs what one of that depth costs: a head's layer is 1/32 of it.
 """
@@ -9,15 +9,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pair import deepen
+
 from forerun.loading import load_head, load_model, load_tokenizer
 from forerun.model import CausalLM
-from forerun.train.lm import deepen
 from forerun.zoo import EMBEDDED
 
 
 def main(out: Path, heads: list[str]) -> None:
     target = load_model(EMBEDDED, "target")
-    deep = deepen(target)  # type: ignore[arg-type]
+    deep = deepen(target)
     deep.generation_config = target.generation_config
     deep.save_pretrained(out / "target")
     load_tokenizer(EMBEDDED).save_pretrained(out / "target")

@@ -1,0 +1,151 @@
+"""What the frozen target says about texts to train on: computed once, kept in files, the same for every recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from forerun.model import CausalLM
+from forerun.train.loop import save_tensors
+from forerun.train.run import Run
+from forerun.train.texts import Texts
+
+TOP = 64  # tokens of a distribution; the others have next to nothing together
+SHARD = 64  # texts of a file
+LOGITS = 1 << 26  # of a forward, at most
+ROWS = 128  # whose logits stay in a processor's cache while they are used
+
+
+class TopProbs(NamedTuple):
+    """Distributions at n positions.
+
+    Attributes:
+        tokens: [n, k] the most probable first.
+        probs: [n, k] float32, which sum to nearly 1.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+
+    def at(self, positions: Tensor | slice) -> TopProbs:
+        return TopProbs(self.tokens[positions], self.probs[positions])
+
+    def within(self, hot: Tensor, vocabulary: int) -> TopProbs:
+        """Return the same with a token's number among `hot` [S] in its place; other tokens have the probability 0."""
+        number = torch.full((vocabulary,), -1, device=hot.device)
+        number[hot] = torch.arange(len(hot), device=hot.device)
+        found = number[self.tokens]
+        return TopProbs(found.clamp(min=0), self.probs * (found >= 0))
+
+
+def top_probs(logits: Tensor) -> TopProbs:
+    """Return the distributions of logits [n, V]."""
+    best, tokens = logits.float().topk(min(TOP, logits.shape[-1]))
+    return TopProbs(tokens, (best - logits.float().logsumexp(-1, keepdim=True)).exp())
+
+
+def cross_entropy(logits: Tensor, wanted: TopProbs) -> Tensor:
+    """Return the sum over logits [n, S] of the cross-entropy with distributions over the same tokens."""
+    return -(wanted.probs * logits.log_softmax(-1).gather(-1, wanted.tokens)).sum()
+
+
+class Labels:
+    """The target's labels of texts, read from files when they are asked for."""
+
+    def __init__(self, texts: Texts, paths: list[Path], device: torch.device) -> None:
+        self._files = [safe_open(path, "pt").__enter__() for path in paths]
+        self._device = device
+        counts = texts.ends - texts.begins
+        # Where each text begins in its file.
+        starts = [[each.cumsum(0) - each for each in part.split(SHARD)] for part in (texts.ends, counts)]
+        self._texts, self._states, self._probs = texts, *(torch.cat(each).tolist() for each in starts)
+        self._ends, self._counts = texts.ends.tolist(), counts.tolist()
+
+    def _read(self, name: str, row: int, start: int, length: int) -> Tensor:
+        found: Tensor = self._files[row // SHARD].get_slice(name)[start : start + length]
+        return found
+
+    def states(self, rows: Tensor) -> Tensor:
+        """Return the LM head's inputs [B, T, d] over texts [B], no wider than the longest of them."""
+        parts = [self._read("states", row, self._states[row], self._ends[row]) for row in rows.tolist()]
+        return pad_sequence(parts, batch_first=True).to(self._device).float()
+
+    def probs(self, rows: Tensor) -> TopProbs:
+        """Return the distributions at the positions of texts [B] that count, text by text."""
+        found = [
+            torch.cat([self._read(name, row, self._probs[row], self._counts[row]) for row in rows.tolist()])
+            for name in ("tokens", "probs")
+        ]
+        return TopProbs(found[0].to(self._device).long(), found[1].to(self._device).float())
+
+
+@torch.no_grad()
+def label(run: Run, target: CausalLM, texts: Texts, states: bool = False) -> Labels:
+    """Run the target over texts, once; with its states where they are wanted.
+
+    A file is named by the texts that it is about, so trainings that share a folder share what they have in common.
+    Processes take a file each in turn.
+    """
+    folder, sharing, begun = run.shared / "labels", run.sharing, perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = [texts.take(rows) for rows in torch.arange(len(texts)).split(SHARD)]
+    kind = "-states" if states else ""
+    paths = [folder / f"{shard.digest[:24]}{kind}.safetensors" for shard in shards]
+    own = range(sharing.rank, len(shards), sharing.count)
+    missing = [number for number in own if not paths[number].exists()]
+    for done, number in enumerate(missing, 1):
+        save_tensors(paths[number], _labelled(target, shards[number], states))
+        if done % 8 == 0:
+            left = (perf_counter() - begun) / done * (len(missing) - done) / 60
+            run.say(f"what the target says of {done}/{len(missing)} x {SHARD} texts, {left:.0f} min left")
+    sharing.wait()
+    return Labels(texts, paths, target.device)
+
+
+def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]:
+    """The tensors of a file."""
+    found: list[dict[str, Tensor]] = [{}] * len(texts)
+    together = max(1, min(8, LOGITS // (texts.tokens.shape[1] * target.vocab_size)))
+    for rows in texts.ends.argsort(stable=True).split(together):
+        part = texts.take(rows)
+        with target.hearing() as heard:
+            logits = target.model(input_ids=part.tokens.to(target.device), use_cache=False).logits
+        for i, row in enumerate(rows.tolist()):
+            begin, end = int(part.begins[i]), int(part.ends[i])
+            top = top_probs(logits[i, begin:end])
+            found[row] = {"tokens": top.tokens.int().cpu(), "probs": top.probs.bfloat16().cpu()}
+            if states:
+                found[row]["states"] = heard[0][i, :end].bfloat16().cpu()
+    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+
+def in_parts(states: Tensor, loss: Callable[[Tensor, slice], Tensor], share: float) -> Tensor:
+    """Return the sum of `loss(states[part], part)` over parts of states [n, d], divided by `share`. Logits of all n are
+    never there at once.
+
+    Each part goes backward by itself. So gradients of whatever else `loss` uses are added as it goes, and backward must
+    be called just once on what comes, unscaled.
+    """
+    parts = [slice(start, start + ROWS) for start in range(0, len(states), ROWS)]
+    if not (torch.is_grad_enabled() and states.requires_grad):
+        return torch.stack([states.new_zeros(()), *(loss(states[part], part) / share for part in parts)]).sum()
+    total, gradients = states.new_zeros(()), []
+    for part in parts:
+        leaf = states[part].detach().requires_grad_()
+        found = loss(leaf, part) / share
+        found.backward()
+        total = total + found.detach()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    if not gradients:
+        return total + 0 * states.sum()
+    # Its gradient by the states is the one that was found.
+    way = (states * torch.cat(gradients)).sum()
+    return total + way - way.detach()

@@ -1,0 +1,50 @@
+"""What tests of training share: a small target with text or conversations, and runs of recipes on them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from toys import noisy_copy, tiny, tiny_tokenizer
+
+from forerun.model import CausalLM
+from forerun.train.run import Run
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TEXT = "def add(a, b): return a + b\nthe cat sat on the mat\n" * 90
+
+
+def tiny_target(context: int = 256) -> Any:
+    return tiny("llama", vocab=len(tiny_tokenizer()), context=context)
+
+
+def save_pair(folder: Path, context: int = 256) -> tuple[str, str]:
+    """Saves a target and a draft, with a tokenizer that has a chat template."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = TEMPLATE
+    target = tiny_target(context)
+    for name, model in (("target", target), ("draft", noisy_copy(target, 0.02))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "target"), str(folder / "draft")
+
+
+def make_run(target: str, out: Path, chats: Path | None = None, **more: Any) -> Run:
+    """A run on conversations, or on text beside the target."""
+    text = Path(target).parent / "text.txt"
+    text.write_text(TEXT)
+    given: dict[str, Any] = {"data": () if chats else [str(text)], "chats": chats, "say": lambda line: None}
+    return Run(target, out, **(given | more))
+
+
+def losses(run: Run) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run.folder / "log.jsonl").read_text().splitlines()]
+
+
+def judge(context: int = 256) -> CausalLM:
+    return CausalLM(tiny_target(context))
