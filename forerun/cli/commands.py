@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import batch_jobs, bench, chat, demo, fetch, generate, info, serve, simulate, train, tune
+from forerun.cli import batch_jobs, bench, chat, demo, fetch, generate, info, serve, train, tune
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of their output.",
@@ -23,7 +23,6 @@ app.command("fetch")(fetch.fetch)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
 app.command("serve")(serve.serve)
-app.command("simulate")(simulate.simulate)
 app.command("tune")(tune.tune)
 app.add_typer(train.app, name="train")
 
