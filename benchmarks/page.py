@@ -1,6 +1,6 @@
 """Writes docs/results/chat.md and embedded.md from the results that run.py left here.
 
-    python benchmarks/page.py
+    python -m benchmarks.page
 
 Runs that are not there are left out.
 """
@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.pages import COLUMNS, row
-from forerun.bench.plots import save_plots
+from benchmarks.report import named_row, save_plots
+from forerun.bench.report import COLUMNS
 from forerun.files import write_text
 
 HERE = Path(__file__).parent
@@ -99,12 +99,12 @@ def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str
             places = " ".join(f"{each:.2f}" for each in (figures["acceptance_by_position"] or [])[:5])
             time = figures["time"] or {}
             shares = [f"{100 * time[key]:.0f} %" if key in time else "" for key in ("draft", "policy", "verify")]
-            lines.append("| " + " | ".join([*row(method, figures), places, *shares]) + " |")
+            lines.append("| " + " | ".join([*named_row(method, figures), places, *shares]) + " |")
         lines.append("")
     if name in DRAWN:
         (PAGES / page).mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            for picture in save_plots(found["methods"], Path(folder), False):
+            for picture in save_plots(found["methods"], Path(folder)):
                 kept = Path(page) / f"{name}-{picture}"
                 (PAGES / kept).write_bytes((Path(folder) / picture).read_bytes())
                 lines += [f"![{title}: {Path(picture).stem}]({kept})", ""]

@@ -45,7 +45,7 @@ SAMPLED_KNOBS = {
     "hybrid.other": "cumulative:threshold=0.4,cumulative:threshold=0.6,sd:gamma=1,sd:gamma=2",
     "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=sd:gamma=2",
 }
-# Of each run: what `forerun bench` is called with, beside what all of its page are.
+# Of each run: what `benchmarks.bench` is called with, beside what all of its page are.
 CHAT = {
     **{f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}" for knob, values in KNOBS.items()},
     **{
@@ -126,7 +126,7 @@ RUNS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
+    parser.add_argument("--data", type=Path, required=True, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
     parser.add_argument(
         "--only", default="chat,embedded", help="runs, as in chat/greedy; chat or embedded: all of these"
     )
@@ -140,11 +140,11 @@ def main() -> int:
         wanted += found
     for name in wanted:
         out, kept = given.runs / name, HERE / f"{name}.json"
-        options = [*(part.format(here=HERE) for part in RUNS[name].split()), "--out", str(out)]
+        options = [*(part.format(here=HERE) for part in RUNS[name].split()), "--out", str(out.resolve())]
         if "humaneval" in RUNS[name]:
-            options += ["--data", given.data]
+            options += ["--data", str(given.data.resolve())]
         options += ["--resume"] * (out / "records.jsonl").is_file()
-        done = subprocess.run([sys.executable, "-m", "forerun", "bench", *options])
+        done = subprocess.run([sys.executable, "-m", "benchmarks.bench", *options], cwd=HERE.parent)
         if done.returncode:
             return done.returncode
         kept.parent.mkdir(exist_ok=True)

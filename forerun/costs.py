@@ -1,4 +1,4 @@
-"""What forwards cost, as numbers that a length rule, a tuner or a simulator can reckon with."""
+"""What forwards cost, as numbers that a length rule or a tuner can reckon with."""
 
 from __future__ import annotations
 

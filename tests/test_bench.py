@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +25,17 @@ from transformers import PreTrainedModel
 from forerun import profiles
 from forerun.api import Decoder
 from forerun.bench import report, runners
-from forerun.bench.choose import PEERS, parse_methods
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
 from forerun.bench.measure import group_records, margins
 from forerun.bench.models import load_prompts
-from forerun.bench.peers import Peers
-from forerun.bench.plan import Plan
+from forerun.bench.plan import Plan, Runner, parse_methods
 from forerun.bench.records import Record, Records, first_difference, parse
-from forerun.bench.report import results, spread, summary
-from forerun.bench.runners import Outcome, decoder_run
-from forerun.bench.session import _claim, _surroundings
+from forerun.bench.report import explained, parted, results, spread, summary
+from forerun.bench.runners import Loaded, Outcome, Run, decoder_run
+from forerun.bench.session import _claim, _surroundings, bench
 from forerun.engine import Step
-from forerun.methods import SD, method
-from forerun.metrics import Stats, Times, summarise, times, total
+from forerun.methods import AR, SD, Method, method
+from forerun.metrics import Stats, Times, summarise, times, total, work
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.train.tokenizer import END_OF_TEXT
@@ -77,57 +75,80 @@ def options(folder: Path, *more: str) -> list[str]:
     return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1", *more]
 
 
-def test_a_run_with_peers(folder: Path, tmp_path: Path) -> None:
+def test_a_run(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run(
-        *options(folder, "--methods", "sd,lookup,hf-ar", "--methods", "hf-assisted,hf-lookup", "--profile", "--json"),
+        *options(folder, "--methods", "sd", "--methods", "lookup,suffix", "--json", "--out", str(out)),
         *("--dataset", str(folder / "own.jsonl"), "--batch", "3", "--rounds", "2", "--max-new-tokens", "12"),
-        *("--method-arg", "sd.gamma=3", "--out", str(out)),
+        *("--method-arg", "sd.gamma=3"),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed == json.loads((out / "results.json").read_text())
     methods = printed["methods"]
-    assert set(methods) == {"ar", "sd", "lookup", *PEERS, "hf-assisted"}
+    assert list(methods) == ["ar", "sd", "lookup", "suffix"]
     assert all(method["exact_match"] == 1.0 and method["mismatches"] == [] for method in methods.values())
     assert all(method["tokens"] == 2 * 4 * 12 for method in methods.values())
-    assert methods["ar"]["speedup"] == 1.0 and methods["ar"]["tau"] == methods["hf-ar"]["tau"] == 1.0
-    assert methods["sd"]["tau"] > 1 and methods["hf-assisted"]["tau"] > 1
-    assert methods["sd"]["draft_forwards"] > 0 and methods["hf-assisted/constant"]["draft_forwards"] > 0
-    assert 0 <= methods["sd"]["overhead_share"] <= 1
+    assert methods["ar"]["speedup"] == methods["ar"]["tau"] == 1.0 < methods["sd"]["tau"]
+    assert methods["sd"]["draft_forwards"] > 0 and 0 <= methods["sd"]["overhead_share"] <= 1
     assert sum(methods["sd"]["time"].values()) == pytest.approx(1, abs=1e-3)
-    best = methods["hf-assisted"]["schedule"]
-    schedules = {name: each["tokens_per_s"] for name, each in methods.items() if name.startswith("hf-assisted/")}
-    assert len(schedules) == 3 and schedules[f"hf-assisted/{best}"] == max(schedules.values())
-    assert methods["hf-assisted"]["tokens_per_s"] == max(schedules.values())
-    assert [methods[name]["rows_one_by_one"] for name in ("sd", "hf-ar", "hf-lookup")] == [False, False, True]
-    assert printed["reference"] == "hf-ar"
+    assert printed["reference"] == "ar"
     assert set(printed["datasets"]) == {"own.jsonl"} and printed["datasets"]["own.jsonl"]["prompts"] == 4
     assert printed["arguments"]["methods"]["sd"] == {"gamma": 3, "verification": "block"}
     assert printed["arguments"]["target"] == "target"
+    assert {"commit", "cpu", "cores", "threads", "gpu", "torch", "transformers"} <= printed["versions"].keys()
+    assert printed["date"].endswith(" UTC")
 
     lines = (out / "records.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * 2 * 8  # rounds, batches, methods
+    assert len(lines) == 2 * 2 * 4  # rounds, batches, methods
     assert set(json.loads(lines[0])) == set(Record.__dataclass_fields__)
     parsed = [parse(line) for line in lines]
-    first = parsed[:8]
+    first = parsed[:4]
     assert {record.group for record in first} == {(0, "own.jsonl", 0)}
-    assert first[0].prompts == ["1", "2", "3"] and parsed[8].prompts == ["4"]
+    assert first[0].prompts == ["1", "2", "3"] and parsed[4].prompts == ["4"]
     order = [record.method for record in first]
-    assert [record.method for record in parsed[8:16]] == order[1:] + order[:1]
-    assert [record.method for record in parsed[16:24]] == order[::-1]  # whoever was behind another is before it now
+    assert [record.method for record in parsed[4:8]] == order[1:] + order[:1]
+    assert [record.method for record in parsed[8:12]] == order[::-1]  # whoever was behind another is before it now
+    files = {"costs.json", "records.jsonl", "results.json", "run.json"}
+    assert {path.name for path in out.iterdir()} == files
+    assert all(str(folder) not in (out / file).read_text() for file in files)
 
-    pictures = {"speedup.png", "acceptance.png", "time.png", "profile.png"}
-    pictures |= {f"timeline-{name}.png" for name, each in methods.items() if "timeline" in each}
-    assert "timeline-ar.png" in pictures and methods["ar"]["timeline"]["busy_ms"] < methods["ar"]["timeline"]["ms"]
-    assert {path.name for path in out.iterdir()} == pictures | {
-        "costs.json", "records.jsonl", "results.json", "report.md", "run.json",
-    }  # fmt: skip
-    page = (out / "report.md").read_text()
-    assert "best of its settings" in page and "--method-arg sd.gamma=3" in page
-    for file in ("results.json", "report.md", "run.json", "records.jsonl"):
-        assert str(folder) not in (out / file).read_text()
+
+def test_others_run_beside_our_methods(folder: Path) -> None:
+    """A runner gets the prompts and the target, is warmed up, measured in turns and compared like any method."""
+    seen: list[Any] = []
+
+    def make(loaded: Loaded) -> Run:
+        seen.append((loaded.plan, [prompt.tokens for prompt in loaded.datasets["own.jsonl"]]))
+        plain = decoder_run(Decoder(loaded.target.model, prefix_bytes=0), loaded.plan.params())
+
+        def other(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+            seen.append(warm_up)
+            tokens = [[*row[:2], row[2] + 1, *row[3:]] for row in plain(prompts, seeds, warm_up).tokens]
+            return Outcome(tokens, 0.5, 9, 0)
+
+        return other
+
+    def runner_of(name: str, ours: Callable[[str], Method]) -> Runner | None:
+        return Runner(make, {"draft": ours("sd").gamma}, one_by_one=True) if name == "other" else None  # type: ignore[attr-defined]
+
+    methods = parse_methods(["sd", "other"], ["sd.gamma=3"], None, {}, runner_of)
+    with pytest.raises(ValueError, match="unknown method 'another'"):
+        parse_methods(["another"], [], None, {}, runner_of)
+    plan = Plan(
+        methods, ("own.jsonl",), target=str(folder / "target"), draft=str(folder / "draft"), max_new_tokens=5, batch=2
+    )
+    found = bench(plan, {"own.jsonl": [Prompt("1", tokens=(5, 6, 7)), Prompt("2", tokens=(7, 8))]})
+    assert seen == [(plan, [(5, 6, 7), (7, 8)]), 5, None, None]
+    assert found["arguments"]["methods"]["other"] == {"draft": 3}
+    other = found["methods"]["other"]
+    assert (other["exact_match"], other["tokens"], other["target_forwards"]) == (0.0, 20, 18)
+    assert [each["position"] for each in other["mismatches"]] == [2, 2] and other["mismatches"][0]["margin"] > 0
+    assert [found["methods"][name]["rows_one_by_one"] for name in ("sd", "other")] == [False, True]
+    assert other["time"] is None and found["methods"]["sd"]["exact_match"] == 1.0
+    with pytest.raises(ValueError, match="method 'other' needs a draft model"):
+        Plan({"ar": AR(), "other": Runner(make, needs_draft=True)})
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
@@ -215,7 +236,7 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
         (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int, not 'x'"),
         (["--method-arg", "sd.gamma=0"], "gamma must be an integer of at least 1, not 0"),
         (["--method-arg", "sd.width=3"], "method 'sd' has no setting 'width'; it has verification, gamma"),
-        (["--method-arg", "hf-lookup.n=3"], "'hf-lookup' is no method with settings"),
+        (["--method-arg", "turbo.n=3"], "'turbo' is no method with settings"),
         (["--methods", "ar", "--method-arg", "sd.gamma=3"], "method 'sd' is not among --methods"),
         (["--tune", "sd.gamma=2,three"], "sd.gamma must be of type int, not 'three'"),
         (["--tune", "sd.gamma=2", "--methods", "sd"], "leave out --methods"),
@@ -239,7 +260,6 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
         (["--target", "some/model"], "method 'sd' needs a draft model: give --draft"),
         (["--resume"], "--resume needs --out"),
         (["--resume", "--out", "nothing"], "nothing holds no run to resume"),
-        (["--profile"], "--profile needs --out"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -304,7 +324,7 @@ def test_what_a_tokenizer_puts_in_front_begins_every_prompt(template: str, front
             stdlib_prompts("stdlib-test", tokenizer, len(front), 1)
 
 
-def test_padded_vocabularies_are_fine_but_for_transformers_assistant(folder: Path, tmp_path: Path) -> None:
+def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "draft", tmp_path / "draft")
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 20}))
@@ -313,8 +333,6 @@ def test_padded_vocabularies_are_fine_but_for_transformers_assistant(folder: Pat
     plan = Plan(parse_methods(["sd"], [], None, {}), ("own.jsonl",), max_new_tokens=8, **pair)
     _, tokenizer = load_prompts(plan, files)
     assert tokenizer is not None  # says that the rest is padding
-    with pytest.raises(ValueError, match="hf-assisted needs vocabularies of one size"):
-        load_prompts(replace(plan, methods=parse_methods(["hf-assisted"], [], None, {})), files)
     for path in (tmp_path / "draft").glob("tokenizer*"):
         path.unlink()
     assert load_prompts(replace(plan, target=str(tmp_path / "draft")), files)[1] is None
@@ -399,60 +417,7 @@ def test_stored_settings_give_way_to_given_ones() -> None:
     assert parse_methods(["sd"], [], None, tuned)["sd"] == SD(7)
     assert parse_methods(["sd"], ["sd.gamma=2"], None, tuned)["sd"] == SD(2)
     assert list(parse_methods([], [], None, {})) == ["ar", "sd", "lookup"]
-    assert list(parse_methods(["hf-ar", "ar"], [], None, {})) == ["hf-ar", "ar"]
-
-
-@pytest.mark.parametrize("name", PEERS)
-@pytest.mark.parametrize("ignore", [True, False])
-def test_peers_say_what_the_target_says(
-    name: str, ignore: bool, own_pair: tuple[PreTrainedModel, PreTrainedModel]
-) -> None:
-    prompts = [list(range(3, 3 + length)) for length in (5, 9, 7)]
-    plain = Decoder(own_pair[0]).generate(prompts, max_new_tokens=20)
-    for model in own_pair:  # both end at a token that does come, and not at once
-        model.generation_config.eos_token_id = next(t for t in plain[0].tokens[2:] if t not in plain[0].tokens[:2])
-    params = SamplingParams(max_new_tokens=20, ignore_eos=ignore)
-    wanted = [each.tokens for each in Decoder(own_pair[0]).generate(prompts, params)]
-    outcome = Peers(*own_pair, params).run(name)(prompts, [0, 1, 2], None)
-    assert outcome.tokens == wanted
-    assert ignore == all(len(row) == 20 for row in outcome.tokens)
-    assert (outcome.draft_forwards > 0) == name.startswith("hf-assisted")
-    if name == "hf-ar":
-        assert outcome.target_forwards == 3 * max(map(len, wanted))
-    else:
-        assert 3 <= outcome.target_forwards <= sum(map(len, wanted))
-
-
-def test_a_schedule_carries_its_own_state_only(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
-    own, seen = own_pair[1].generation_config, {}
-    peers = Peers(*own_pair, SamplingParams(max_new_tokens=24, ignore_eos=True))
-    original = peers._generate
-
-    def spy(prompts: Sequence[Sequence[int]], config: Any, schedule: Any) -> list[list[int]]:
-        before = schedule.num_assistant_tokens
-        output = original(prompts, config, schedule)
-        seen.setdefault(schedule.num_assistant_tokens_schedule, []).append((before, schedule.num_assistant_tokens))
-        return output
-
-    peers._generate = spy  # type: ignore[method-assign]
-    for schedule in ("heuristic", "heuristic_transient", "constant"):
-        run = peers.run(f"hf-assisted/{schedule}")
-        for warm_up in (8, None, None):
-            run([[3, 4, 5]], [0], warm_up)
-    assert own_pair[1].generation_config is own and own.num_assistant_tokens is None
-    warmed, first, second = seen["heuristic"]
-    assert warmed[1] is not None and first[0] is None and second[0] == first[1] is not None
-    assert seen["heuristic_transient"] == seen["constant"] == [(None, None)] * 3
-
-
-def test_sampling_is_repeatable_and_not_compared(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
-    peers = Peers(*own_pair, SamplingParams(max_new_tokens=8, temperature=0.9, ignore_eos=True))
-    for name in PEERS:
-        outputs = [peers.run(name)([[3, 4, 5]], [seed], None).tokens for seed in (1, 1, 2)]
-        assert outputs[0] == outputs[1] != outputs[2]
-    prompts = [Prompt("a", tokens=(3, 4, 5))]
-    records = group_records((0, "d", 0), prompts, {"ar": Outcome(outputs[0], 1.0, 8, 0)}, None)
-    assert records[0].equal is None and summary(records, {})["ar"]["exact_match"] is None
+    assert list(parse_methods(["sd", "ar"], [], None, {})) == ["sd", "ar"]
 
 
 def test_margins_are_the_target_s_at_the_first_difference(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
@@ -483,6 +448,16 @@ def test_first_difference() -> None:
     assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 3], [1, 2]) == {"at": 1, "token": 3, "reference": 2, "before": [1]}
     assert first_difference([1], [1, 2]) == {"at": 1, "token": None, "reference": 2, "before": [1]}
+
+
+def test_differences_are_counted_with_the_margins_of_each() -> None:
+    places = [{"margin": -0.3, "times": 1}, {"margin": 0.1, "times": 2}]
+    found = parted([True, False, False, False, True], places)
+    assert found == {"outputs": 5, "differ": 3, "margin_median": 0.1, "margin_max": 0.3}
+    assert explained(found, "ar") == "3 of 5 outputs differ from ar's, at margins of at most 0.3 (median 0.1)"
+    untaken = parted([False], [{"margin": None, "times": 1}])
+    assert untaken is not None and explained(untaken, "ar") == "1 of 1 outputs differ from ar's"
+    assert parted([True, True], []) is parted([], []) is None
 
 
 def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: str = "d") -> Record:
@@ -626,3 +601,18 @@ def test_a_step_of_a_batch_counts_once() -> None:
     assert spent.steps == 2 and spent.seconds == pytest.approx(4.0)
     assert (spent.draft, spent.policy, spent.verify, spent.rest) == pytest.approx((0.8, 0.4, 2.0, 0.8))
     assert spent.overhead_share == pytest.approx(0.4)
+
+
+def test_the_work_of_a_batch_is_that_of_its_widest_rows() -> None:
+    def steps(number: int, *each: tuple[int, int]) -> list[Step]:
+        """Of one sequence, from the engine's step `number` on: (drafted, draft forwards) of each."""
+        return [Step(0, number + at, 1, drafted=drafted, draft_forwards=n) for at, (drafted, n) in enumerate(each)]
+
+    long, short = steps(4, (3, 3), (0, 3), (5, 5), (5, 5)), steps(4, (1, 3), (2, 3))
+    assert work([long, short]) == ((2, 1, 6, 5), (1, 2, 3, 3), (1, 2, 4, 3))
+    assert work([long, short], pads=False) == ((2, 1, 6, 5), (1, 2, 2, 3), (1, 2, 3, 3))
+    # A row that joins later shares the steps of its numbers.
+    assert work([long, steps(7, (1, 5), (2, 2))]) == (
+        (1, 1, 1, 3), (1, 1, 3, 2), (1, 1, 4, 3), (1, 1, 6, 5), (1, 2, 6, 5)
+    )  # fmt: skip
+    assert work([steps(0, *[(0, 0)] * 9)]) == ((9, 1, 1, 0),)

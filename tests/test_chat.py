@@ -20,10 +20,9 @@ from toys import tiny_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import forerun
-from forerun.bench.choose import parse_methods
 from forerun.bench.datasets import Prompt, read_prompts, tokenised
 from forerun.bench.models import load_prompts
-from forerun.bench.plan import Plan
+from forerun.bench.plan import Plan, parse_methods
 from forerun.chat import chat_prompt, turn_ends
 from forerun.cli.generate import chat, generate
 from forerun.cli.talk import Talk, ask

@@ -24,8 +24,7 @@ from typer.testing import CliRunner
 
 import forerun
 from forerun import zoo
-from forerun.bench.choose import parse_methods
-from forerun.bench.plan import Plan
+from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
 from forerun.cli.commands import app
 from forerun.gguf import load_gguf

@@ -13,9 +13,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
-from forerun.bench.choose import parse_methods
 from forerun.bench.datasets import Prompt
-from forerun.bench.plan import Plan
+from forerun.bench.plan import Plan, parse_methods
 from forerun.bench.session import bench
 from forerun.draft import Draft
 from forerun.drafters.chain import ChainDrafter

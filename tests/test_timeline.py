@@ -1,17 +1,13 @@
-"""What ran within a step, and how much of the time nothing did."""
+"""How much of the time nothing ran."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import sleep
 
 import pytest
 import torch
-from toys import noisy_copy, tiny
 
-from forerun import Decoder, SamplingParams
-from forerun.bench.timeline import PROFILED, SKIPPED, Activity, kind_of, outside, plot_timeline, step_of
-from forerun.methods import method
+from forerun.bench.timeline import Activity, outside
 
 CPU = torch.device("cpu")
 
@@ -26,38 +22,3 @@ def test_waiting_is_outside_and_working_is_not() -> None:
     x = torch.ones(600, 600)
     assert outside(lambda: sleep(0.01), CPU, 3) > 0.9
     assert outside(lambda: [x @ x for _ in range(10)], CPU, 3) < outside(lambda: (sleep(0.05), x @ x), CPU, 3)
-
-
-def test_a_step_and_its_picture(tmp_path: Path) -> None:
-    target = tiny("llama")
-    decoder = Decoder(target, None, noisy_copy(target, 0.02), method("sd", gamma=2), guard=False)
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
-    found = step_of(decoder, [[5, 6, 7]], params)
-    assert found is not None
-    step, work = found
-    before = [chunk.step.tokens for chunk in decoder.stream([5, 6, 7], params)]
-    assert step.tokens == before[SKIPPED + PROFILED - 1]
-    assert {"product", "attention", "other"} == {kind_of(name) for _, _, name in work.parts}
-    assert 0 < work.busy < work.ms
-    plot_timeline("sd", step, work, tmp_path / "step.png")
-    assert (tmp_path / "step.png").stat().st_size > 1000
-    assert step_of(decoder, [[5, 6, 7]], SamplingParams(max_new_tokens=3, ignore_eos=True)) is None
-    rows = [[5, 6, 7], [8], [1, 2]]
-    found = step_of(decoder, rows, params)
-    assert found is not None
-    before = [chunk.step.tokens for chunk in decoder.stream(rows, params)]
-    assert found[0].tokens == before[3 * (SKIPPED + PROFILED - 1)]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("aten::bmm", "product"),
-        ("flash_fwd_kernel", "attention"),
-        ("ampere_bf16_s16816gemm", "product"),
-        ("nvjet_tst", "product"),
-        ("add", "other"),
-    ],
-)
-def test_kinds(name: str, kind: str) -> None:
-    assert kind_of(name) == kind

@@ -20,11 +20,9 @@ from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 
 from forerun import load, profiles
 from forerun.api import Decoder
-from forerun.bench import search, tune
-from forerun.bench.prices import Prices, kind
+from forerun.bench import tune
 from forerun.bench.runners import Outcome, Run, decoder_run
-from forerun.bench.search import calibrate, finalists, screen
-from forerun.bench.tune import candidates, choose_effort
+from forerun.bench.tune import Prices, calibrate, candidates, choose_effort, finalists, kind, screen, singly
 from forerun.cli import main
 from forerun.costs import Costs
 from forerun.engine import Step
@@ -158,7 +156,7 @@ def test_when_it_is_late_in_the_first_turn_a_few_of_everything_have_been_tried()
     runs = stub_runs(methods, lambda method, prompt: 1, [])
     ranked, dropped = screen(methods, runs, [[[0]], [[1]]], Prices(COSTS), is_late=lambda: True)
     tried = {methods[name].gamma for name in [*ranked, *dropped]}  # type: ignore[union-attr]
-    assert len(tried) == 2 * search.FINALISTS and len(ranked) == search.FINALISTS
+    assert len(tried) == 2 * tune.FINALISTS and len(ranked) == tune.FINALISTS
     assert min(tried) < 15 and max(tried) > 25
 
 
@@ -210,7 +208,7 @@ def test_rows_one_by_one_are_the_rows_together() -> None:
     decoder = Decoder(tiny("llama"), draft=noisy_copy(tiny("llama"), 0.02), method=SD(3), guard=False)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=9, temperature=1.0))
     prompts, seeds = [[1, 2, 3], [4, 5], [6]], [7, 8, 9]
-    together, alone = run(prompts, seeds, None), search.singly(run)(prompts, seeds, 9)
+    together, alone = run(prompts, seeds, None), singly(run)(prompts, seeds, 9)
     assert together.tokens == alone.tokens and len(alone.steps or []) == 3
     assert alone.target_forwards == together.target_forwards
     assert max(each.draft_forwards for row in alone.steps or [] for each in row) <= 3

@@ -1,6 +1,6 @@
 """What few bits cost: nats a token of one GGUF file in several kinds of weights, and by llama.cpp.
 
-    python benchmarks/bits/loss.py FILE.gguf [--bytes 100000] [--answers 100] [--threads 2] [--out JSON]
+    python -m benchmarks.bits.loss FILE.gguf [--bytes 100000] [--answers 100] [--threads 2] [--out JSON]
 
 Two texts: the documents of this repository, in windows of 512 tokens; and answers that the file wrote greedily in
 float32, where the loss is that of the answer's tokens alone. Beside the loss stand, against float32 at the same places,
@@ -20,13 +20,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from chat import asked, measured, questions
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 import forerun
-from forerun.bench.llama import LlamaCpp
+from benchmarks.bits.chat import asked, measured, questions
+from benchmarks.llama import LlamaCpp
 from forerun.bench.report import versions
 from forerun.loading import load_tokenizer
 from forerun.model import CausalLM

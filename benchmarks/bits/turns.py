@@ -1,6 +1,6 @@
 """Plain decoding of one GGUF file in several kinds of weights, and by llama.cpp, in turns.
 
-    python benchmarks/bits/turns.py FILE.gguf [--prompts 20] [--new-tokens 128] [--rounds 1] [--threads 2] [--out JSON]
+    python -m benchmarks.bits.turns FILE.gguf [--prompts 20] [--new-tokens 128] [--rounds 1] [--threads 2] [--out JSON]
 
 All are in one process and take turns on every prompt, in an order that changes. Two tables follow. The first has tokens
 a second: of decoding, from the first new token to the last, and of the prompt, up to the first new token; then ratios
@@ -20,11 +20,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from chat import asked, measured, questions
-
 import forerun
+from benchmarks.bits.chat import asked, measured, questions
+from benchmarks.llama import LlamaCpp
 from forerun import SamplingParams
-from forerun.bench.llama import LlamaCpp
 from forerun.bench.measure import turned
 from forerun.bench.report import versions
 from forerun.draft import Draft
@@ -54,7 +53,7 @@ class Run:
 
 
 class TimedLlama(LlamaCpp):
-    """llama.cpp as `forerun bench` runs it, with the time of every token."""
+    """llama.cpp as `benchmarks.bench` runs it, with the time of every token."""
 
     def _until_end(self, tokens: Iterator[int]) -> Iterator[int]:
         self.times: list[float] = []

@@ -9,8 +9,8 @@ from hashlib import sha256
 from typing import Any
 
 import httpx
-from servers import questions
 
+from benchmarks.serving.servers import questions
 from forerun.files import home, write_text
 
 CHAT = "/v1/chat/completions"

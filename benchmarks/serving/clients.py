@@ -1,6 +1,6 @@
 """Clients that ask a chat server without a pause, each its next question when the last one was answered (locust).
 
-    python benchmarks/serving/clients.py --url http://127.0.0.1:8000 --clients 4 --seconds 60 --out FILE
+    python -m benchmarks.serving.clients --url http://127.0.0.1:8000 --clients 4 --seconds 60 --out FILE
 
 Writes one JSON object: when each request began, had its first text and ended, in seconds, with its text. Requests that
 are open when the time is over are read to their end; `late` counts the characters that came behind it.
@@ -21,7 +21,8 @@ import psutil
 from geventhttpclient import HTTPClient
 from locust.env import Environment
 from locust.exception import StopUser
-from servers import question, questions
+
+from benchmarks.serving.servers import question, questions
 
 DRAIN = 900  # seconds for requests that are open at the end
 

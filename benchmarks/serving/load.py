@@ -1,6 +1,6 @@
 """forerun's server beside llama-cpp-python's and transformers', under the same chat load: smollm2's GGUF file, greedy.
 
-    python benchmarks/serving/load.py --out FOLDER [--seconds 300] [--clients 1,4,16,64] [--rounds 1]
+    python -m benchmarks.serving.load --out FOLDER [--seconds 300] [--clients 1,4,16,64] [--rounds 1]
 
 Needs the packages locust, psutil, llama-cpp-python[server] and transformers[serving]. A cell is one system under one
 number of clients in one round. Each has a server of its own and a file in FOLDER/cells; those that are there are not
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from servers import SYSTEMS, cpu_seconds, drive, end_on_signals, gauges, started, system
 
+from benchmarks.serving.servers import SYSTEMS, cpu_seconds, drive, end_on_signals, gauges, started, system
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
@@ -170,7 +170,7 @@ def main() -> None:
                 print(f"round {number}, {clients} clients, {name}: {cell['tokens_per_s']:.1f} tokens/s", flush=True)
     all_cells = [json.loads(each.read_text()) for each in sorted(cells.glob("*.json"))]
     given = {key: value for key, value in vars(asked).items() if key != "out"}
-    command = shlex.join(["python", "benchmarks/serving/load.py", *_shown(sys.argv[1:])])
+    command = shlex.join(["python", "-m", "benchmarks.serving.load", *_shown(sys.argv[1:])])
     result = {"cells": gather(all_cells), **provenance(given), "command": command}
     write_text(asked.out / "load.json", json.dumps(result, indent=1) + "\n")
     print(asked.out / "load.json")

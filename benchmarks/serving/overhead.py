@@ -1,6 +1,6 @@
 """What the server costs: the same prompts through the bare engine in this process, and over HTTP, in turns.
 
-    python benchmarks/serving/overhead.py --out FILE [--rows 1,16] [--rounds 10]
+    python -m benchmarks.serving.overhead --out FILE [--rows 1,16] [--rounds 10]
 
 A round has both at each number of rows, one behind the other, with questions that neither has seen; which goes first
 changes. `ratio` is the server's tokens/s over the engine's. Needs the packages locust and psutil. Clients run on the
@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from load import numbers
-from servers import OURS, cpu_seconds, drive, end_on_signals, question, questions, started, system
 
-from forerun.bench.load import EngineServer, Job, figures
-from forerun.bench.load import drive as drive_engine
+from benchmarks.load import EngineServer, Job, figures
+from benchmarks.load import drive as drive_engine
+from benchmarks.serving.load import numbers
+from benchmarks.serving.servers import OURS, cpu_seconds, drive, end_on_signals, question, questions, started, system
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
@@ -137,7 +137,7 @@ def main() -> None:
     shown = ["FILE" if at and sys.argv[at] == "--out" else each for at, each in enumerate(sys.argv[1:])]
     result = {
         "rows": {str(rows): summary(found) | {"all": found} for rows, found in rounds.items()},
-        "command": shlex.join(["python", "benchmarks/serving/overhead.py", *shown]),
+        "command": shlex.join(["python", "-m", "benchmarks.serving.overhead", *shown]),
         **provenance(given),
     }
     write_text(asked.out, json.dumps(result, indent=1) + "\n")

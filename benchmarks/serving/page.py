@@ -1,6 +1,6 @@
 """Writes docs/results/serving.md, and its picture, from what the scripts of this folder measured.
 
-    python benchmarks/serving/page.py --load FILE... --overhead FILE... --soak FILE --out docs/results/serving.md
+    python -m benchmarks.serving.page --load FILE... --overhead FILE... --soak FILE --out docs/results/serving.md
 
 What is not given is left out. Several files of a kind, as of other temperatures or threads, get a section each.
 """

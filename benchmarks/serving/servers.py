@@ -180,11 +180,17 @@ def gauges(url: str) -> dict[str, float]:
 
 def drive(url: str, body: dict[str, Any], out: Path, cores: list[int], say: Callable[[str], None], **options: Any):
     """Runs clients.py to its end in a process of its own; what it wrote."""
-    command = [sys.executable, str(HERE / "clients.py"), "--url", url, "--body", json.dumps(body), "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.serving.clients", "--url", url, "--body", json.dumps(body)]
+    command += ["--out", str(out.resolve())]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with out.with_suffix(".log").open("ab") as log:
         done = subprocess.run(
-            command, stdout=log, stderr=log, check=False, preexec_fn=lambda: os.sched_setaffinity(0, cores)
+            command,
+            stdout=log,
+            stderr=log,
+            check=False,
+            cwd=HERE.parents[1],
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
     if done.returncode:
         raise RuntimeError(f"the clients failed: see {out.with_suffix('.log')}")

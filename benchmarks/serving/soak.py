@@ -1,6 +1,6 @@
 """An hour of clients of all kinds, a kill in the middle, and what the server did.
 
-    python benchmarks/serving/soak.py --out FOLDER [--seconds 3600] [--clients 64]
+    python -m benchmarks.serving.soak --out FOLDER [--seconds 3600] [--clients 64]
 
 Of ten requests one is left in mid-stream, one is read slowly and one is rubbish. Halfway the server is killed and
 started again. Writes FOLDER/soak.json and FOLDER/soak.png. Ends with status 1 where a check fails. Needs psutil.
@@ -26,11 +26,21 @@ from typing import Any
 
 import httpx
 import psutil
-from asking import CHAT, reference, send
-from load import numbers
-from page import picture
-from servers import System, end_on_signals, free_port, gauges, questions, start, stop, system, wait_ready
 
+from benchmarks.serving.asking import CHAT, reference, send
+from benchmarks.serving.load import numbers
+from benchmarks.serving.page import picture
+from benchmarks.serving.servers import (
+    System,
+    end_on_signals,
+    free_port,
+    gauges,
+    questions,
+    start,
+    stop,
+    system,
+    wait_ready,
+)
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
@@ -244,7 +254,7 @@ def main() -> None:
         "up": soak.up,
         "last": last,
         "samples": [{name: each[name] for name in SHOWN if name in each} for each in soak.samples],
-        "command": shlex.join(["python", "benchmarks/serving/soak.py", *shown]),
+        "command": shlex.join(["python", "-m", "benchmarks.serving.soak", *shown]),
         **provenance({key: value for key, value in vars(asked).items() if key != "out"}),
     }
     write_text(asked.out / "soak.json", json.dumps(result, indent=1) + "\n")

@@ -22,7 +22,7 @@ class Record:
     Attributes:
         prompts: ids of the batch's prompts.
         stats, times: counts and step times (seconds) of all rows; times is None where the method keeps no steps.
-        work: what the steps were (`forerun.metrics.work`), from which `forerun simulate` reckons; None likewise.
+        work: what the steps were (`forerun.metrics.work`), for benchmarks/replay.py; None likewise.
         prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
         equal: for each row whether it is the reference's greedy output; None when sampling.
         differences: where rows differ: row, position, both tokens (None behind the end) and the tokens before.
@@ -80,9 +80,9 @@ class Records:
         self.path = path
         self.all: list[Record] = []
 
-    def resume(self, methods: Sequence[str], mend: bool = True) -> None:
-        """Takes up what an earlier process finished. Drops a torn last line, and groups that are not complete:
-        what is compared must have been measured in one go. `mend`: in the file too."""
+    def resume(self, methods: Sequence[str]) -> None:
+        """Takes up what an earlier process finished. Drops a torn last line, and groups that are not complete, in the
+        file too: what is compared must have been measured in one go."""
         if self.path is None or not self.path.exists():
             return
         lines = read_text(self.path).split("\n")
@@ -98,7 +98,7 @@ class Records:
             found.setdefault(record.group, set()).add(record.method)
         complete = {group for group, names in found.items() if names == set(methods)}
         self.all = [record for record in records if record.group in complete]
-        if mend and (torn or len(self.all) < len(records)):
+        if torn or len(self.all) < len(records):
             kept = [line for line, record in zip(whole, records, strict=True) if record.group in complete]
             write_text(self.path, "".join(f"{line}\n" for line in kept))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from forerun import __version__
-from forerun.bench.choose import ASSISTED, takes_rows
-from forerun.bench.margins import parted
-from forerun.bench.plan import Plan
+from forerun.bench.plan import Plan, Runner
 from forerun.bench.profile import PHASES
 from forerun.bench.records import Group, Margins, Record
 from forerun.costs import Costs
 from forerun.metrics import Times, total
+
+COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisation", "overhead", "same tokens")
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -31,12 +31,11 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def summary(records: Sequence[Record], margins: Margins, batch: int = 1) -> dict[str, Any]:
+def summary(records: Sequence[Record], margins: Margins, one_by_one: Collection[str] = ()) -> dict[str, Any]:
     """Statistics of each method, from records of one dataset or of several.
 
     A speedup is a ratio to `ar` on the same prompts in the same round, and `over` has the median of such ratios to
-    every method. `hf-assisted` is whichever of its settings
-    has the best median tokens/s in these very records. `batch` is how many prompts were given at once.
+    every method. `one_by_one`: methods whose rows ran one after the other while those of the others ran together.
     """
     rates: dict[str, dict[Group, float]] = {}
     for record in sorted(records, key=lambda each: each.group):
@@ -46,12 +45,7 @@ def summary(records: Sequence[Record], margins: Margins, batch: int = 1) -> dict
         own = [record for record in records if record.method == name]
         shared = {other: _ratios(rates[name], theirs) for other, theirs in rates.items()}
         over = {other: round(median(ratios), 4) for other, ratios in shared.items() if ratios}
-        slow = {"rows_one_by_one": batch > 1 and not takes_rows(name)}
-        methods[name] = _method(own, rates["ar"], margins) | {"over": over} | slow
-    schedules = [name for name in methods if name.startswith(f"{ASSISTED}/")]
-    if len(schedules) > 1:
-        best = max(schedules, key=lambda name: methods[name]["tokens_per_s"])
-        methods[ASSISTED] = methods[best] | {"schedule": best.partition("/")[2]}
+        methods[name] = _method(own, rates["ar"], margins) | {"over": over, "rows_one_by_one": name in one_by_one}
     return methods
 
 
@@ -116,6 +110,38 @@ def _mismatches(own: Sequence[Record], margins: Margins) -> list[dict[str, Any]]
     return list(found.values())
 
 
+def parted(equal: Sequence[bool], mismatches: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What is known of outputs that differ; None where none does, or where outputs were sampled.
+
+    Args:
+        equal: for each output whether it is the reference's, token for token.
+        mismatches: the places where outputs part for the first time, with the target's margin there
+            (`forerun.bench.measure.margins`), each with the number of times it was seen.
+
+    Returns:
+        How many outputs there are and how many differ, and the median and the largest of their margins without a sign;
+        None for margins that were not taken.
+    """
+    if all(equal):
+        return None
+    taken = [each for each in mismatches if each["margin"] is not None]
+    margins = [abs(each["margin"]) for each in taken for _ in range(each["times"])]
+    return {
+        "outputs": len(equal),
+        "differ": len(equal) - sum(equal),
+        "margin_median": median(margins) if margins else None,
+        "margin_max": max(margins) if margins else None,
+    }
+
+
+def explained(differences: dict[str, Any], reference: str) -> str:
+    """The same as half a sentence."""
+    text = f"{differences['differ']} of {differences['outputs']} outputs differ from {reference}'s"
+    if differences["margin_max"] is None:
+        return text
+    return f"{text}, at margins of at most {differences['margin_max']:.2g} (median {differences['margin_median']:.2g})"
+
+
 def results(
     plan: Plan,
     prompts: dict[str, dict[str, Any]],
@@ -124,12 +150,13 @@ def results(
     costs: Costs | None = None,
 ) -> dict[str, Any]:
     """What results.json holds."""
+    slow = {name for name, each in plan.methods.items() if isinstance(each, Runner) and each.one_by_one}
+    slow = slow if plan.batch > 1 else set()
     datasets = {
-        name: prompts[name]
-        | {"methods": summary([each for each in records if each.dataset == name], margins, plan.batch)}
+        name: prompts[name] | {"methods": summary([each for each in records if each.dataset == name], margins, slow)}
         for name in prompts
     }
-    methods = summary(records, margins, plan.batch)
+    methods = summary(records, margins, slow)
     return {
         "methods": methods,
         "datasets": datasets,
@@ -138,6 +165,37 @@ def results(
         "costs": asdict(costs) if costs is not None else None,
         **provenance(plan.arguments()),
     }
+
+
+def row(name: str, method: dict[str, Any]) -> list[str]:
+    """One method's line of a table, in the order of COLUMNS."""
+    return [
+        name,
+        f"{method['tokens_per_s']:.1f}",
+        f"{method['speedup']:.2f}",
+        f"{method['speedup_p10']:.2f}-{method['speedup_p90']:.2f}",
+        f"{method['tau']:.2f}",
+        *("" if method[key] is None else f"{method[key]:.2f}" for key in ("alpha", "utilisation", "overhead_share")),
+        "" if method["exact_match"] is None else f"{100 * method['exact_match']:.4g} %",
+    ]
+
+
+def sections(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Titles and methods of the tables: one a dataset, and one of all where there are several."""
+    sections = []
+    for name, dataset in results["datasets"].items():
+        cut = f", {dataset['cut']} cut to the context" if dataset["cut"] else ""
+        sections.append((f"{name} ({dataset['prompts']} prompts{cut})", dataset["methods"]))
+    return sections + ([("all datasets", results["methods"])] if len(sections) > 1 else [])
+
+
+def differences(results: dict[str, Any], methods: dict[str, Any]) -> list[str]:
+    """A line for each method whose greedy outputs differ from the reference's."""
+    return [
+        f"{name}: {explained(method['differences'], results['reference'])}"
+        for name, method in methods.items()
+        if method["differences"] is not None
+    ]
 
 
 def provenance(arguments: dict[str, Any]) -> dict[str, Any]:

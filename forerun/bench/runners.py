@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from forerun.api import Decoder
+from forerun.bench.datasets import Prompt
+from forerun.bench.plan import Plan
 from forerun.engine import Step
 from forerun.metrics import Stats, summarise
+from forerun.model import CausalLM
 from forerun.params import SamplingParams
 
 
@@ -44,6 +48,17 @@ class Outcome:
 
 # Prompts, a seed for each, and a length for the warm-up, which leaves no state behind but what a guard has measured.
 Run = Callable[[Sequence[Sequence[int]], Sequence[int], int | None], Outcome]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a `Runner` is made of: the plan, its prompts as token ids, the target's tokenizer, where one was needed, and
+    the target that our methods decode with."""
+
+    plan: Plan
+    datasets: dict[str, list[Prompt]]
+    tokenizer: PreTrainedTokenizerBase | None
+    target: CausalLM
 
 
 def forget_phrases(decoder: Decoder) -> None:

@@ -5,28 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forerun.api import Decoder
-from forerun.bench.choose import is_llama
 from forerun.bench.datasets import Prompt
-from forerun.bench.decoders import load_decoders, load_on_their_forward
-from forerun.bench.llama import load_llama
 from forerun.bench.measure import WARM_UP, margins, measure
-from forerun.bench.models import load_peers, load_prompts
-from forerun.bench.pages import markdown
-from forerun.bench.plan import Plan, check_folder
+from forerun.bench.models import load_decoders, load_prompts
+from forerun.bench.plan import Plan, Runner, check_folder
 from forerun.bench.records import Records
 from forerun.bench.report import results, versions
-from forerun.bench.roofline import read_costs
-from forerun.bench.runners import Run, decoder_run, forget_phrases
-from forerun.bench.timeline import plot_timeline, step_of
+from forerun.bench.runners import Loaded, Run, decoder_run
 from forerun.files import read_text, write_text
 from forerun.methods import GONE, Oracle, SeeingOracle
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
 from forerun.profiles import identity
 from forerun.runtime.facts import facts_of
 
@@ -37,7 +27,6 @@ def bench(
     out: Path | None = None,
     *,
     resume: bool = False,
-    profile: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measures what the plan says and returns the results; with `out` they are also there as files.
@@ -53,19 +42,12 @@ def bench(
     records = Records(out / "records.jsonl" if out is not None else None)
     if resume:
         records.resume(list(plan.methods))
-    peers = load_peers(plan)
     decoders, target, costs = load_decoders(plan, tokenizer, out)
-    decoders |= load_on_their_forward(plan, tokenizer)
-    llama = load_llama(plan, datasets, target)
-    runs: dict[str, Run] = {}
-    for name in plan.methods:
-        if name in decoders:
-            runs[name] = decoder_run(decoders[name], plan.params())
-        else:
-            their = llama if is_llama(name) else peers
-            assert their is not None
-            runs[name] = their.run(name)
-    reference = CausalLM(peers.target) if peers is not None else target
+    loaded = Loaded(plan, datasets, tokenizer, target)
+    runs = {
+        name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
+        for name, each in plan.methods.items()
+    }
     _teach_oracles(plan, runs, datasets, say)
     measure(
         runs,
@@ -79,41 +61,14 @@ def bench(
         warm_up=plan.max_new_tokens if plan.graphs else WARM_UP,  # graphs are recorded as their shapes come
         say=say,
     )
-    found = results(plan, facts, records.all, margins(reference, datasets, records.all), costs)
+    found = results(plan, facts, records.all, margins(target, datasets, records.all), costs)
     found["models"] = {"target": facts_of(target)}
     draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
     if draft is not None:
         found["models"]["draft"] = facts_of(draft)
     if out is not None:
-        from forerun.bench.plots import save_plots
-
         write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
-        pictures = save_plots(found["methods"], out, profile)
-        if profile:
-            first = [list(prompt.tokens or ()) for prompt in next(iter(datasets.values()))[: plan.batch]]
-            pictures += _timelines(decoders, first, plan.params(), found["methods"], out)
-            write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
-        write_text(out / "report.md", markdown(found, plan.command(), pictures))
     return found
-
-
-def _timelines(
-    decoders: dict[str, Decoder],
-    prompts: list[list[int]],
-    params: SamplingParams,
-    methods: dict[str, Any],
-    out: Path,
-) -> list[str]:
-    """Draws a step of each method of ours, adds what it comes to, and returns the names of the files."""
-    pictures = []
-    for name, decoder in decoders.items():
-        forget_phrases(decoder)
-        found = step_of(decoder, prompts, params)
-        if found is not None:
-            pictures.append(f"timeline-{name.replace('/', '-')}.png")
-            plot_timeline(name, *found, out / pictures[-1])
-            methods[name]["timeline"] = {"ms": round(found[1].ms, 3), "busy_ms": round(found[1].busy, 3)}
-    return pictures
 
 
 def claimed(
@@ -122,8 +77,7 @@ def claimed(
     """Makes the folder this run's own, or checks that it is; returns what the prompts are."""
     facts = {name: _facts(prompts) for name, prompts in datasets.items()}
     if out is not None:
-        table = {"table": asdict(read_costs(plan.costs))} if plan.costs is not None else {}
-        _claim(out, plan.arguments() | {"prompts": facts} | _surroundings(plan) | table, resume)
+        _claim(out, plan.arguments() | {"prompts": facts} | _surroundings(plan), resume)
     return facts
 
 

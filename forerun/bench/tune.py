@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
 from math import ceil
 from pathlib import Path
+from random import Random
 from time import perf_counter
 from typing import Any
 
 from forerun.api import Decoder, bundled_layer
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import measure
-from forerun.bench.models import heads_of, load_pair, load_prompts
+from forerun.bench.models import load_pair, load_prompts
 from forerun.bench.plan import Plan
-from forerun.bench.prices import Prices, kind
 from forerun.bench.records import Records
 from forerun.bench.report import provenance, summary, versions
-from forerun.bench.runners import Run, decoder_run
-from forerun.bench.search import FINALISTS, calibrate, finalists, screen, singly
+from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.costs import Costs
-from forerun.loading import check_draft_tokenizer, load_config, load_pre_verifier
+from forerun.engine import Step
+from forerun.loading import check_draft_tokenizer, load_config, load_head, load_pre_verifier
 from forerun.methods import AR, METHODS, Lyanna, Method, Pacer, PacerEagle
-from forerun.model import context_of
+from forerun.model import CausalLM, context_of
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import Choice, pair_of, save
-from forerun.runtime.costs import head_costs, measure_costs
-from forerun.zoo import own_draft
+from forerun.runtime.costs import QUIET, head_costs, measure_costs
+from forerun.runtime.heads import HiddenLM
+from forerun.zoo import companion, own_draft
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
 # they have one, is there.
@@ -58,6 +59,69 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 CALIBRATION = 0.1  # share of the budget for the times that the cost table lacks
 SCREENING = 0.6  # share of the budget until the finalists are known
+FINALISTS = 3
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Milliseconds of steps: from a table of forwards, and what a clock measured beside it.
+
+    Attributes:
+        costs: of forwards.
+        step_ms: of a step beyond its forwards.
+        token_ms: of a draft's forward beyond that of one token (choosing tokens, the length rule, guesses), by kind of
+            method.
+        start_ms: of a prompt, or of a batch of them, by kind of method.
+        load: the time that decoding took over that which these prices say: more than 1 on a machine that is busy.
+    """
+
+    costs: Costs
+    step_ms: float = 0.0
+    token_ms: Mapping[str, float] = field(default_factory=dict)
+    start_ms: Mapping[str, float] = field(default_factory=dict)
+    load: float = 1.0
+
+    @property
+    def plain_ms(self) -> float:
+        """A step without a draft."""
+        return self.costs.verify(1) + self.step_ms
+
+    def step(self, kind: str, step: Step) -> float:
+        """A step, as if its sequence were decoded alone; at least half of its forwards in the table, as few
+        measurements can give nonsense."""
+        forwards = forwards_of(kind, step)
+        table = self.costs.verify(step.drafted + 1) + forwards * drafting(self.costs, kind)
+        return max(table + self.step_ms + forwards * self.token_ms.get(kind, 0.0), table / 2)
+
+    def speedup(self, kind: str, outcomes: Sequence[Outcome]) -> float:
+        """Of those outcomes over plain decoding of as many tokens."""
+        rows = [row for outcome in outcomes for row in outcome.steps or []]
+        ours = sum(self.step(kind, step) for row in rows for step in row) + len(rows) * self.start_ms.get(kind, 0.0)
+        tokens = sum(len(step.tokens) for row in rows for step in row)
+        return (tokens * self.plain_ms + len(rows) * self.start_ms.get(AR.name, 0.0)) / max(ours, 1e-9)
+
+
+def forwards_of(kind: str, step: Step) -> int:
+    """Draft forwards of a step for its own sequence. In a batch the draft goes on for other rows; a chain's own are as
+    many as its tokens, but for those that a block runs behind an end token. A head makes states that it may not use.
+    (Drafts by phrases and by costs are not decoded in batches where this is asked.)"""
+    if METHODS[kind.partition(" ")[0]].head is not None:
+        return step.draft_forwards
+    return min(step.draft_forwards, step.drafted)
+
+
+def drafting(costs: Costs, kind: str) -> float:
+    """ms of what a method of this kind calls a draft's forward."""
+    if METHODS[kind.partition(" ")[0]].head is not None:
+        return costs.heading(1) if costs.head else 0.0
+    return costs.drafting(1) if costs.draft else 0.0
+
+
+def kind(method: Method) -> str:
+    """Methods of one kind spend the same on a draft's forward."""
+    settings = ("block", "width", *(("window",) if method.phrases is not None else ()))
+    given = {key: getattr(method, key, None) for key in settings}
+    return " ".join([method.name, *(f"{key}={value}" for key, value in given.items() if value is not None)])
 
 
 @dataclass(frozen=True)
@@ -123,6 +187,119 @@ def choose_effort(
         if first <= SCREENING * budget and first + last <= budget:
             break
     return effort, first + last
+
+
+def calibrate(costs: Costs, runs: Mapping[str, Run], prompts: Sequence[Sequence[int]], tokens: int) -> Prices:
+    """Prices from decoding prompts one by one, in turns, with one method of each kind; `ar` is among them."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
+    for run in runs.values():
+        run([prompts[0]], [0], min(tokens, 8))  # the first call is slow
+    for seed, prompt in enumerate(prompts):
+        for name, run in runs.items():
+            outcomes[name].append(run([prompt], [seed], tokens))
+    steps = {name: [step for each in own for row in each.steps or [] for step in row] for name, own in outcomes.items()}
+    step_ms = undisturbed([1000 * step.seconds for step in steps[AR.name]]) - costs.verify(1)
+    token_ms = {}
+    for name, own in steps.items():
+        draft_ms = drafting(costs, name)
+        each = [
+            (1000 * step.seconds - costs.verify(step.drafted + 1) - step_ms) / forwards_of(name, step) - draft_ms
+            for step in own
+            if forwards_of(name, step)
+        ]
+        if each:
+            token_ms[name] = max(undisturbed(each), -draft_ms)
+    start_ms = {name: 1000 * undisturbed([_start(each) for each in own]) for name, own in outcomes.items()}
+    prices = Prices(costs, step_ms, token_ms=token_ms, start_ms=start_ms)
+    took = sum(1000 * step.seconds for own in steps.values() for step in own)
+    modelled = sum(prices.step(name, step) for name, own in steps.items() for step in own)
+    return replace(prices, load=max(1.0, took / max(modelled, 1e-9)))
+
+
+def undisturbed(values: Sequence[float]) -> float:
+    """As `measure_costs` has it."""
+    return sorted(values)[int(QUIET * len(values))]
+
+
+def singly(run: Run) -> Run:
+    """The rows one after the other, for rules that look at costs, as these would stop earlier in a batch, and for
+    phrases, as a batch does not show how many forwards a row needed."""
+
+    def decoded(prompts: Sequence[Sequence[int]], seeds: Sequence[int], tokens: int | None = None) -> Outcome:
+        each = [run([prompt], [seed], tokens) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return Outcome(
+            tokens=[row for one in each for row in one.tokens],
+            seconds=sum(one.seconds for one in each),
+            target_forwards=sum(one.target_forwards for one in each),
+            draft_forwards=sum(one.draft_forwards for one in each),
+            steps=[row for one in each for row in one.steps or []],
+        )
+
+    return decoded
+
+
+def _start(outcome: Outcome) -> float:
+    """Seconds before the first step."""
+    return outcome.seconds - sum(step.seconds for row in outcome.steps or [] for step in row)
+
+
+def screen(
+    methods: Mapping[str, Method],
+    runs: Mapping[str, Run],
+    turns: Sequence[Sequence[Sequence[int]]],
+    prices: Prices,
+    tokens: int | None = None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Predicted speedups: of the better third, best first, and of the others.
+
+    All methods decode the first turn's prompts, the better third decodes those of the others too, until it is late.
+    Where that is so during the first turn, the methods that are left out are a bit of everything.
+    """
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in methods}
+    going, speedups, seed = list(methods), {}, 0
+    Random(0).shuffle(going)
+    for number, rows in enumerate(turns):
+        if number and is_late():
+            break
+        for place, name in enumerate(going):
+            if not number and place >= 2 * FINALISTS and is_late():
+                going = going[:place]
+                break
+            outcomes[name].append(runs[name](rows, range(seed, seed + len(rows)), tokens))
+            speedups[name] = prices.speedup(kind(methods[name]), outcomes[name])
+        seed += len(rows)
+        going.sort(key=lambda name: -speedups[name])
+        if not number:
+            going = going[: max(FINALISTS, ceil(len(going) / 3))]
+    return {name: speedups[name] for name in going}, {n: s for n, s in speedups.items() if n not in going}
+
+
+def finalists(methods: Mapping[str, Method], ranked: Sequence[str]) -> list[str]:
+    """The names to measure: the best of each method first, as the model may wrong a whole method but hardly one
+    setting beside the next; then the others."""
+    firsts = {methods[name].name: name for name in reversed(ranked)}.values()
+    return sorted(ranked, key=lambda name: (name not in firsts, ranked.index(name)))[:FINALISTS]
+
+
+def heads_of(
+    source: str, target: CausalLM, folder: Path | None, kinds: Sequence[str | None]
+) -> dict[str | None, HiddenLM]:
+    """Heads for a target, by kind: that of a folder first, then those of these kinds that come with forerun.
+
+    Raises ValueError for a folder's head that does not fit, or is of another kind.
+    """
+    found: dict[str | None, HiddenLM] = {}
+    if folder is not None:
+        head = load_head(folder, target)
+        if head.config.kind not in kinds:
+            wanted = " or ".join(map(str, kinds))
+            raise ValueError(f"the head '{folder}' is of the kind {head.config.kind!r}; it must be {wanted}")
+        found[head.config.kind] = HiddenLM(head, target)
+    for kind in kinds:
+        if kind not in found and (own := companion(source, kind)) is not None:
+            found[kind] = HiddenLM(load_head(own, target, kind), target)
+    return found
 
 
 def tune(

@@ -1,19 +1,17 @@
-"""`forerun bench`: methods beside each other on the same prompts."""
+"""`forerun bench`: methods side by side on the same prompts."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.choose import NAMES, parse_methods
-from forerun.bench.datasets import PUBLIC, STDLIB, read_files
-from forerun.bench.plan import Plan, check_folder
-from forerun.bench.sizes import SHAPES
+from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
+from forerun.bench.plan import Plan, Runner, RunnerOf, check_folder, no_runner, parse_methods
 from forerun.cli.common import quiet
 from forerun.cli.options import (
     DeviceOption,
@@ -27,12 +25,13 @@ from forerun.cli.options import (
     TrustOption,
     WeightsOption,
 )
+from forerun.methods import METHODS, Method
 from forerun.profiles import find, shipped
 from forerun.zoo import EMBEDDED, own_draft
 
 
 def bench(
-    methods: Annotated[list[str] | None, typer.Option(help=f"{', '.join(NAMES)}; ar always runs.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; ar always runs.")] = None,
     dataset: Annotated[list[str] | None, typer.Option(help=f"{', '.join([*PUBLIC, *STDLIB])} or FILE.jsonl.")] = None,
     data: Annotated[Path | None, typer.Option(help="File of the public dataset, or the folder of several.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")] = None,
@@ -41,7 +40,7 @@ def bench(
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
     max_new_tokens: MaxNewTokensOption = 128,
-    out: Annotated[Path | None, typer.Option(help="Folder for records, results, report and pictures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl and results.json.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
@@ -61,7 +60,6 @@ def bench(
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Save pictures of where a step's time goes.")] = False,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     draft_weights: DraftWeightsOption = None,
@@ -69,27 +67,7 @@ def bench(
     draft_tokens: DraftTokensOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
-    target_shape: Annotated[
-        str | None, typer.Option(help=f"Measure the target in the size of another: {', '.join(SHAPES)}.")
-    ] = None,
-    draft_shape: Annotated[str | None, typer.Option(help="Likewise for the draft.")] = None,
     graphs: Annotated[bool, typer.Option("--graphs", help="Record forwards as CUDA graphs.")] = False,
-    costs: Annotated[
-        str | None,
-        typer.Option(help="What methods that reckon go by, FILE.json or as h100:llama-2-7b:llama-68m; see simulate."),
-    ] = None,
-    clients: Annotated[
-        list[str] | None, typer.Option(help="Measure under load: so many requests are always open, as in 1,4,16.")
-    ] = None,
-    rate: Annotated[
-        list[str] | None, typer.Option(help="Measure under load: requests a second, Poisson arrivals, as in 2,4.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 64,
-    new_tokens: Annotated[str, typer.Option(help="Least and most new tokens of a request of a load.")] = "16:256",
-    logits: Annotated[
-        bool,
-        typer.Option("--check-logits", help="No times: compare verified logits with single steps', bit by bit."),
-    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
@@ -97,131 +75,89 @@ def bench(
 
     Settings that are not given are those that `forerun tune` found for the pair, where it did.
     """
-    draft = draft if draft is not None else own_draft(target)
-    ours = shipped(target, draft)
-    tuned = ours.methods["sampling" if temperature else "greedy"] if ours is not None else {}
-    chosen = parse_methods(_split(methods), method_arg or [], tune, tuned)
-    plan = Plan(
-        # "auto" is a draft's method here: which head is whose is known later.
-        methods={name: each and each.given(draft is not None, False, None) for name, each in chosen.items()},
-        datasets=tuple(_split(dataset)) or ("stdlib-test",),
-        data=data,
-        target=target,
-        draft=draft,
-        dtype=dtype,
-        weights=weights,
-        draft_weights=draft_weights,
-        draft_vocabulary=draft_vocabulary,
-        draft_tokens=draft_tokens,
-        device=device,
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        batch=batch,
-        rounds=rounds,
-        limit=limit,
-        seed=seed,
-        prompt_tokens=prompt_tokens,
-        stop_at_eos=stop_at_eos,
-        guard=guard,
-        top_p=top_p,
-        pre_verifier=tuple(pre_verifier or ()),
-        head=tuple(head or ()),
-        target_shape=target_shape,
-        draft_shape=draft_shape,
-        graphs=graphs,
-        costs=costs,
-        clients=_numbers("--clients", clients, int),
-        rate=_numbers("--rate", rate, float),
-        requests=requests,
-        new_tokens=new_tokens,
-        chat=chat,
-        tune=tune,
-    )
-    if logits and (temperature or plan.loaded or resume or profile):
-        raise ValueError("--check-logits is for greedy decoding, without --clients, --rate, --resume and --profile")
-    if plan.loaded:
-        plan = replace(plan, max_new_tokens=plan.lengths[1])
-        if resume or profile:
-            raise ValueError(f"--{'resume' if resume else 'profile'} is not for --clients and --rate")
-    check_folder(out, resume)
-    if profile and out is None:
-        raise ValueError("--profile needs --out, the folder for its picture")
-    files = read_files(plan.datasets, data, limit)
-    quiet(threads)
-    profile_of_pair = find(target, draft, device, dtype, weights, draft_weights)
-    choice = profile_of_pair.choice(temperature) if profile_of_pair is not None else None
-    if choice is not None:
-        plan = replace(plan, methods=parse_methods(_split(methods), method_arg or [], tune, tuned | choice.tuned))
-    from rich.console import Console
-
-    from forerun.bench.pages import console_tables, load_tables, table_of
-    from forerun.bench.serving import serve
-    from forerun.bench.session import bench as run
-
-    if logits:
-        _check_logits(plan, files, out, as_json)
-        return
-    try:
-        if plan.loaded:
-            results = serve(plan, files, out, say=_progress)
-        else:
-            results = run(plan, files, out, resume=resume, profile=profile, say=_progress)
-    except KeyboardInterrupt:
-        if out is not None and not plan.loaded:
-            print(f"forerun: what is measured stays in {out}: go on with --resume", file=sys.stderr)
-        raise
-    _progress("")
+    given = locals()
+    plan, files = planned(given)
+    results = measured(plan, files, out, resume)
     if as_json:
         print(json.dumps(results))
-        return
+    else:
+        show(results, out)
+
+
+def planned(
+    given: dict[str, Any], runner_of: RunnerOf = no_runner, **more: Any
+) -> tuple[Plan, dict[str, list[Prompt]]]:
+    """The plan of the command's options, by their names, and the prompts of its files. `runner_of` is asked for methods
+    that are not ours; `more` are fields of the plan that no option has. Raises ValueError."""
+    target, draft = given["target"], given["draft"] if given["draft"] is not None else own_draft(given["target"])
+    ours = shipped(target, draft)
+    tuned = ours.methods["sampling" if given["temperature"] else "greedy"] if ours is not None else {}
+
+    def methods(tuned: dict[str, dict[str, Any]]) -> dict[str, Method | Runner]:
+        chosen = parse_methods(split(given["methods"]), given["method_arg"] or [], given["tune"], tuned, runner_of)
+        # "auto" is a draft's method here: which head is whose is known later.
+        has_draft = draft is not None
+        return {
+            name: each if isinstance(each, Runner) else each.given(has_draft, False, None)
+            for name, each in chosen.items()
+        }
+
+    options = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
+    lists = {name: tuple(given[name] or ()) for name in ("pre_verifier", "head")}
+    datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
+    plan = Plan(**options | lists | {"methods": methods(tuned), "datasets": datasets, "draft": draft})
+    check_folder(given["out"], given["resume"])
+    files = read_files(plan.datasets, plan.data, plan.limit)
+    quiet(plan.threads)
+    profile = find(target, draft, plan.device, plan.dtype, plan.weights, plan.draft_weights)
+    choice = profile.choice(plan.temperature) if profile is not None else None
+    if choice is not None:
+        plan = replace(plan, methods=methods(tuned | choice.tuned))
+    return plan, files
+
+
+def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool) -> dict[str, Any]:
+    """The results of the plan, with what is going on shown on a terminal."""
+    from forerun.bench.session import bench as run
+
+    try:
+        results = run(plan, files, out, resume=resume, say=progress)
+    except KeyboardInterrupt:
+        if out is not None:
+            print(f"forerun: what is measured stays in {out}: go on with --resume", file=sys.stderr)
+        raise
+    progress("")
+    return results
+
+
+def show(results: dict[str, Any], out: Path | None) -> None:
+    """Prints a table for each dataset, and one of all where there are several."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from forerun.bench.report import COLUMNS, differences, row, sections
+
     console = Console(width=None if sys.stdout.isatty() else 140)
-    tables = [table_of(*each) for each in load_tables(results)] if plan.loaded else console_tables(results)
-    for table in tables:
+    for title, methods in sections(results):
+        caption = "\n".join(differences(results, methods))
+        table = Table(title=title, caption=caption or None, caption_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for name, method in methods.items():
+            table.add_row(*row(name, method))
         console.print(table)
     if "tuned" in results:
         console.print(f"best by median speedup: {json.dumps(results['tuned'])}")
     if out is not None:
-        console.print(f"records, results, report and pictures are in {out}", soft_wrap=True)
+        console.print(f"records and results are in {out}", soft_wrap=True)
 
 
-def _check_logits(plan: Plan, files: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from forerun.bench.logits import check_logits, save
-
-    results = check_logits(plan, files, say=_progress)
-    _progress("")
-    if out is not None:
-        save(results, out)
-    if as_json:
-        print(json.dumps(results))
-        return
-    target = results["target"]
-    table = Table(title=f"verified logits beside single steps': {target['weights']}, exact: {target['exact']}")
-    for column in ("method", "logits", "other bits", "largest difference", "outputs", "other outputs"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for name, each in results["check_logits"].items():
-        largest = f"{each['largest']:.2g}"
-        counts = each["logits"], each["differ"], largest, each["outputs"], each["outputs_differ"]
-        table.add_row(name, *map(str, counts))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _split(values: list[str] | None) -> list[str]:
+def split(values: list[str] | None) -> list[str]:
+    """The values of an option that may be repeated and takes several, with commas between them."""
     return [part for value in values or [] for part in value.split(",") if part]
 
 
-def _numbers(option: str, values: list[str] | None, kind: type) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in _split(values))
-    except ValueError as error:
-        raise ValueError(f"{option} takes numbers: {error}") from None
-
-
-def _progress(line: str) -> None:
+def progress(line: str) -> None:
     """Printed between measurements, not beside them."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

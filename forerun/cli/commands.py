@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import batch_jobs, bench, demo, generate, info, serve, simulate, train, tune
+from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train, tune
 from forerun.cli.common import say
 from forerun.zoo import SMOLLM2
 from forerun.zoo.fetch import fetch as fetch_model
@@ -58,7 +58,6 @@ for command in (
     generate.generate,
     info.info,
     serve.serve,
-    simulate.simulate,
     tune.tune,
 ):
     app.command()(command)

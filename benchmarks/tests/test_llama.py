@@ -16,15 +16,14 @@ import torch
 from ggufs import small, write
 from toys import tiny, tiny_tokenizer
 
-from forerun.bench import llama, session
-from forerun.bench import plan as plans
-from forerun.bench.choose import check_llama, parse_methods, peer_settings
+from benchmarks import llama
+from benchmarks.hf import Generate
+from benchmarks.llama import LlamaCpp
+from benchmarks.peers import Peers, check_llama, peer_settings
+from forerun.bench import session
 from forerun.bench.datasets import Prompt
-from forerun.bench.llama import LlamaCpp
-from forerun.bench.margins import explained, parted
-from forerun.bench.pages import console_tables
-from forerun.bench.peers import Peers
-from forerun.bench.plan import Plan
+from forerun.bench.plan import Plan, parse_methods
+from forerun.bench.report import differences
 from forerun.params import SamplingParams
 
 TABLE = [3, 5, 4, 6, 2, 4, 1, 0]  # the token behind each token: 3 6 1 5 4 2 4 2 ...
@@ -151,7 +150,7 @@ def test_settings_of_lookup_are_in_its_name() -> None:
     assert peer_settings("llama-cpp-lookup/8") == {"num_pred_tokens": 8, "max_ngram_size": 2}
     assert peer_settings("llama-cpp-lookup/8/3") == {"num_pred_tokens": 8, "max_ngram_size": 3}
     names = ["ar", "llama-cpp", "llama-cpp-lookup/4"]
-    assert list(parse_methods(names, [], None, {})) == names
+    assert list(parse_methods(names, [], None, {}, Peers())) == names
 
 
 @pytest.mark.parametrize(
@@ -159,12 +158,12 @@ def test_settings_of_lookup_are_in_its_name() -> None:
 )
 def test_settings_that_are_none(name: str) -> None:
     with pytest.raises(ValueError, match=f"takes two numbers of at least 1, not '{name}'"):
-        parse_methods([name], [], None, {})
+        parse_methods([name], [], None, {}, Peers())
 
 
 def test_unknown_names_are_unknown() -> None:
     with pytest.raises(ValueError, match=r"unknown method 'llama-cpp/3'; there are .* llama-cpp, llama-cpp-lookup"):
-        parse_methods(["llama-cpp/3"], [], None, {})
+        parse_methods(["llama-cpp/3"], [], None, {}, Peers())
 
 
 def test_what_llama_cpp_needs(fake: type[FakeLlama], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +178,7 @@ def test_what_llama_cpp_needs(fake: type[FakeLlama], tmp_path: Path, monkeypatch
     ):
         with pytest.raises(ValueError, match=message):
             check_llama("llama-cpp", target, batch, device)
-    with pytest.raises(ValueError, match="method 'llama-cpp-lookup' is not for --clients and --rate; hf-batch is"):
-        Plan(parse_methods(["llama-cpp-lookup"], [], None, {}), clients=(2,))
-    monkeypatch.setattr("forerun.bench.choose.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="method 'llama-cpp' needs 'pip install llama-cpp-python', which compiles"):
         check_llama("llama-cpp", str(file), 1, None)
 
@@ -205,10 +202,8 @@ def test_a_run_says_how_many_outputs_differ_and_by_how_little(
 
     monkeypatch.setattr(FakeLlama, "following", staticmethod(following))
     monkeypatch.setattr(llama, "find", lambda source: Path("small.gguf"))
-    monkeypatch.setattr(plans, "check_llama", lambda *what: None)  # there is no such file
-    plan = Plan(
-        parse_methods(["lookup", "llama-cpp", "llama-cpp-lookup"], [], None, {}), target=str(tmp_path), max_new_tokens=6
-    )
+    names = ["lookup", "llama-cpp", "llama-cpp-lookup"]
+    plan = Plan(parse_methods(names, [], None, {}, Peers()), target=str(tmp_path), max_new_tokens=6)
     prompts = {"stdlib-test": [Prompt("a", tokens=(5, 6, 7)), Prompt("b", tokens=(6, 5, 6))]}
     monkeypatch.setattr(session, "load_prompts", lambda plan, files: (prompts, None))
     found = session.bench(plan, {})
@@ -218,24 +213,14 @@ def test_a_run_says_how_many_outputs_differ_and_by_how_little(
         assert methods[name]["exact_match"] == 0.5 and methods[name]["tokens"] == 2 * 2 * 6
         (mismatch,) = methods[name]["mismatches"]
         assert (mismatch["prompt"], mismatch["position"], mismatch["times"]) == ("a", 2, 2)
-        differences = methods[name]["differences"]
-        assert (differences["outputs"], differences["differ"]) == (4, 2)
-        assert differences["margin_max"] == pytest.approx(margins[0], abs=1e-4)
+        apart = methods[name]["differences"]
+        assert (apart["outputs"], apart["differ"]) == (4, 2)
+        assert apart["margin_max"] == pytest.approx(margins[0], abs=1e-4)
         assert methods[name]["time"] is None and methods[name]["alpha"] is None
-    (table,) = console_tables(found)
-    assert table.caption.count("\n") == 1
-    assert "llama-cpp: 2 of 4 outputs differ from ar's, at margins of at most" in table.caption
+    lines = differences(found, methods)
+    assert len(lines) == 2
+    assert lines[0].startswith("llama-cpp: 2 of 4 outputs differ from ar's, at margins of at most")
     assert {each.options["n_threads"] for each in fake.made} == {torch.get_num_threads()}
-
-
-def test_differences_are_counted_with_the_margins_of_each() -> None:
-    places = [{"margin": -0.3, "times": 1}, {"margin": 0.1, "times": 2}]
-    found = parted([True, False, False, False, True], places)
-    assert found == {"outputs": 5, "differ": 3, "margin_median": 0.1, "margin_max": 0.3}
-    assert explained(found, "ar") == "3 of 5 outputs differ from ar's, at margins of at most 0.3 (median 0.1)"
-    untaken = parted([False], [{"margin": None, "times": 1}])
-    assert untaken is not None and explained(untaken, "ar") == "1 of 1 outputs differ from ar's"
-    assert parted([True, True], []) is parted([], []) is None
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
@@ -268,5 +253,5 @@ def test_the_real_one_says_what_the_model_says(tmp_path: Path) -> None:
 
 
 def test_transformers_peers_sample_with_the_top_p_of_the_run() -> None:
-    peers = Peers(tiny("llama"), None, SamplingParams(temperature=0.7, top_p=0.9))
+    peers = Generate(tiny("llama"), None, SamplingParams(temperature=0.7, top_p=0.9))
     assert peers.config("hf-ar").top_p == 0.9

@@ -1,4 +1,5 @@
-"""Transformers' own `generate` as a method among the others, on models that nothing of ours has touched."""
+"""Transformers' own `generate` as a method among the others, and its own forwards for methods of ours, on models that
+nothing of ours has touched."""
 
 from __future__ import annotations
 
@@ -8,10 +9,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.bench.choose import ASSISTED, HF_LOOKUP, peer_settings, takes_rows
+from benchmarks.peers import ASSISTED, HF_LOOKUP, peer_settings, takes_rows
+from forerun.api import Decoder
+from forerun.bench.models import build_decoders
+from forerun.bench.plan import Plan
 from forerun.bench.runners import Outcome, Run
+from forerun.loading import load_model
+from forerun.model import CausalLM
 from forerun.params import SamplingParams
 
 
@@ -32,7 +38,7 @@ def end_tokens(target: PreTrainedModel, params: SamplingParams) -> set[int]:
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
 
-class Peers:
+class Generate:
     """A target, and perhaps a draft, that transformers decodes with.
 
     Their generation configs keep only the special tokens, so that a checkpoint's sampling settings do not make the
@@ -119,3 +125,25 @@ class Peers:
         """Rows of a batch that end early are padded to the longest."""
         end = next((i for i, token in enumerate(row) if token in self.ends), len(row))
         return row[: end + 1]
+
+
+def load_peers(plan: Plan, assisted: bool) -> Generate:
+    """Transformers' own `generate` of the plan's target, with its draft as an assistant or without."""
+    return Generate(load_theirs(plan, "target"), load_theirs(plan, "draft") if assisted else None, plan.params())
+
+
+def load_on_their_forward(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Decoder]:
+    """The plan's methods on transformers' own forwards, on a pair of their own: what our forwards are worth."""
+    draft = CausalLM(load_theirs(plan, "draft")) if plan.needs_draft else None
+    return build_decoders(plan, tokenizer, CausalLM(load_theirs(plan, "target")), draft)[0]
+
+
+def load_theirs(plan: Plan, part: str) -> PreTrainedModel:
+    """A model as transformers would load it: weights in few bits, as in a GGUF file, are in float32."""
+    source, weights = (plan.target, plan.weights) if part == "target" else (plan.draft, plan.draft_weights)
+    assert source is not None  # the plan was checked
+    how: dict[str, Any] = {"dtype": plan.dtype, "weights": "float32" if weights == "float32" else None}
+    if weights == "bfloat16":  # not ours, whatever the device
+        how["dtype"] = "bfloat16"
+    trust = plan.trust_remote_code
+    return load_model(source, part, plain=True, device=plan.device, trust_remote_code=trust, **how)

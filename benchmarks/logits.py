@@ -1,23 +1,30 @@
-"""`forerun bench --check-logits`: whether verifying gives the very bits of decoding token by token."""
+"""Whether verifying gives the very bits of decoding token by token.
+
+    python -m benchmarks.logits --target FILE.gguf --methods ar,lookup,lookahead --dataset prompts.jsonl --out FILE.json
+
+Takes the options of `forerun bench`; nothing is timed.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.command import run
+from benchmarks.hf import end_tokens
 from forerun.api import Decoder
 from forerun.bench.datasets import Prompt
-from forerun.bench.decoders import load_decoders
-from forerun.bench.models import load_prompts
-from forerun.bench.peers import end_tokens
+from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.report import provenance
+from forerun.cli.bench import bench, planned, progress
 from forerun.draft import Draft
 from forerun.files import write_text
 from forerun.model import CausalLM
@@ -125,7 +132,26 @@ def _look(start: int, draft: Draft, scores: Tensor, truth: Truth, found: Compare
                 found.largest = max(found.largest, float((scores[node] - logits[place]).abs().max()))
 
 
-def save(results: dict[str, Any], out: Path) -> None:
-    """Writes `logits.json` into a folder."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "logits.json", json.dumps(results, indent=1) + "\n")
+@wraps(bench)
+def main(**given: Any) -> None:
+    plan, files = planned(given | {"out": None})
+    out: Path | None = given["out"]
+    if plan.temperature or given["resume"]:
+        raise ValueError("logits are compared in greedy decoding, and without --resume")
+    results = check_logits(plan, files, progress)
+    progress("")
+    if out is not None:
+        write_text(out, json.dumps(results, indent=1) + "\n")
+    if given["as_json"]:
+        print(json.dumps(results))
+        return
+    print(f"verified logits beside single steps': {results['target']['weights']}, exact: {results['target']['exact']}")
+    for name, each in results["check_logits"].items():
+        print(
+            f"{name}: {each['differ']} of {each['logits']} logits with other bits, apart by at most "
+            f"{each['largest']:.2g}; {each['outputs_differ']} of {each['outputs']} outputs differ"
+        )
+
+
+if __name__ == "__main__":
+    run(main)

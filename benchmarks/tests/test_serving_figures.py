@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
-import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
 from serving import live
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "serving"
 if find_spec("psutil") is None:
     pytest.skip("the benchmarks of the server need psutil", allow_module_level=True)
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script of the folder; their names are free again behind the test."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-
-    def get(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield get
-    for path in FOLDER.glob("*.py"):
-        if path.stem not in before:
-            sys.modules.pop(path.stem, None)
+from benchmarks.serving import asking, load, servers, soak
 
 
 def request(number: int, begin: float, **own: Any) -> dict[str, Any]:
@@ -41,43 +23,40 @@ def request(number: int, begin: float, **own: Any) -> dict[str, Any]:
     return found | {"error": None, "usage": None, "queue_ms": None, "text": "abcde"} | own
 
 
-def test_figures_count_what_came_in_time_and_leave_failures_out(script: Any) -> None:
+def test_figures_count_what_came_in_time_and_leave_failures_out() -> None:
     late = request(1, 8.0, late=2, usage=5)  # two of five characters behind the end
     failed = request(2, 0.0, error="broken", text="")
     found = {"requests": [request(0, 0.0, usage=5), late, failed], "errors": 1, "wall": 12.0}
-    told = script("load").figures(found, 10.0, len)
+    told = load.figures(found, 10.0, len)
     assert told["tokens_per_s"] == pytest.approx((5 + 3) / 10)
     assert (told["requests_per_s"], told["errors"], told["error"]) == (0.1, 1, "broken")
     assert (told["ttft_ms_p50"], told["tpot_ms_p99"]) == (1000, 500)
     assert told["told_over_counted"] == 1 and told["queue_ms_p50"] is None
 
 
-def test_texts_are_compared_with_plain_decoding_at_the_same_load(script: Any) -> None:
+def test_texts_are_compared_with_plain_decoding_at_the_same_load() -> None:
     cells = [
         {"system": "forerun-ar", "clients": 4, "round": 0, "texts": {"0": "a", "1": "b"}},
         {"system": "forerun", "clients": 4, "round": 0, "texts": {"0": "a", "1": "c", "2": "d"}},
         {"system": "forerun", "clients": 1, "round": 0, "texts": {"0": "a"}},
     ]
-    assert [each["same_text"] for each in script("load").gather(cells)] == [1, 0.5, None]
+    assert [each["same_text"] for each in load.gather(cells)] == [1, 0.5, None]
 
 
-def test_no_question_comes_twice(script: Any) -> None:
-    servers = script("servers")
+def test_no_question_comes_twice() -> None:
     texts = servers.questions()
     asked = [servers.question(number, texts) for number in range(3 * len(texts))]
     assert len(set(asked)) == len(asked) and asked[: len(texts)] == texts
 
 
-def test_memory_growth_is_that_behind_the_beginning(script: Any) -> None:
-    soak = script("soak")
+def test_memory_growth_is_that_behind_the_beginning() -> None:
     grows = [{"t": t, "rss_mb": 100.0 + t} for t in range(0, 90, 5)]
     settles = [{"t": t, "rss_mb": min(100.0 + t, 120.0)} for t in range(0, 90, 5)]
     assert soak.growth(settles, 0.0, 90.0) == 0 and soak.growth(grows, 0.0, 90.0) > 0.2
     assert soak.growth([], 0.0, 90.0) is None
 
 
-def test_a_soak_fails_where_an_answer_is_wrong_or_a_request_is_lost(script: Any, tmp_path: Path) -> None:
-    soak, servers = script("soak"), script("servers")
+def test_a_soak_fails_where_an_answer_is_wrong_or_a_request_is_lost(tmp_path: Path) -> None:
     (tmp_path / "server.log").write_text("")
     run = soak.Soak(servers.System("forerun", ()), tmp_path, [0], {"8": ["right"]})
     assert run.compare("right", 0, 8, True) == "answer" == run.compare("another", 0, 8, False)
@@ -92,8 +71,7 @@ def test_a_soak_fails_where_an_answer_is_wrong_or_a_request_is_lost(script: Any,
     assert len(failed) == 4
 
 
-def test_a_server_refuses_all_rubbish(script: Any) -> None:
-    asking = script("asking")
+def test_a_server_refuses_all_rubbish() -> None:
 
     async def all_of_it(url: str) -> list[str]:
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
@@ -104,12 +82,10 @@ def test_a_server_refuses_all_rubbish(script: Any) -> None:
 
 
 @pytest.mark.skipif(find_spec("locust") is None, reason="the load needs locust")  # to import it would patch sockets
-def test_clients_see_whole_answers(script: Any, tmp_path: Path) -> None:
+def test_clients_see_whole_answers(tmp_path: Path) -> None:
     with live() as server:
         out, cores = tmp_path / "out.json", sorted(os.sched_getaffinity(0))
-        found = script("servers").drive(
-            server.url, {}, out, cores, lambda line: None, clients=3, requests=7, max_tokens=8
-        )
+        found = servers.drive(server.url, {}, out, cores, lambda line: None, clients=3, requests=7, max_tokens=8)
     assert found["errors"] == 0 and [one["number"] for one in found["requests"]] == list(range(7))
     assert all(one["begin"] < one["first"] <= one["last"] <= one["end"] for one in found["requests"])
     assert all((one["text"] and one["queue_ms"] is None) or one["queue_ms"] >= 0 for one in found["requests"])

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from forerun.bench.choose import is_llama, peer_settings
-from forerun.bench.datasets import Prompt
-from forerun.bench.peers import end_tokens
-from forerun.bench.plan import Plan
-from forerun.bench.runners import Outcome, Run
+from benchmarks.hf import end_tokens
+from benchmarks.peers import is_llama, peer_settings
+from forerun.bench.runners import Loaded, Outcome, Run
 from forerun.gguf import find
-from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.zoo import resolve
 
@@ -111,19 +108,18 @@ class LlamaCpp:
                 return
 
 
-def load_llama(plan: Plan, datasets: dict[str, list[Prompt]], target: CausalLM) -> LlamaCpp | None:
-    """llama.cpp for the plan's methods of its kind, None where there are none. It gets as many threads as torch has.
+def load_llama(loaded: Loaded) -> LlamaCpp:
+    """llama.cpp for all methods of its kind, with as many threads as torch has.
 
     Raises ValueError where our target is not on the CPU.
     """
+    plan, target = loaded.plan, loaded.target
     names = [name for name in plan.methods if is_llama(name)]
-    if not names:
-        return None
     if target.device.type != "cpu":
         raise ValueError(f"method {names[0]!r} runs on the CPU and the target on {target.device}: give --device cpu")
     path = find(resolve(plan.target, "target"))
     assert path is not None  # the plan was checked
     drafted = max(peer_settings(name).get("num_pred_tokens", 0) for name in names)
-    longest = max(len(prompt.tokens or ()) for prompts in datasets.values() for prompt in prompts)
+    longest = max(len(prompt.tokens or ()) for prompts in loaded.datasets.values() for prompt in prompts)
     length = longest + plan.max_new_tokens + drafted
     return LlamaCpp(path, plan.params(), end_tokens(target.model, plan.params()), length, torch.get_num_threads())
