@@ -27,6 +27,8 @@ def run(
     *arguments: str, stdin: str = "", program: str | None = None, env: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
     """Runs `forerun` with these arguments, or a program's text; returns its exit status and what it wrote."""
+    if program is not None:
+        program = f"import sys; sys.path.insert(0, {os.getcwd()!r})\n{program}"  # benchmarks/ is not installed
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("in", "out", "err")]
         for path, text in zip(streams, (stdin, "", ""), strict=True):

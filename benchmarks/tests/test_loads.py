@@ -180,7 +180,10 @@ def test_servers_are_of_one_kind() -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return commands.run(*arguments, program="from benchmarks.loads import main, run; run(main)")
+    return commands.run(
+        *arguments,
+        program="from benchmarks.loads import main, run; run(main)",
+    )
 
 
 def test_a_run_under_load(tmp_path: Path) -> None:
