@@ -303,7 +303,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
 def _blocks(config: Any) -> int:
     """How many blocks a trained layer's configuration claims."""
     if isinstance(config, HiddenConfig):
-        return config.states if config.kind == "medusa" else config.num_hidden_layers
+        return config.num_hidden_layers
     return config.layers
 
 

@@ -27,9 +27,10 @@ GROUND = {
     "generation",
     "logprobs",
     "probabilities",
+    "compat",
 }
 LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
-METHODS = LOOP | {"costs", "nn", "lengths", "drafters", "methods", "params", "vocabularies"}
+METHODS = LOOP | {"costs", "nn", "methods", "params", "vocabularies"}
 API = METHODS | {
     "claims",
     "chat",
@@ -63,11 +64,12 @@ ALLOWED: dict[str, set[str]] = {
     "blocks": {"batch", "cache"},
     "prefix": {"cache"},
     "rows": {"batch", "cache"},
-    "support": set(),
+    "compat": set(),
+    "support": {"compat"},
     "fingerprint": set(),
     "races": set(),
     "sampling": {"draft", "penalties", "probabilities", "races"},
-    "model": {"draft", "probabilities", "sampling", "cache", "batch", "prefix", "rows", "support", "fingerprint"},
+    "model": GROUND - {"model", "generation", "logprobs", "races", "blocks"},
     "generation": {"logprobs", "params", "races", "sampling"},
     "logprobs": set(),
     "penalties": set(),
@@ -80,10 +82,8 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"engine"},
     "nn": GROUND,
     "costs": set(),
-    "lengths": GROUND | {"nn", "costs"},
     "vocabularies": {"text"},
-    "drafters": LOOP | {"nn", "lengths", "runtime", "costs", "vocabularies"},
-    "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime", "vocabularies"},
+    "methods": LOOP | {"nn", "costs", "runtime", "vocabularies"},
     "runtime": GROUND | {"nn", "costs", "files", "kinds"},
     "gguf": {"runtime", "kinds"},
     "zoo": GROUND | {"nn", "files"},
@@ -131,16 +131,9 @@ def test_imports_go_one_way(path: Path) -> None:
     assert imported(path) <= ALLOWED[own] | {own}
 
 
-def test_the_loop_and_the_drafters_do_not_know_each_other() -> None:
-    assert "drafters" not in imported(ROOT / "engine.py")
-    for path in (ROOT / "drafters").glob("*.py"):
-        names = {
-            alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and node.module == "forerun.engine"
-            for alias in node.names
-        }
-        assert names <= {"Drafter", "Proposal"}, path
+def test_the_loop_and_the_methods_do_not_know_each_other() -> None:
+    assert "methods" not in imported(ROOT / "engine.py")
+    assert not any("engine" in imported(path) for path in (ROOT / "methods").glob("*.py"))
 
 
 @pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.params", "forerun.profiles"])

@@ -13,11 +13,10 @@ from toys import COSTS, p_value, random_layer
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from forerun import Decoder
-from forerun.drafters.chain import Chain, ChainDrafter
 from forerun.generation import Generation, Request
-from forerun.lengths import FixedLength
-from forerun.lengths.confidence import ProductRule
 from forerun.methods import Parts, method
+from forerun.methods.chain import Chain, ChainDrafter, FixedLength
+from forerun.methods.confidence import ProductRule
 from forerun.model import CausalLM
 from forerun.races import FLOOR, Races
 from forerun.runtime.costs import measure_costs

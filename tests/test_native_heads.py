@@ -13,11 +13,11 @@ from toys import random_head, tiny
 
 from forerun import Decoder
 from forerun.costs import Costs
-from forerun.drafters.beams import grow
-from forerun.drafters.heads import EagleDrafter, HeadDrafter
-from forerun.drafters.lyanna import LyannaDrafter
-from forerun.methods import method
-from forerun.methods.hidden import Eagle, Lyanna
+from forerun.methods import Eagle, Lyanna, method
+from forerun.methods.beams import grow
+from forerun.methods.eagle import EagleDrafter
+from forerun.methods.hidden import HeadDrafter
+from forerun.methods.lyanna import LyannaDrafter
 from forerun.model import CausalLM
 from forerun.runtime import native_heads
 from forerun.runtime.heads import HiddenLM

@@ -64,7 +64,7 @@ def test_a_bias_on_no_token_is_refused() -> None:
         made().request(PROMPT, logit_bias={64: 1})
 
 
-@pytest.mark.parametrize("name", ["sd", "lookup", "lyanna"])
+@pytest.mark.parametrize("name", ["sd", "suffix", "lyanna"])
 def test_penalties_are_part_of_the_law(name: str) -> None:
     plain, drafted = made("ar").generate(PROMPT, max_new_tokens=40, **PENALTIES), made(name)
     found = drafted.generate(PROMPT, max_new_tokens=40, **PENALTIES)

@@ -13,6 +13,7 @@ import commands
 import pytest
 from toys import noisy_copy, tiny, tiny_tokenizer
 
+from benchmarks.baselines.lookup import Lookup
 from forerun.bench.prices import Prices, fitted, kind
 from forerun.bench.records import Record, Records
 from forerun.bench.roofline import COUNTS, GPUS, read_costs, table
@@ -20,7 +21,7 @@ from forerun.bench.simulate import RecordedRun, check, repriced
 from forerun.cli import main
 from forerun.costs import Costs
 from forerun.engine import Step
-from forerun.methods import Lookup, PacerLyanna, method
+from forerun.methods import PacerLyanna, method
 from forerun.metrics import Stats, Times, Work, work
 
 COSTS = Costs({1: 4.0, 8: 6.0, 64: 20.0}, {1: 0.5, 8: 1.0}, head={1: 0.25, 8: 0.5})

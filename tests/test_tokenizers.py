@@ -20,14 +20,14 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.generation import logits_process as hf
 
 import forerun
+from benchmarks.baselines.heuristic import Heuristic
 from forerun import Decoder
 from forerun.cli import main
-from forerun.drafters.plain import PlainDrafter
-from forerun.drafters.reading import Reader
-from forerun.drafters.translated import TextDrafter, TranslatedDrafter
 from forerun.engine import Engine, Step
 from forerun.generation import Request
-from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Heuristic, Hybrid, Method, Parts, method
+from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
+from forerun.methods.ar import PlainDrafter
+from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.metrics import summarise
 from forerun.model import CausalLM
 from forerun.runtime.hot import prepare_draft

@@ -18,6 +18,7 @@ import torch
 from homes import home_at
 from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 
+from benchmarks.baselines.lookup import Lookup
 from forerun import load, profiles
 from forerun.api import Decoder
 from forerun.bench import search, tune
@@ -29,7 +30,7 @@ from forerun.cli import main
 from forerun.costs import Costs
 from forerun.engine import Step
 from forerun.loading import load_model
-from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Lyanna, Method, Pacer, PacerEagle, Suffix
+from forerun.methods import AR, SD, Confidence, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.profiles import Choice, Pair, find, pair_of, read, save

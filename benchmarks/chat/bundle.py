@@ -14,10 +14,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from benchmarks.baselines.specdec import SpecDec
 from forerun.files import write_text
 from forerun.loading import load_head, load_model
 from forerun.methods import Pacer
-from forerun.methods.chains import SpecDec
 from forerun.model import CausalLM
 from forerun.runtime.hot import HOT_FILE
 from forerun.train.curves import read_log

@@ -23,11 +23,12 @@ import torch
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from benchmarks.baselines.medusa import Medusa
 from forerun import Decoder, load
 from forerun.bench.report import versions
 from forerun.chat import chat_prompt
 from forerun.loading import load_head
-from forerun.methods import Eagle, Lyanna, Medusa, Method, PacerLyanna, method
+from forerun.methods import Eagle, Lyanna, Method, PacerLyanna, method
 from forerun.nn.heads import HiddenConfig, HiddenDrafter
 from forerun.zoo import EMBEDDED, SMOLLM2, companion
 from forerun.zoo.corpus import held_out_prompts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from forerun.methods import METHODS, Method, method, parse_value
+from forerun.methods import METHODS, Method, is_method, method, parse_value
 from forerun.zoo import resolve
 
 ASSISTED = "hf-assisted"
@@ -19,7 +19,7 @@ LLAMA, LLAMA_LOOKUP = "llama-cpp", "llama-cpp-lookup"
 NAMES = (*METHODS, "hf-ar", HF_LOOKUP, ASSISTED, f"{FORWARD}/METHOD", LLAMA, LLAMA_LOOKUP, BATCHING, STATIC)
 LOOKUP_TOKENS = 10  # of hf-lookup: what transformers' documentation uses
 LLAMA_TOKENS, LLAMA_NGRAM = 2, 2  # of llama-cpp-lookup: what its documentation has for CPUs, and its default
-DEFAULT_METHODS = ("ar", "sd", "lookup")
+DEFAULT_METHODS = ("ar", "sd", "suffix")
 
 
 def parse_methods(
@@ -51,7 +51,7 @@ def parse_methods(
         elif name == BATCHING or is_transformers(name) or is_llama(name):
             peer_settings(name)  # raises for numbers that are none
             chosen[name] = None
-        elif (own := own_name(name)) in METHODS:
+        elif is_method(own := own_name(name)):
             chosen[name] = method(own, **tuned.get(own, {}) | given.get(own, {}))
         else:
             raise ValueError(f"unknown method {name!r}; there are {', '.join(NAMES)}")
@@ -145,9 +145,9 @@ def check_llama(name: str, target: str, batch: int, device: str | None) -> None:
 
 def _setting(option: str, text: str) -> tuple[str, str, str]:
     left, equals, value = text.partition("=")
-    name, dot, key = left.partition(".")
+    name, dot, key = left.rpartition(".")
     if not (equals and dot and name and key and value):
         raise ValueError(f"{option} takes METHOD.NAME=VALUE, not {text!r}")
-    if name not in METHODS:
+    if not is_method(name):
         raise ValueError(f"{option} {left}: {name!r} is no method with settings; there are {', '.join(METHODS)}")
     return name, key, value

@@ -15,7 +15,6 @@ from forerun.bench.plan import Plan
 from forerun.bench.roofline import read_costs
 from forerun.costs import Costs
 from forerun.files import read_text, write_text
-from forerun.lengths.oracle import Truth
 from forerun.methods import Lyanna, Method, Pacer
 from forerun.model import CausalLM
 from forerun.nn.pre_verifier import PreVerifier
@@ -88,7 +87,7 @@ def _decoders(
     heads: dict[str | None, HiddenLM],
     translation: Translation | None,
 ) -> dict[str, Decoder]:
-    decoders, truth = dict[str, Decoder](), Truth()
+    decoders = dict[str, Decoder]()
     for name, method in plan.methods.items():
         assert method is not None  # others decode elsewhere
         decoders[name] = decoder = Decoder(
@@ -103,7 +102,7 @@ def _decoders(
             max_rows=plan.rows,
             prefix_bytes=0,  # a prompt that comes again is computed again
         )
-        decoder.costs, decoder.truth = costs, truth
+        decoder.costs = costs
         if costs is not None and plan.costs is None and method.needs_costs and method.head not in (None, Lyanna.head):
             # The table has those of Lyanna's head, and a state of another one takes another time.
             decoder.costs = replace(costs, head=head_costs(heads[method.head]))

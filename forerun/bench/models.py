@@ -24,7 +24,6 @@ from forerun.loading import (
     load_tokenizer,
     translation_for,
 )
-from forerun.methods import Pacer, SpecDec
 from forerun.model import CausalLM, context_of, fingerprint
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.runtime import prepare
@@ -149,7 +148,7 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
         seen = sorted({"hidden", "target", "token"} & set(layer.config.inputs))
         if seen and (plan.target_shape or plan.draft_shape):
             raise ValueError(f"{folder} looks at {seen[0]} states, which another shape makes wider; train one without")
-        found |= {each.layer: layer for each in (Pacer, SpecDec) if each.kind == layer.config.kind}
+        found |= {each.layer: layer for each in plan.methods.values() if each and each.kind == layer.config.kind}
     for name in sorted(wanted - set(found)):
         raise ValueError(f"none of --pre-verifier is for {name}; `forerun train pre-verifier` makes one")
     return found

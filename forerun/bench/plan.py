@@ -12,7 +12,7 @@ from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.bench.roofline import check_costs, read_costs
 from forerun.bench.sizes import SHAPES
 from forerun.kinds import check_kind, check_way
-from forerun.methods import Method, Oracle, SeeingOracle
+from forerun.methods import Method
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, resolve
 
@@ -30,7 +30,7 @@ class Plan:
         prompt_tokens: length of the prompts from the standard library.
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
-        pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
+        pre_verifier: folders of trained layers, for pacer; the embedded pair has its own.
         target_shape, draft_shape: names of SHAPES (forerun/bench/sizes.py): the models' output is then measured at the
             costs of these.
         graphs, draft_tokens: as in `forerun.load`.
@@ -95,7 +95,7 @@ class Plan:
             raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
         self._check_load()
         for name, each in self.methods.items():
-            if self.temperature and isinstance(each, Oracle | SeeingOracle):
+            if self.temperature and each is not None and each.greedy_only:
                 raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
             bundled = companion(self.target, each.layer) if each is not None and self.target == self.draft else None
             if each is not None and each.layer and not self.pre_verifier and bundled is None:

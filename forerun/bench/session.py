@@ -24,7 +24,7 @@ from forerun.bench.roofline import read_costs
 from forerun.bench.runners import Run, decoder_run, forget_phrases
 from forerun.bench.timeline import plot_timeline, step_of
 from forerun.files import read_text, write_text
-from forerun.methods import GONE, Oracle, SeeingOracle
+from forerun.methods import REMOVED_SETTINGS
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.profiles import identity
@@ -145,7 +145,7 @@ def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
         before = None
     if not isinstance(before, dict):
         raise ValueError(f"{path} is damaged; give another --out")
-    was = {name: value for name, value in _leaves(before) if (name.rpartition(".")[2], value) not in GONE}
+    was = {name: value for name, value in _leaves(before) if (name.rpartition(".")[2], value) not in REMOVED_SETTINGS}
     now = dict(_leaves(arguments))
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
@@ -175,9 +175,10 @@ def _surroundings(plan: Plan) -> dict[str, Any]:
 def _teach_oracles(
     plan: Plan, runs: dict[str, Run], datasets: dict[str, list[Prompt]], say: Callable[[str], None]
 ) -> None:
-    """Runs oracles once on everything, so that no measurement holds the time in which they learn the truth."""
+    """Runs oracles, which alone refuse sampling, once on everything: no measurement holds the time in which they learn
+    the truth."""
     for name, method in plan.methods.items():
-        if not isinstance(method, Oracle | SeeingOracle):
+        if method is None or not method.greedy_only:
             continue
         for dataset, prompts in datasets.items():
             say(f"{name} learns the target's output for {dataset}")

@@ -95,11 +95,8 @@ def expand_head(head: HiddenDrafter, model: PreTrainedModel, shape: ModelShape) 
     """
     config = head.config
     small = ModelShape(**{name: getattr(config, name) for name in asdict(shape)})
-    # Layers of the target's shape, in which an eagle's wider MLP stays as much wider; medusa's blocks are only MLPs.
-    big_size, own = shape.intermediate_size, model.config.intermediate_size
-    if config.kind == "medusa":
-        big_size, own = shape.hidden_size, small.hidden_size
-    inner = round(small.intermediate_size * big_size / own)
+    # Layers of the target's shape, in which an eagle's wider MLP stays as much wider.
+    inner = round(small.intermediate_size * shape.intermediate_size / model.config.intermediate_size)
     hot = max(config.hot_size, shape.vocab_size // 4)
     sizes = config.to_dict() | asdict(shape) | {"intermediate_size": inner, "hot_size": hot}
     wider = shape.hidden_size / small.hidden_size

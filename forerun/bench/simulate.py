@@ -20,7 +20,7 @@ from forerun.bench.report import summary
 from forerun.bench.roofline import check_costs
 from forerun.costs import Costs
 from forerun.files import read_text
-from forerun.methods import Method, method, still_there
+from forerun.methods import Method, drop_removed, method
 from forerun.profiles import costs_of
 
 USUAL_BLOCK = 4  # tokens a call of Pacer's layer, where it chooses for itself
@@ -57,7 +57,7 @@ def read_run(folder: Path) -> RecordedRun:
         results = json.loads(read_text(folder / "results.json"))
         arguments, costs = results["arguments"], costs_of(results["costs"])
         methods = {
-            name: method(name.partition(".")[0], **still_there(settings))
+            name: method(name.partition(".")[0], **drop_removed(settings))
             for name, settings in arguments["methods"].items()
             if not (name.startswith("hf-") or is_llama(name))
         }

@@ -53,10 +53,10 @@ def bench(
     top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
     head: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of a head of the target's, for lyanna, eagle or medusa; repeatable."),
+        typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable."),
     ] = None,
     pre_verifier: Annotated[
-        list[str] | None, typer.Option(help="Folder of a trained layer, for pacer or specdec++; repeatable.")
+        list[str] | None, typer.Option(help="Folder of a trained layer, for pacer; repeatable.")
     ] = None,
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
@@ -103,7 +103,7 @@ def bench(
     chosen = parse_methods(_split(methods), method_arg or [], tune, tuned)
     plan = Plan(
         # "auto" is a draft's method here: which head is whose is known later.
-        methods={name: each and each.given(draft is not None, False, None) for name, each in chosen.items()},
+        methods={name: each and each.resolve_defaults(draft is not None, False, None) for name, each in chosen.items()},
         datasets=tuple(_split(dataset)) or ("stdlib-test",),
         data=data,
         target=target,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.kinds import WAYS, check_kind, check_way
-from forerun.methods import METHODS, Method, method, parse_value
+from forerun.methods import METHODS, Method, method, method_class, parse_value
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
 
@@ -26,8 +26,8 @@ STYLES = {
 }
 
 METHOD_HELP = (
-    f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer-ouroboros, sd without a pre-verifier, or "
-    "suffix without a draft."
+    f"{', '.join(METHODS)}, or package.module:Class of your own; what `forerun tune` chose by default, else "
+    "pacer-ouroboros, sd without a pre-verifier, or suffix without a draft."
 )
 TargetOption = Annotated[
     str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
@@ -66,7 +66,7 @@ GrammarOption = Annotated[
 ]
 DraftOption = Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")]
 PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
-HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna, eagle, medusa.")]
+HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna and eagle.")]
 DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),
@@ -126,7 +126,7 @@ ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to c
 
 def parse_method(name: str, gamma: int | None = None, settings: list[str] | None = None) -> Method:
     """The method of these options. Raises ValueError."""
-    method(name)  # whether there is one of that name
+    method_class(name)  # whether there is one of that name
     options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
     for setting in settings or []:
         key, equals, value = setting.partition("=")

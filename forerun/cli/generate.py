@@ -80,7 +80,7 @@ def generate(
         raise ValueError("--system is for --chat")
     if phrases is not None:
         if settings.phrases is None or not is_named:
-            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, lookahead, suffix and hybrid")
+            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, suffix and hybrid")
         if temperature and seed is None and settings.name not in ("suffix", "hybrid"):
             raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
         if not phrases.parent.is_dir():

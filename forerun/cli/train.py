@@ -234,7 +234,7 @@ def lyanna(
     ] = None,
     chats: ChatsOption = None,
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED,
-    kind: Annotated[str, typer.Option(help="lyanna, or eagle or medusa to compare with.")] = "lyanna",
+    kind: Annotated[str, typer.Option(help="lyanna, or eagle to compare with.")] = "lyanna",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
     rank: Annotated[int, typer.Option(min=0, help="Rank of the token information; 0 for a head without it.")] = 64,
     hot: Annotated[float, typer.Option(help="Share of the vocabulary that it drafts from.")] = 0.25,

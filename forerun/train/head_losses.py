@@ -61,10 +61,8 @@ def loss_of(
     return total
 
 
-def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor | None:
-    """The target's embeddings [B, T, d] of tokens, for heads that need them."""
-    if drafter.config.kind == "medusa":
-        return None
+def embeddings_of(drafter: HiddenDrafter, judge: CausalLM, tokens: Tensor) -> Tensor:
+    """The target's embeddings [B, T, d] of tokens."""
     with torch.no_grad():
         return judge.model.get_input_embeddings()(tokens).float()
 

@@ -147,7 +147,7 @@ def train_head(
         judge.last_layer()  # raises where there is none
         if judge.config.hidden_size != size:
             raise ValueError(f"the target's states are {judge.config.hidden_size} wide and its LM head reads {size}")
-    config = _config(text, kind, size, recipe.unroll, layers, rank, max(1, round(hot * judge.vocab_size)), known)
+    config = _config(text, kind, size, layers, rank, max(1, round(hot * judge.vocab_size)), known)
     config.feature, config.fusion = feature, fusion
     begun = None if start is None else _begun(start, judge, config)
     folder = work / "training" / out.resolve().name
@@ -215,10 +215,10 @@ def train_head(
 
 
 def _config(
-    text: PreTrainedConfig, kind: str, size: int, states: int, layers: int, rank: int, hot: int, known: bool
+    text: PreTrainedConfig, kind: str, size: int, layers: int, rank: int, hot: int, known: bool
 ) -> HiddenConfig:
-    """That of a head for a target. All kinds are of one size: lyanna has the factors of a table, eagle and medusa have
-    wider MLPs instead."""
+    """That of a head for a target. All kinds are of one size: lyanna has the factors of a table, eagle has a
+    wider MLP instead."""
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     each = getattr(text, "head_dim", None) or size // heads
@@ -228,9 +228,6 @@ def _config(
         inner += factors // (3 * size * layers)
         if inner >= 20 * BLOCK:  # whole blocks, which our product in 8 bits needs, where they are a small part
             inner = round(inner / BLOCK) * BLOCK
-    if kind == "medusa":
-        whole = 2 * size**2 + layers * size * (2 * each * (heads + groups) + 3 * inner) + factors
-        inner = max(1, whole // (2 * size * states))
     rope = getattr(text, "rope_parameters", None) or {}
     return HiddenConfig(
         kind=kind,
@@ -242,7 +239,6 @@ def _config(
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         num_hidden_layers=layers,
-        states=states,
         rank=rank,
         known=known,
         vocab_size=text.vocab_size,
@@ -254,10 +250,10 @@ def _config(
 def _begun(folder: Path, judge: CausalLM, config: HiddenConfig) -> HiddenDrafter:
     """The head to go on from; raises ValueError for one of another form than `config`'s, or of another target."""
     head = load_head(folder, judge)
-    for name in [*_OF_FORM, "states"] if config.kind == "medusa" else _OF_FORM:
+    for name in _OF_FORM:
         there, wanted = getattr(head.config, name), getattr(config, name)
         if there != wanted:
-            same = "kind, layers, rank, known, feature, fusion and hot, and for medusa the same unroll"
+            same = "kind, layers, rank, known, feature, fusion and hot"
             raise ValueError(f"the head {str(folder)!r} has {name} {there}, not {wanted}; give it the same {same}")
     return head
 

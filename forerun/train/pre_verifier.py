@@ -267,7 +267,7 @@ def _fit(
         save_every=500,
         compile=False,
     )
-    own = ("width", "layers", "heads", "depth", "inputs", "kind")
+    own = ("width", "layers", "depth", "inputs", "kind")
     settings = {name: getattr(layer.config, name) for name in own} | {"weight": recipe.weight, "held": recipe.held}
     claim(work / "settings", json.dumps(settings))
     train(layer, loss, batch, evaluate, config, work, say)

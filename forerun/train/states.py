@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forerun.draft import Draft
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Engine
 from forerun.files import read_text
 from forerun.generation import Generation, Request
+from forerun.methods.ar import PlainDrafter
 from forerun.model import CausalLM
 from forerun.sampling import Verdict
 from forerun.train.chats import Conversation
