@@ -66,9 +66,11 @@ class Drafter(Protocol):
     ) -> None:
         """What became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at the
         nodes of each draft, where they are wanted."""
+        return
 
     def drop(self, seq: Generation) -> None:
         """A sequence leaves: it has ended, or was never admitted to the end."""
+        return
 
 
 def observe_rows(

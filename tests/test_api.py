@@ -272,7 +272,7 @@ def test_mistakes_are_named_before_any_work(
 
 
 def test_load_names_what_is_wrong(target: LlamaForCausalLM, tmp_path) -> None:
-    with pytest.raises(ValueError, match="unknown method 'turbo'; there are ar, sd, pacer, specdec"):
+    with pytest.raises(ValueError, match="unknown method 'turbo'; there are ar, sd, pacer, suffix"):
         forerun.load(target, method="turbo")
     with pytest.raises(ValueError, match="no setting 'gama'"):
         forerun.load(target, draft=target, gama=3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sklearn.metrics
 from ggufs import small, write
-from toys import noisy_copy, random_head, random_layer, tiny, tiny_tokenizer
+from toys import BASELINES, noisy_copy, random_head, random_layer, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from forerun.bench.choose import own_name, parse_methods, peer_settings, takes_rows
@@ -153,7 +153,14 @@ def test_peers_sample_with_top_p_and_seeds(name: str, pair: tuple[PreTrainedMode
 
 
 def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
-    names = ["sd", "hf-forward/ar", "hf-forward/sd", "hf-forward/pacer", "hf-forward/lyanna", "hf-forward/oracle"]
+    names = [
+        "sd",
+        "hf-forward/ar",
+        "hf-forward/sd",
+        "hf-forward/pacer",
+        "hf-forward/lyanna",
+        f"hf-forward/{BASELINES['oracle']}",
+    ]
     layers = {"head": (str(folder / "head"),), "pre_verifier": (str(folder / "layer"),)}
     plan = plan_of(folder, *names, settings=("sd.gamma=3",), draft_weights="float32", **layers)
     found = run(plan, folder / "out")
@@ -171,14 +178,14 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
 
 
 def test_their_forwards_are_untouched(folder: Path) -> None:
-    plan = plan_of(folder, "sd", "hf-forward/sd", "hf-forward/lookup")
+    plan = plan_of(folder, "sd", "hf-forward/sd", "hf-forward/suffix")
     assert own_name("hf-forward/sd") == "sd"
     ours, target, _ = load_decoders(plan, None, None)
     theirs = load_on_their_forward(plan, None)
-    assert set(ours) == {"ar", "sd"} and set(theirs) == {"hf-forward/sd", "hf-forward/lookup"}
+    assert set(ours) == {"ar", "sd"} and set(theirs) == {"hf-forward/sd", "hf-forward/suffix"}
     for decoder in theirs.values():
         assert decoder.target._forward is None and decoder.target.model is not target.model
-    assert theirs["hf-forward/sd"].draft is not None and theirs["hf-forward/lookup"].draft is None
+    assert theirs["hf-forward/sd"].draft is not None and theirs["hf-forward/suffix"].draft is None
     assert theirs["hf-forward/sd"].draft._forward is None and not is_stored(theirs["hf-forward/sd"].draft.model)
     assert load_on_their_forward(plan_of(folder, "sd"), None) == {}
 
@@ -187,13 +194,13 @@ def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> No
     path = tmp_path / "small.gguf"
     write(path, small(), "Q4_1")
     (tmp_path / "own.jsonl").write_text(json.dumps({"tokens": [5, 6, 7, 5, 6]}) + "\n")
-    names = ["lookup", "hf-forward/ar", "hf-forward/lookup"]
+    names = ["suffix", "hf-forward/ar", "hf-forward/suffix"]
     plan = plan_of(tmp_path, *names, target=str(path), draft=None)
     found = run(plan)
     theirs = load_on_their_forward(plan, None)["hf-forward/ar"].target
     assert not is_stored(theirs.model) and str(theirs.dtype) == "torch.float32"
     methods = found["methods"]
-    assert methods["lookup"]["exact_match"] == 1.0
+    assert methods["suffix"]["exact_match"] == 1.0
     for name in names[1:]:  # rounding may differ, and then it is said how nearly the target chose otherwise
         differences = methods[name]["differences"]
         assert differences is None or differences["margin_max"] < 0.1
@@ -225,7 +232,7 @@ def test_the_best_of_several_settings_has_a_row_and_ratios_are_to_every_method()
 
 
 def test_results_say_what_they_were_measured_with(folder: Path) -> None:
-    plan = plan_of(folder, "lookup")
+    plan = plan_of(folder, "suffix")
     found = run(plan)
     checked = check_logits(plan, {str(folder / "own.jsonl"): []})
     for each in (found, checked, provenance({})):

@@ -33,9 +33,9 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, specdec"),
+        (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, suffix"),
         (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
-        (["generate", "x", "--phrases", "f"], "--phrases is for --method ouroboros, pacer-ouroboros, lookahead, "),
+        (["generate", "x", "--phrases", "f"], "--phrases is for --method ouroboros, pacer-ouroboros, suffix "),
         (["generate", "x", "--method", "ouroboros", "--phrases", "no/f"], "a folder that exists, not 'no/f'"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),

@@ -203,7 +203,7 @@ def test_several_draws_are_independent_and_repeatable() -> None:
     assert twice[0] != twice[1]
 
 
-@pytest.mark.parametrize("kind", ["draft", "lookup"])
+@pytest.mark.parametrize("kind", ["draft", "suffix"])
 def test_sampled_tokens_follow_transformers_distribution(kind: str) -> None:
     # Two tokens are asked for, so that the first may be a draft's.
     prompt, count = [11, 12, 13, 11, 12], 600

@@ -207,13 +207,13 @@ def test_a_run_says_how_many_outputs_differ_and_by_how_little(
     monkeypatch.setattr(llama, "find", lambda source: Path("small.gguf"))
     monkeypatch.setattr(plans, "check_llama", lambda *what: None)  # there is no such file
     plan = Plan(
-        parse_methods(["lookup", "llama-cpp", "llama-cpp-lookup"], [], None, {}), target=str(tmp_path), max_new_tokens=6
+        parse_methods(["suffix", "llama-cpp", "llama-cpp-lookup"], [], None, {}), target=str(tmp_path), max_new_tokens=6
     )
     prompts = {"stdlib-test": [Prompt("a", tokens=(5, 6, 7)), Prompt("b", tokens=(6, 5, 6))]}
     monkeypatch.setattr(session, "load_prompts", lambda plan, files: (prompts, None))
     found = session.bench(plan, {})
     methods = found["methods"]
-    assert methods["ar"]["differences"] is methods["lookup"]["differences"] is None
+    assert methods["ar"]["differences"] is methods["suffix"]["differences"] is None
     for name in ("llama-cpp", "llama-cpp-lookup"):
         assert methods[name]["exact_match"] == 0.5 and methods[name]["tokens"] == 2 * 2 * 6
         (mismatch,) = methods[name]["mismatches"]

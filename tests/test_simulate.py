@@ -13,7 +13,6 @@ import commands
 import pytest
 from toys import noisy_copy, tiny, tiny_tokenizer
 
-from benchmarks.baselines.lookup import Lookup
 from forerun.bench.prices import Prices, fitted, kind
 from forerun.bench.records import Record, Records
 from forerun.bench.roofline import COUNTS, GPUS, read_costs, table
@@ -21,7 +20,7 @@ from forerun.bench.simulate import RecordedRun, check, repriced
 from forerun.cli import main
 from forerun.costs import Costs
 from forerun.engine import Step
-from forerun.methods import PacerLyanna, method
+from forerun.methods import PacerLyanna, Suffix, method
 from forerun.metrics import Stats, Times, Work, work
 
 COSTS = Costs({1: 4.0, 8: 6.0, 64: 20.0}, {1: 0.5, 8: 1.0}, head={1: 0.25, 8: 0.5})
@@ -51,13 +50,13 @@ def record(method: str, batch: int, steps: Work, seconds: float, prefill: float 
 
 
 def test_prices_come_back_from_what_they_made() -> None:
-    prices = Prices(COSTS, 0.2, 0.7, {"sd": 0.1, "lyanna width=1": -0.05}, {"lookup": 0.3}, {})
-    kinds = {"ar": "ar", "sd.gamma=2": "sd", "sd.gamma=6": "sd", "lookup": "lookup", "lyanna": "lyanna width=1"}
+    prices = Prices(COSTS, 0.2, 0.7, {"sd": 0.1, "lyanna width=1": -0.05}, {"suffix": 0.3}, {})
+    kinds = {"ar": "ar", "sd.gamma=2": "sd", "sd.gamma=6": "sd", "suffix": "suffix", "lyanna": "lyanna width=1"}
     shapes: dict[str, Work] = {
         "ar": ((40, 2, 1, 0),),
         "sd.gamma=2": ((20, 2, 3, 2), (1, 1, 2, 1)),
         "sd.gamma=6": ((12, 2, 7, 6),),
-        "lookup": ((9, 2, 5, 0), (11, 2, 1, 0)),
+        "suffix": ((9, 2, 5, 0), (11, 2, 1, 0)),
         "lyanna": ((10, 2, 9, 8),),
     }
     records = []
@@ -110,11 +109,8 @@ def test_no_step_is_cheaper_than_half_its_forwards() -> None:
 
 
 def test_kinds_tell_apart_what_costs_otherwise() -> None:
-    assert (
-        kind(method("pacer")) == "pacer"
-        and kind(Lookup()) == "lookup"
-        and kind(PacerLyanna(block=2)) == "pacer-lyanna block=2 width=1"
-    )
+    assert kind(method("pacer")) == "pacer" and kind(Suffix()) == "suffix width=1"
+    assert kind(PacerLyanna(block=2)) == "pacer-lyanna block=2 width=1"
     assert kind(method("ouroboros", window=3)) == "ouroboros window=3"
 
 
@@ -174,7 +170,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i)", "aa ab"]
     (folder / "own.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
     pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1"]
-    more = ["--methods", "sd,lookup", "--dataset", str(folder / "own.jsonl"), "--rounds", "1"]
+    more = ["--methods", "sd,suffix", "--dataset", str(folder / "own.jsonl"), "--rounds", "1"]
     done = commands.run("bench", *pair, *more, "--max-new-tokens", "24", "--out", str(folder / "out"))
     assert done.returncode == 0, done.stderr
     return folder / "out"
@@ -208,7 +204,7 @@ def datasets(done: Done) -> dict[str, dict[str, dict[str, float]]]:
 @pytest.mark.slow
 def test_a_recorded_run_at_other_costs(run: Path, simulate: Callable[..., Done], tmp_path: Path) -> None:
     records = Records(run / "records.jsonl")
-    records.resume(["ar", "sd", "lookup"])
+    records.resume(["ar", "sd", "suffix"])
     path = tmp_path / "costs.json"
 
     def ratios(draft_ms: float) -> dict[str, float]:
@@ -217,7 +213,7 @@ def test_a_recorded_run_at_other_costs(run: Path, simulate: Callable[..., Done],
             steps = sum(count * (5.0 + draft_ms * forwards) for count, _, _, forwards in record.work)
             return 24 * 5.0 / steps
 
-        return {name: median(map(one, own(name))) for name in ("ar", "sd", "lookup")}
+        return {name: median(map(one, own(name))) for name in ("ar", "sd", "suffix")}
 
     def own(name: str) -> Sequence[Record]:
         return [record for record in records.all if record.method == name]
@@ -233,14 +229,14 @@ def test_a_recorded_run_at_other_costs(run: Path, simulate: Callable[..., Done],
     assert found["arguments"] == {"run": run.name, "costs": "costs.json", "learn": None}
     assert found["versions"]["cpu"] and found["date"].endswith(" UTC")
     shown = simulate(str(run), "--costs", "h100:llama-2-7b:llama-68m")
-    assert shown.returncode == 0 and "lookup" in shown.stdout and "what forwards cost where" in shown.stdout
+    assert shown.returncode == 0 and "suffix" in shown.stdout and "what forwards cost where" in shown.stdout
 
 
 @pytest.mark.slow
 def test_what_the_clock_said_beside_what_is_predicted(run: Path, simulate: Callable[..., Done]) -> None:
     for more in ((), ("--learn", str(run))):
         (methods,) = datasets(simulate(str(run), *more, "--json")).values()
-        assert set(methods) == {"ar", "sd", "lookup"} and methods["ar"]["predicted"] == 1.0
+        assert set(methods) == {"ar", "sd", "suffix"} and methods["ar"]["predicted"] == 1.0
         for each in methods.values():
             assert each["error"] == pytest.approx(each["predicted"] / each["measured"] - 1, abs=1e-3)
 

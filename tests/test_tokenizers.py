@@ -542,7 +542,7 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_which_methods_need_the_targets_tokenizer() -> None:
     strict = {name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer}
-    assert strict == {"pacer", "specdec++", "ouroboros", "pacer-ouroboros", "oracle", "seeing-oracle"}
+    assert strict == {"pacer", "ouroboros", "pacer-ouroboros"}
     assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
 
 

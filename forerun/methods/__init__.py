@@ -81,7 +81,7 @@ def method_class(name: str) -> type[Method]:
 
 def _check(cls: Any, shown: str) -> type[Method]:
     """A class that has all parts of a method. Raises ValueError for others."""
-    is_frozen = isinstance(cls, type) and is_dataclass(cls) and vars(cls)["__dataclass_params__"].frozen
+    is_frozen = isinstance(cls, type) and is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     if not is_frozen:
         raise ValueError(f"{shown} is no method: that is a frozen dataclass, best of forerun.methods.Method")
     missing = [part for part in PARTS if not hasattr(cls, part)]

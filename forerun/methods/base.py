@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +78,7 @@ class Method(Protocol):
         warm: whether what it gathers outlives a sequence.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     needs_draft: ClassVar[bool] = False
     greedy_only: ClassVar[bool] = False

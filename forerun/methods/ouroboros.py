@@ -287,6 +287,7 @@ class OuroborosDrafter(ChainDrafter):
             chain.tokens.append(token)
             if q is not None and chain.is_drawn:
                 chain.q.append(q[0])
+            assert chain.rule is not None
             asked = perf_counter()
             (more,) = chain.rule.more(
                 DraftState([seq], [chain.tokens], here, hidden[node][None] if hidden is not None else None)

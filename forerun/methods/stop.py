@@ -89,9 +89,11 @@ class LengthPolicy(Protocol):
 
     def admit(self, seq: Generation) -> None:
         """A sequence joins."""
+        return
 
     def drop(self, seq: Generation) -> None:
         """A sequence leaves; nothing happens where it never joined."""
+        return
 
     def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
         """The rule of a draft of these sequences, which grow in step. `rows`: how many the target's forward has."""
@@ -101,3 +103,4 @@ class LengthPolicy(Protocol):
         self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         """The verdicts on drafts; arguments as for a drafter."""
+        return
