@@ -376,7 +376,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"token_type_ids": torch.zeros(1, 7).long(), "architecture": "gpt2"}, "token_type_ids is not supported; only tok"),
     ({"draft": "my-draft"}, "draft must be a loaded transformers model, not 'my-draft'"),
     ({"method": "sd"}, "method 'sd' needs a draft model: give a draft"),
-    ({"method": "magic"}, "unknown method 'magic'; there are ar, sd, pacer, specdec"),
+    ({"method": "magic"}, "unknown method 'magic'; there are ar, sd, pacer, suffix"),
     ({"token_streamer": Recorder(), "num_return_sequences": 2, "do_sample": True}, "takes a single sequence, not 2"),
     ({"input_ids": torch.full((1, CONTEXT), 5)}, "prompt 0 has 256 tokens; the target's context of 256 leaves room"),
 ]

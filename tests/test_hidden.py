@@ -205,7 +205,7 @@ class TellingHead:
     with the token behind it."""
 
     device, dtype, width, known, states = torch.device("cpu"), torch.float64, 1, True, DEPTH
-    feature, chains = "head", None
+    feature = "head"
     hot = torch.arange(VOCAB)
 
     def guesses(self, id: int, count: int, most: int) -> bool:

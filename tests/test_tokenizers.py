@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import TableLM, decode, joint_distribution, p_value, random_table, tiny, tiny_tokenizer, tokens_of
+from toys import BASELINES, TableLM, decode, joint_distribution, p_value, random_table, tiny, tiny_tokenizer, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -527,7 +527,7 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("forerun.api.load_model", lambda *_, **__: pytest.fail("weights loaded"))
     for name in ("ouroboros", "oracle", "seeing-oracle"):
         with pytest.raises(ValueError, match=f"method '{name}' needs a draft with the target's tokenizer.*pieces"):
-            forerun.load(**pair, method=name)  # type: ignore[arg-type]
+            forerun.load(**pair, method=BASELINES.get(name, name))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method 'hybrid' needs a draft with the target's tokenizer"):
         forerun.load(**pair, method="hybrid", other="ouroboros")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draft_tokens must be auto, shared or text, not 'bytes'"):

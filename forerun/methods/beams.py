@@ -64,14 +64,12 @@ def grow(
     nodes: int,
     policy: TreePolicy | None = None,
     origins: Sequence[str] = (),
-    quick: Callable[[Sequence[int], int], Tensor] | None = None,
 ) -> list[Draft]:
     """A tree of point masses for each row, at most `limits[r]` deep.
 
     It holds the `nodes` most probable paths among those that `width` beams find. One beam gives a chain of at most
     `nodes` tokens. `logits` is called once for each depth, for all rows and beams; `hot` [S] are its tokens. A `policy`
-    may value paths in its own way and end them sooner. `quick` gives chains of argmax tokens [B, n] behind the roots
-    at once, where there is such a call.
+    may value paths in its own way and end them sooner.
     """
     depth = max(limits)
     if depth < 1:
@@ -79,10 +77,7 @@ def grow(
     origins = origins or ["draft"] * len(roots)
     if width == 1:
         depth = min(depth, nodes)
-        if quick is not None and policy is None:
-            chains = quick(roots, depth)
-        else:
-            chains = _chains(roots, logits, hot, depth, policy)
+        chains = _chains(roots, logits, hot, depth, policy)
         sizes = limits if policy is None else policy.sizes()
         found = zip(roots, chains.tolist(), sizes, origins, strict=True)
         return [Draft.chain(root, row[:size], origin=origin) for root, row, size, origin in found]

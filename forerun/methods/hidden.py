@@ -191,7 +191,6 @@ class HeadDrafter(Drafter):
         limits: Sequence[int],
         budget: Budget | None = None,
         origins: Sequence[str] = (),
-        quick: Callable[[Sequence[int], int], Tensor] | None = None,
     ) -> list[Draft]:
         """`beams.grow` with this drafter's settings, or chains that are sampled."""
         origins = origins or ["draft"] * len(seqs)
@@ -201,7 +200,7 @@ class HeadDrafter(Drafter):
             depths, block = [min(limit, self.nodes) for limit in limits], self.drawing == "block"
             return beams.sample_chains(seqs, logits, self.head.hot, self.head.vocab_size, depths, origins, block)
         roots = [seq.tokens[-1] for seq in seqs]
-        return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, budget, origins, quick)
+        return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, budget, origins)
 
     def observe(
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None

@@ -4,7 +4,7 @@ used again with the right token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
@@ -162,8 +162,7 @@ class LyannaDrafter(HeadDrafter):
                 return [guessed[0]]
         logits = StepLogits(self, seqs, fresh, deep, old, budget)
         origins = ["reused" if is_free else "draft" for is_free in free]
-        quick = logits.chains if self.head.chains is not None else None
-        drafts = self.grow(seqs, logits, deep, budget, origins, quick)
+        drafts = self.grow(seqs, logits, deep, budget, origins)
         logits.close()
         for row in fresh:
             self._keep(seqs[row], drafts[row], logits.drafted(row), left[row])
@@ -233,13 +232,6 @@ class StepLogits:
         if self.head.information is not None:
             return found + self.head.information(tokens)
         return found.repeat(1, tokens.shape[1], 1)  # whatever the token before, the logits are the same
-
-    def chains(self, roots: Sequence[int], depth: int) -> Tensor:
-        """Chains [B, depth] of argmax tokens, as `grow` would make them of the logits one by one."""
-        assert self.head.chains is not None
-        for k in range(depth):
-            self._reach(k)
-        return self.head.chains(torch.stack([self._summed(k, len(roots)) for k in range(depth)]), roots=roots)
 
     def drafted(self, row: int) -> Tensor:
         """A fresh row's new logits [n, S], as many as it would have alone: its next draft must not depend on others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +38,6 @@ class HiddenLM(Rows):
         known: whether features are run with the tokens behind them.
         feature: which states of the target it takes as features, see `HiddenConfig`.
         curves: calibration, see `HiddenConfig`.
-        chains: of logits [n, B, S] and B tokens, chains [B, n] of the argmax tokens behind these with their information
-            (`NativeInformation.chains`). None where there is no such call.
         native: runs the layers instead, where C can.
         chain: drafts a whole chain for one sequence instead, where C can (`guess`).
         recorded: runs states one by one instead, where the target's forwards are recorded.
@@ -49,7 +47,6 @@ class HiddenLM(Rows):
     native: NativeHead | None = None
     chain: HeadChain | None = None
     information: Product | None = None
-    chains: Callable[..., Tensor] | None = None
 
     @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
@@ -68,8 +65,6 @@ class HiddenLM(Rows):
         self._empty()
         self.embeddings = target.model.get_input_embeddings()
         self.information = token_information(head, self.dtype, few)
-        if isinstance(self.information, NativeInformation):
-            self.chains = functools.partial(self.information.chains, hot=self.hot)
         self.native = native_head(head) if few else None
         if self.native is not None:
             known = self.information
