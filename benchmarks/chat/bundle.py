@@ -14,7 +14,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.baselines.specdec import SpecDec
 from forerun.files import write_text
 from forerun.loading import load_head, load_model
 from forerun.methods import Pacer
@@ -24,7 +23,7 @@ from forerun.train.curves import read_log
 from forerun.zoo import FOLDERS, SMOLLM2
 from forerun.zoo.quantise import save_quantised
 
-LAYERS = {"survival": Pacer.layer, "acceptance": SpecDec.layer}
+LAYERS = {"survival": Pacer.layer}
 
 
 def put(source: Path, bits: int, work: Path | None) -> Path:

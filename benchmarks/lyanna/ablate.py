@@ -23,7 +23,6 @@ import torch
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from benchmarks.baselines.medusa import Medusa
 from forerun import Decoder, load
 from forerun.bench.report import versions
 from forerun.chat import chat_prompt
@@ -105,8 +104,6 @@ def others(name: str, head: HiddenDrafter, depth: int) -> dict[str, tuple[Method
     """A head that was trained in another way; an EAGLE-like one for all tokens too, as it has no table of them."""
     if head.config.kind == "lyanna":
         return {f"lyanna, {name}": (Lyanna(depth=depth, reuse="off"), head)}
-    if head.config.kind == "medusa":
-        return {f"medusa, {name}": (Medusa(), head)}
     way = Eagle(depth=min(depth, 6))
     found = {f"eagle, {name}": (way, head)}
     if head.config.hot_size < head.config.vocab_size:

@@ -34,7 +34,7 @@ shapes=("$SMALL" "$SMALL_DRAFT"); [ "$BIG" != none ] && shapes+=("$BIG" "$BIG_DR
 "$PYTHON" benchmarks/scale/limit.py "$DEVICE" "$([ "$DTYPE" = float32 ] && echo 4 || echo 2)" "${shapes[@]}" | tee "$OUT/limit.json"
 
 [ "$BIG" != none ] && part 210 big --target-shape "$BIG" --draft-shape "$BIG_DRAFT" --limit "$LIMIT" \
-  --methods ar,sd,pacer,pacer-ouroboros,lookup
+  --methods ar,sd,pacer,pacer-ouroboros,suffix
 part 110 small --target-shape "$SMALL" --draft-shape "$SMALL_DRAFT" --limit "$LIMIT" \
   --methods ar,sd,lyanna,pacer-lyanna,pacer "${HEADS[@]}"
 part 110 small-4 --target-shape "$SMALL" --draft-shape "$SMALL_DRAFT" --limit "$LIMIT" --batch 4 \
