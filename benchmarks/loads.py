@@ -47,7 +47,7 @@ from forerun.bench.report import provenance
 from forerun.bench.session import claimed
 from forerun.cli.bench import planned, progress, split
 from forerun.files import write_text
-from forerun.methods import METHODS, Method
+from forerun.methods import METHODS, Method, is_method
 from forerun.zoo import EMBEDDED
 
 matplotlib.use("Agg")
@@ -111,7 +111,7 @@ class BatchingServer:
 def static(name: str, ours: Callable[[str], Method]) -> Method | None:
     """The method that is served in static batches by this name."""
     own = "ar" if name == STATIC else name.removeprefix(f"{STATIC}/")
-    if own == name or own not in METHODS:
+    if own == name or not is_method(own):
         there = ", ".join((*METHODS, STATIC, f"{STATIC}/METHOD", BATCHING))
         raise ValueError(f"unknown method {name!r}; there are {there}")
     return ours(own)

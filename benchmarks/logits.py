@@ -1,6 +1,6 @@
 """Whether verifying gives the very bits of decoding token by token.
 
-    python -m benchmarks.logits --target FILE.gguf --methods ar,lookup,lookahead --dataset prompts.jsonl --out FILE.json
+    python -m benchmarks.logits --target FILE.gguf --methods ar,suffix --dataset prompts.jsonl --out FILE.json
 
 Takes the options of `forerun bench`; nothing is timed.
 """

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from forerun.bench.plan import Plan, Runner
-from forerun.methods import METHODS, Method
+from forerun.methods import METHODS, Method, is_method
 from forerun.zoo import resolve
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Peers:
                 one_by_one=not takes_rows(name),
             )
         own = name.removeprefix(f"{FORWARD}/")
-        if own == name or own not in METHODS:
+        if own == name or not is_method(own):
             raise ValueError(f"unknown method {name!r}; there are {', '.join((*METHODS, *NAMES))}")
         self.forward[name] = method = ours(own)
         return Runner(

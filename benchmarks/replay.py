@@ -21,7 +21,7 @@ from forerun.bench.records import Record, parse
 from forerun.bench.report import summary
 from forerun.costs import Costs
 from forerun.files import read_text
-from forerun.methods import METHODS, Method, method, still_there
+from forerun.methods import Method, drop_removed, is_method, method
 from forerun.profiles import costs_of
 
 USUAL_BLOCK = 4  # tokens a call of Pacer's layer, where it chooses for itself
@@ -37,9 +37,9 @@ def replayed(folder: Path, costs: Costs | None = None) -> dict[str, dict[str, An
         results = json.loads(read_text(folder / "results.json"))
         arguments, measured = results["arguments"], costs_of(results["costs"])
         methods = {
-            name: method(name.partition(".")[0], **still_there(settings))
+            name: method(own, **drop_removed(settings))
             for name, settings in arguments["methods"].items()
-            if name.partition(".")[0] in METHODS
+            if is_method(own := name.partition("=")[0].rpartition(".")[0] if "=" in name else name)
         }
         records = [parse(line) for line in read_text(folder / "records.jsonl").splitlines()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

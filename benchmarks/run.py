@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OURS = "ar,sd,cumulative,confidence,pacer,lookup,suffix,hybrid,ouroboros"
-SAMPLED = "ar,sd,cumulative,pacer,lookup,suffix,hybrid"
+LOOKUP = "benchmarks.baselines.lookup:Lookup"
+OURS = f"ar,sd,cumulative,confidence,pacer,{LOOKUP},suffix,hybrid,ouroboros"
+SAMPLED = f"ar,sd,cumulative,pacer,{LOOKUP},suffix,hybrid"
 HEADS = "ar,sd,cumulative,lyanna,pacer-lyanna,eagle,pacer-eagle"
 LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
@@ -28,7 +29,7 @@ KNOBS = {
     "sd.gamma": "2,3,4,5,6",
     "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
     "pacer.threshold": "0.4,0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
-    "lookup.gamma": "1,2,3,5",
+    f"{LOOKUP}.gamma": "1,2,3,5",
     "hybrid.other": ",".join(f"cumulative:threshold={each}" for each in (0.2, 0.3, 0.4, 0.5)),
     "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=cumulative:threshold=0.4",
     "ouroboros.gamma": "1,2,3",
@@ -41,7 +42,7 @@ SAMPLED_KNOBS = {
     "sd.gamma": "1,2,3,4",
     "cumulative.threshold": "0.3,0.4,0.5,0.6,0.7",
     "pacer.threshold": "0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
-    "lookup.gamma": "2,3,5",
+    f"{LOOKUP}.gamma": "2,3,5",
     "hybrid.other": "cumulative:threshold=0.4,cumulative:threshold=0.6,sd:gamma=1,sd:gamma=2",
     "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=sd:gamma=2",
 }
@@ -90,7 +91,7 @@ RANGES = {  # likewise for the embedded pair
     "sd.gamma": "2,3,4,5,6,8,10",
     "cumulative.threshold": "0.05,0.12,0.2,0.3",
     "confidence.threshold": "0.2,0.3,0.4,0.5",
-    "lookup.gamma": "4,8,12,16",
+    f"{LOOKUP}.gamma": "4,8,12,16",
     "hybrid.threshold": "1,3,6",
     "ouroboros.gamma": "4,6,8,10",
     "lyanna.depth": "2,4,6,8",

@@ -64,7 +64,8 @@ def load(
         target: hub id, folder, GGUF file or model; "embedded" is the pair that comes with the package, "smollm2" the
             chat model that `forerun fetch` gets.
         draft: likewise; the draft that comes with forerun for a target of that name is the default.
-        method: a name from `forerun.methods.METHODS` or its dataclass. Default, where no settings are given either:
+        method: a name from `forerun.methods.METHODS`, its dataclass with settings, or "package.module:Class" and an
+            instance of one's own (docs/methods.md). Default, where no settings are given either:
             what `forerun tune` chose for these models on this device, with this dtype and number of threads, for greedy
             decoding and for sampling. Else "pacer-ouroboros" with a draft and its pre-verifier, "sd" with a draft, and
             "suffix" without; with a head that none of these has a use for, the method of its kind. Models that are
@@ -91,12 +92,12 @@ def load(
         graphs: record forwards of a few tokens as CUDA graphs, for plain Llamas on a GPU; takes memory and some seconds
             at first. Raises ValueError elsewhere.
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
-        pre_verifier: the trained layer of "pacer" or "specdec++", a folder or the layer; those that come with forerun
+        pre_verifier: the trained layer of "pacer", a folder or the layer; those that come with forerun
             are there. Raises ValueError where it belongs to other models.
         head: what "lyanna" and others like it draft with, a folder or the head; those that come with forerun are
             there. Raises ValueError where it belongs to another model.
         phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
-        guard: leave drafts out while they do not pay (see forerun/drafters/guard.py), unless it is False. Which steps
+        guard: leave drafts out while they do not pay (see forerun/methods/guard.py), unless it is False. Which steps
             those are depends on the time they take; what is sampled without a seed then does so too.
         max_rows, max_queue, kv_memory, prefix_bytes: of the engine, see `Decoder`.
         **options: the method's settings, such as gamma=6.
@@ -115,7 +116,7 @@ def load(
     chosen = methods.method(method or methods.default_method(draft is not None, layered, options), **options)
     comes = "lyanna" if draft is None and companion(target, "lyanna") is not None else None
     own_kind = kind_of(head)
-    chosen = chosen.given(draft is not None, layered, own_kind or comes)
+    chosen = chosen.resolve_defaults(draft is not None, layered, own_kind or comes)
     if chosen.needs_draft and draft is None:
         raise ValueError(NO_DRAFT.format(chosen.name))
     unnamed = method is None and not options
@@ -149,8 +150,8 @@ def load(
             costs = ours.costs
         if profile is None and ours is not None and unnamed and pre_verifier is None and head is None:
             has = draft is not None, layered, comes
-            chosen = (ours.choice("greedy") or chosen).given(*has)
-            drawing = (ours.choice("sampling") or chosen).given(*has)
+            chosen = (ours.choice("greedy") or chosen).resolve_defaults(*has)
+            drawing = (ours.choice("sampling") or chosen).resolve_defaults(*has)
     if own_kind is not None and unnamed and all(each is None or each.head is None for each in (chosen, drawing)):
         chosen, drawing = methods.method(own_kind), None
     if pre_verifier is None and is_own:

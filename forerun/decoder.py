@@ -23,17 +23,14 @@ from transformers import (
 from forerun import methods
 from forerun.chat import chat_prompt, turn_ends
 from forerun.costs import Costs
-from forerun.drafters.guard import Guarded, Pace
-from forerun.drafters.memory import SuffixMemory
-from forerun.drafters.phrases import PhrasePool
-from forerun.drafters.plain import PlainDrafter
-from forerun.drafters.split import Split
 from forerun.driver import Driver, Run
 from forerun.engine import Drafter, Engine, Step
-from forerun.generation import Generation, Request
-from forerun.lengths.oracle import Truth
+from forerun.generation import Request
 from forerun.loading import Prompt, check_vocabularies, encode, load_head, load_pre_verifier
 from forerun.methods import AR, Method, Parts
+from forerun.methods.guard import Guarded, Pace
+from forerun.methods.pools import PhrasePool, SuffixMemory
+from forerun.methods.split import Split
 from forerun.metrics import Stats, summarise
 from forerun.model import CausalLM
 from forerun.nn.heads import KINDS, HiddenDrafter
@@ -149,10 +146,11 @@ class Decoder:
         self.max_rows, self.max_queue, self.kv_memory, self.prefix_bytes = max_rows, max_queue, kv_memory, prefix_bytes
         self._paces: dict[tuple[Method, bool], Pace] = {}  # sampling costs and accepts otherwise than greedy decoding
         self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = {}  # what outlives a call, if that may be
-        self.truth = Truth()  # stays empty unless the method is an oracle
         has = draft is not None, pre_verifier is not None
-        self.method = (method or methods.method(methods.default_method(*has))).given(*has, kind_of(head))
-        self.sampling_method = sampling_method.given(*has, kind_of(head)) if sampling_method is not None else None
+        self.method = methods.method(method or methods.default_method(*has)).resolve_defaults(*has, kind_of(head))
+        self.sampling_method = (
+            sampling_method.resolve_defaults(*has, kind_of(head)) if sampling_method is not None else None
+        )
         self.costs: Costs | None = None  # measured when a method first asks for them
         self._made: tuple[Driver, list[Any], list[Any]] | None = None  # the driver in use, and what it was made of
         self._making = Lock()
@@ -228,7 +226,7 @@ class Decoder:
 
     def _phrases(self) -> tuple[tuple[int, int], dict[tuple[int, int], PhrasePool | SuffixMemory]]:
         shape, pools = self.method.phrases, self.pools
-        if shape is None or pools is None or not getattr(self.method, "warm", False):
+        if shape is None or pools is None or not self.method.warm:
             raise ValueError(f"method {self.method.name!r} does not keep phrases between calls: see warm")
         return shape, pools
 
@@ -456,7 +454,7 @@ class Decoder:
             # not asked about: keys of another adapter cost accepted tokens, never a wrong one.
             foreign = has_foreign_layers(self.target.model)
             settings = [*tried, self.guard, foreign]
-            parts = [self.costs, self.pre_verifier, self.head, self.pools, self.truth]  # held, so that ids stay theirs
+            parts = [self.costs, self.pre_verifier, self.head, self.pools]  # held, so that ids stay theirs
             made = self._made
             same = made is not None and made[1] == settings and all(map(is_, made[2], parts))
             if made is not None and same and not (foreign and made[0].ended):
@@ -480,7 +478,6 @@ class Decoder:
 
     def _drafter(self, tried: list[Method]) -> Drafter:
         """What drafts by these methods: one for all sequences, or one for greedy ones and one for sampled ones."""
-        self.truth.find = self._plain
         drafters, clock = [], self.target.clock
         for method in tried:
             parts = Parts(
@@ -488,7 +485,6 @@ class Decoder:
                 draft=self.draft.fresh(self.prefix_bytes) if self.draft is not None else None,
                 pre_verifier=self.pre_verifier,
                 costs=self.costs,
-                truth=self.truth,
                 pools=self.pools,
                 head=self.head,
                 guarded=None if self.guard is False else lambda drafter: Guarded(drafter, Pace(clock)),
@@ -500,12 +496,6 @@ class Decoder:
             return drafter
         paces = [self._paces.setdefault((self.method_for(greedy), greedy), Pace(clock)) for greedy in (True, False)]
         return Guarded(drafter, *paces)
-
-    def _plain(self, seq: Generation) -> list[int]:
-        """The target's own greedy output for a sequence, whatever its criteria."""
-        driver = Driver(Engine(self.target.fresh(), PlainDrafter()))
-        (steps,) = driver.run([replace(seq.request, criteria=None, stop=None)]).collect()
-        return [token for step in steps for token in step.tokens]
 
 
 def kind_of(head: str | Path | HiddenDrafter | HiddenLM | None) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Draft:
             row = bytearray(rows[parent]) if node else bytearray(size)
             row[node] = 1
             rows.append(row)
+        import torch
+
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(size, size)
 
     def merge(self, other: Draft) -> Draft:

@@ -66,7 +66,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.target, self.drafter = target, drafter
         target.keeps_hidden = target.keeps_prompt = drafter.wants_hidden
-        target.feature = getattr(drafter, "feature", "head")
+        target.feature = drafter.feature
         self.max_rows, self.max_queue, self.kv_memory = max_rows, max_queue, kv_memory
         self.chunk_seconds = chunk_seconds
         self.running: list[Generation] = []

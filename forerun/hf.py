@@ -72,7 +72,7 @@ def custom_generate(
         token_streamer: is given the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
         guard: as in `forerun.load`.
-        pre_verifier: the trained layer of "pacer" or "specdec++", a folder (read in every call) or the layer. Costs
+        pre_verifier: the trained layer of "pacer", a folder (read in every call) or the layer. Costs
             that a method asks for are measured in the first call, and kept as the models are.
         head: what "lyanna" and others like it draft with, a folder or the head; kept likewise.
 
@@ -225,7 +225,7 @@ def _decoder(
         if part is not None and part.training:
             raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
     has = draft is not None, pre_verifier is not None
-    chosen = methods.method(method or methods.default_method(*has)).given(*has, kind_of(head))
+    chosen = methods.method(method or methods.default_method(*has)).resolve_defaults(*has, kind_of(head))
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):

@@ -273,7 +273,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     config: Any = cls.config_class
     try:
         settings = json.loads(path.read_text())
-        known = set(config().to_dict()) | {"architectures", "dtype"}
+        known = set(config().to_dict()) | {"architectures", "dtype", "heads", "states"}  # the last two of older files
         unknown = sorted(set(settings) - known)
     except Exception as error:
         raise ValueError(f"cannot load {name}: config.json: {_first_line(error)}") from None
@@ -303,7 +303,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
 def _blocks(config: Any) -> int:
     """How many blocks a trained layer's configuration claims."""
     if isinstance(config, HiddenConfig):
-        return config.states if config.kind == "medusa" else config.num_hidden_layers
+        return config.num_hidden_layers
     return config.layers
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from forerun.costs import Costs
 from forerun.files import home, read_text, write_text
-from forerun.methods import Method, method, still_there
+from forerun.methods import REMOVED, Method, drop_removed, method
 from forerun.zoo import FOLDERS, resolve
 
 Mode = Literal["greedy", "sampling"]
@@ -255,8 +255,11 @@ def _profile(value: Any) -> Profile:
     for mode in ("greedy", "sampling"):
         if found[mode] is not None:
             choice = _checked(Choice, found[mode])
-            tuned = {name: still_there(settings) for name, settings in choice["tuned"].items()}
-            found[mode] = Choice(**choice | {"settings": still_there(choice["settings"]), "tuned": tuned})
+            tuned = {n: drop_removed(settings) for n, settings in choice["tuned"].items() if n not in REMOVED}
+            if choice["method"] in REMOVED:  # nothing is known of this mode any more
+                found[mode] = None
+                continue
+            found[mode] = Choice(**choice | {"settings": drop_removed(choice["settings"]), "tuned": tuned})
             found[mode].build()
             for name, settings in tuned.items():
                 method(name, **settings)

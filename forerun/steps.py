@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from forerun.draft import Draft
-from forerun.generation import Generation
-from forerun.logprobs import Logprob
-from forerun.sampling import Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.generation import Generation
+    from forerun.logprobs import Logprob
+    from forerun.sampling import Verdict
 
 
 @dataclass(frozen=True)
@@ -35,36 +37,40 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """A method. Its state belongs to a sequence; every call may be about others of those that were admitted.
+    """Where drafts come from: what a method's `build` makes. Only `propose` has to be written; a subclass inherits the
+    rest.
+
+    Its state belongs to a sequence: every call may be about others of those that were admitted.
 
     Attributes:
-        wants_hidden: whether it is to be given the target's hidden states: those that its attribute `feature` says
-            (`CausalLM.feature`), or the LM head's inputs where it has none.
+        wants_hidden: whether it is given the target's hidden states.
+        feature: which ones, see `CausalLM.feature`; "head" are the LM head's inputs.
         spread: nodes that a draft may have beyond a chain that fills the sequence's room.
     """
 
-    wants_hidden: bool
-    spread: int
+    wants_hidden: bool = False
+    feature: str = "head"
+    spread: int = 0
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        """A sequence joins. `hidden` [n - 1, d]: the target's LM-head inputs over all of its n tokens but the last,
-        where they are wanted. Runs its prompt: after each chunk of at most `chunk` tokens yields how many it ran."""
-        ...
+        """A sequence joins. `hidden` [n - 1, d]: the target's states over all of its n tokens but the last, where they
+        are wanted. Runs its prompt: after each chunk of at most `chunk` tokens yields how many it ran."""
+        return ()
 
     def propose(self, seqs: list[Generation]) -> Proposal:
         """One draft each, at most `seq.room - 1` deep (the target adds one token itself)."""
-        ...
+        raise NotImplementedError
 
     def observe(
         self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        """What became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's LM-head inputs
-        at the nodes of each draft, where they are wanted."""
-        ...
+        """What became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at the
+        nodes of each draft, where they are wanted."""
+        return
 
     def drop(self, seq: Generation) -> None:
         """A sequence leaves: it has ended, or was never admitted to the end."""
-        ...
+        return
 
 
 def observe_rows(

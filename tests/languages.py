@@ -107,12 +107,10 @@ def head(
     states: Mapping[int, int] | None = None,
     tokens: Mapping[int, int] | None = None,
     information: Mapping[int, Row] | None = None,
-    ahead: Sequence[Mapping[int, int]] = (),
     **settings: Any,
 ) -> nn.Module:
     """A head that is a table: the next state follows from the state before by `states`, or from the token behind that
-    by `tokens`; `information` is the token information. `ahead`, for medusa: of each place, which state becomes which.
-    """
+    by `tokens`; `information` is the token information."""
     lm = CausalLM(target)
     config = {
         "hidden_size": SIZE,
@@ -121,19 +119,12 @@ def head(
         "num_key_value_heads": 1,
         "head_dim": SIZE,
         "rank": VOCAB,
-        "states": max(len(ahead), 1),
         "vocab_size": VOCAB,
         "hot_size": VOCAB,
         "max_position_embeddings": CONTEXT,
     }
     made = HiddenDrafter(HiddenConfig(kind=kind, target=lm.fingerprint, **config | settings)).eval()
     made.hot.copy_(torch.arange(VOCAB))
-    if kind == "medusa":
-        for block, pairs in zip(made.blocks, ahead, strict=True):
-            # A block adds down(silu(up(h))) to h, and silu of a large number is that number.
-            block.up.weight.copy_(2 * torch.eye(SIZE))
-            block.down.weight.copy_((moves(pairs) - torch.eye(SIZE)) / 2)
-        return made
     for layer in made.layers:
         layer.out.weight.zero_()
         layer.down.weight.zero_()
@@ -182,7 +173,7 @@ def layer(
     weight, gain)."""
     inputs = sorted({unit[0] for unit in units}) or inputs
     width = max(len(units), 4)
-    config = PreVerifierConfig(SIZE, SIZE, SIZE, width=width, heads=1, inputs=inputs, kind=kind)
+    config = PreVerifierConfig(SIZE, SIZE, SIZE, width=width, inputs=inputs, kind=kind)
     config.target, config.draft = fingerprint(target), fingerprint(draft)
     made = PreVerifier(config).eval()
     for parameter in made.parameters():

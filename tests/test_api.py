@@ -194,7 +194,7 @@ def test_criteria_are_given_the_scores_that_gave_the_token(decoders: dict[str, D
 
 def test_rows_of_a_batch_have_their_own_allowed_tokens(decoders: dict[str, Decoder]) -> None:
     even = PrefixConstrainedLogitsProcessor(lambda row, ids: list(range(row, decoders["ar"].target.vocab_size, 2)), 1)
-    for name in ("ar", "sd", "lookup"):
+    for name in ("ar", "sd", "suffix"):
         rows = decoders[name].generate(["def add", "def add"], logits_processor=LogitsProcessorList([even]))
         assert [{token % 2 for token in row.tokens} for row in rows] == [{0}, {1}]
 
@@ -272,7 +272,7 @@ def test_mistakes_are_named_before_any_work(
 
 
 def test_load_names_what_is_wrong(target: LlamaForCausalLM, tmp_path) -> None:
-    with pytest.raises(ValueError, match="unknown method 'turbo'; there are ar, sd, pacer, specdec"):
+    with pytest.raises(ValueError, match="unknown method 'turbo'; there are ar, sd, pacer, suffix"):
         forerun.load(target, method="turbo")
     with pytest.raises(ValueError, match="no setting 'gama'"):
         forerun.load(target, draft=target, gama=3)

@@ -141,7 +141,7 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
         ],
     )
     out = tmp_path / "out"
-    batch(source, out, target=str(model), method="lookup", model_name="tiny")
+    batch(source, out, target=str(model), method="suffix", model_name="tiny")
     found = {each["line"]: each for each in records(out)}
     assert sorted(found) == [1, 2, 4, 5, 6, 7, 8, 9, 10] and len(records(out)) == 9
     assert len({each["id"] for each in found.values()}) == 9
@@ -178,17 +178,17 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
     assert "9 lines: 4 answered, 2 refused, 3 bad, 0 failed" in capsys.readouterr().out
 
     before = (out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes()
-    batch(source, out, target=str(model), method="lookup", model_name="tiny")  # has nothing to do
+    batch(source, out, target=str(model), method="suffix", model_name="tiny")  # has nothing to do
     assert before == ((out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes())
     for options, message in (
-        ({"method": "ar", "model_name": "tiny"}, r'belongs to a job with method \{"name": "lookup"'),
-        ({"method": "lookup", "model_name": "tiny", "seed": 3}, "a job with seed null, not 3"),
+        ({"method": "ar", "model_name": "tiny"}, r'belongs to a job with method \{"name": "suffix"'),
+        ({"method": "suffix", "model_name": "tiny", "seed": 3}, "a job with seed null, not 3"),
     ):
         with pytest.raises(ValueError, match=message):
             batch(source, out, target=str(model), **options)  # type: ignore[arg-type]
     write(source, ["{}"])
     with pytest.raises(ValueError, match="belongs to another input"):
-        batch(source, out, target=str(model), method="lookup", model_name="tiny")
+        batch(source, out, target=str(model), method="suffix", model_name="tiny")
 
 
 def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path
     texts = []
     for rows in (1, 5):
         out = tmp_path / f"out{rows}"
-        batch(source, out, target=str(model), method="lookup", seed=5, max_new_tokens=20, max_rows=rows)
+        batch(source, out, target=str(model), method="suffix", seed=5, max_new_tokens=20, max_rows=rows)
         texts.append({each["line"]: each["response"]["body"]["choices"][0]["text"] for each in records(out)})
     assert texts[0] == texts[1] and len(set(texts[0].values())) == 6
 
@@ -237,7 +237,7 @@ def test_what_our_engine_cannot_answer_is_asked_again(
     prompts = [f"the cat {i}" for i in range(9)]
     prompts[2] = "!" * 100
     source = write(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
-    out, run = tmp_path / "out", {"target": str(model), "method": "lookup", "max_rows": 2}
+    out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "max_rows": 2}
     with monkeypatch.context() as patch:
         patch.setattr("forerun.server.loader.Loader", Breaking)
         for _ in range(2):  # the second time the one line is asked again, and fails again
@@ -303,17 +303,17 @@ def test_an_input_that_changes_meanwhile_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.timeout(700)
 def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     source, out = many(tmp_path / "in.jsonl", 160), tmp_path / "out"
-    options = ["--target", str(model), "--method", "lookup", "--max-rows", "2", "--threads", "1"]
+    options = ["--target", str(model), "--method", "suffix", "--max-rows", "2", "--threads", "1"]
     with subprocess.Popen([*COMMAND, str(source), str(out), *options], stderr=subprocess.PIPE) as process:
         until(lambda: len(records(out)) >= 3, process)
         with pytest.raises(ValueError, match="another process is at this job"):
-            batch(source, out, target=str(model), method="lookup", max_rows=2)
+            batch(source, out, target=str(model), method="suffix", max_rows=2)
         process.send_signal(signal.SIGKILL)
     before = records(out)
     assert 3 <= len(before) < len(PROMPTS)
     with (out / "part-00000.jsonl").open("ab") as file:  # as if it had been killed within a record
         file.write(b'{"id":"batch_req_1","line":')
-    batch(source, out, target=str(model), method="lookup")
+    batch(source, out, target=str(model), method="suffix")
     assert records(out)[: len(before)] == before
     check_whole(out, model, 160)
     assert json.loads((out / "summary.json").read_text())["last_run"]["records"] == len(PROMPTS) - len(before)
@@ -322,8 +322,8 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_loaded_leaves_the_folder_free(model: Path, tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", [{"prompt": "the cat", "max_tokens": 2}]), tmp_path / "out"
     with pytest.raises(ValueError, match="unknown dtype"):
-        batch(source, out, target=str(model), method="lookup", dtype="float12")
-    batch(source, out, target=str(model), method="lookup")
+        batch(source, out, target=str(model), method="suffix", dtype="float12")
+    batch(source, out, target=str(model), method="suffix")
     assert len(records(out)) == 1
 
 
@@ -471,7 +471,7 @@ def test_passes_on_ray_find_the_lines_that_end_their_actors(tmp_path: Path, monk
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_a_job_on_ray_loses_an_actor_and_its_driver(model: Path, tmp_path: Path) -> None:
     source, out, mark = many(tmp_path / "in.jsonl", 250), tmp_path / "out", uuid4().hex
-    options = ["--target", str(model), "--method", "lookup", "--max-rows", "1", "--threads", "1", "--ray", "local"]
+    options = ["--target", str(model), "--method", "suffix", "--max-rows", "1", "--threads", "1", "--ray", "local"]
     command = [*COMMAND, str(source), str(out), *options]
     log, env = tmp_path / "log", os.environ | {"FORERUN_TEST_MARK": mark}
 

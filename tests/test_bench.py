@@ -78,7 +78,7 @@ def options(folder: Path, *more: str) -> list[str]:
 def test_a_run(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run(
-        *options(folder, "--methods", "sd", "--methods", "lookup,suffix", "--json", "--out", str(out)),
+        *options(folder, "--methods", "sd", "--methods", "suffix", "--json", "--out", str(out)),
         *("--dataset", str(folder / "own.jsonl"), "--batch", "3", "--rounds", "2", "--max-new-tokens", "12"),
         *("--method-arg", "sd.gamma=3"),
     )
@@ -87,7 +87,7 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed == json.loads((out / "results.json").read_text())
     methods = printed["methods"]
-    assert list(methods) == ["ar", "sd", "lookup", "suffix"]
+    assert list(methods) == ["ar", "sd", "suffix"]
     assert all(method["exact_match"] == 1.0 and method["mismatches"] == [] for method in methods.values())
     assert all(method["tokens"] == 2 * 4 * 12 for method in methods.values())
     assert methods["ar"]["speedup"] == methods["ar"]["tau"] == 1.0 < methods["sd"]["tau"]
@@ -101,15 +101,15 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert printed["date"].endswith(" UTC")
 
     lines = (out / "records.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * 2 * 4  # rounds, batches, methods
+    assert len(lines) == 2 * 2 * 3  # rounds, batches, methods
     assert set(json.loads(lines[0])) == set(Record.__dataclass_fields__)
     parsed = [parse(line) for line in lines]
-    first = parsed[:4]
+    first = parsed[:3]
     assert {record.group for record in first} == {(0, "own.jsonl", 0)}
-    assert first[0].prompts == ["1", "2", "3"] and parsed[4].prompts == ["4"]
+    assert first[0].prompts == ["1", "2", "3"] and parsed[3].prompts == ["4"]
     order = [record.method for record in first]
-    assert [record.method for record in parsed[4:8]] == order[1:] + order[:1]
-    assert [record.method for record in parsed[8:12]] == order[::-1]  # whoever was behind another is before it now
+    assert [record.method for record in parsed[3:6]] == order[1:] + order[:1]
+    assert [record.method for record in parsed[6:9]] == order[::-1]  # whoever was behind another is before it now
     files = {"costs.json", "records.jsonl", "results.json", "run.json"}
     assert {path.name for path in out.iterdir()} == files
     assert all(str(folder) not in (out / file).read_text() for file in files)
@@ -231,7 +231,7 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, specdec"),
+        (["--methods", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, suffix"),
         (["--method-arg", "sd.gamma"], "--method-arg takes METHOD.NAME=VALUE, not 'sd.gamma'"),
         (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int, not 'x'"),
         (["--method-arg", "sd.gamma=0"], "gamma must be an integer of at least 1, not 0"),
@@ -344,7 +344,7 @@ def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
 def test_resume_knows_models_from_their_files(folder: Path, tmp_path: Path) -> None:
     target, out = tmp_path / "target", tmp_path / "out"
     shutil.copytree(folder / "target", target)
-    plan = Plan(parse_methods(["lookup"], [], None, {}), ("own.jsonl",), target=str(target))
+    plan = Plan(parse_methods(["suffix"], [], None, {}), ("own.jsonl",), target=str(target))
 
     def claim(resume: bool) -> None:
         _claim(out, plan.arguments() | _surroundings(plan), resume)
@@ -363,14 +363,14 @@ def test_resume_knows_models_from_their_files(folder: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"other arguments: models\.target\.config\.json was "):
         claim(True)
     (target / "config.json").write_text(config)
-    stored["methods"]["lookup"]["rho"] = 1.0  # a setting that there was, and that did nothing
+    stored["methods"]["suffix"]["rho"] = 1.0  # a setting that there was, and that did nothing
     (out / "run.json").write_text(json.dumps(stored))
     claim(True)
-    stored["methods"]["lookup"]["rho"] = 1.1
+    stored["methods"]["suffix"]["rho"] = 1.1
     (out / "run.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"other arguments: methods\.lookup\.rho was 1\.1, not null"):
+    with pytest.raises(ValueError, match=r"other arguments: methods\.suffix\.rho was 1\.1, not null"):
         claim(True)
-    del stored["methods"]["lookup"]["rho"]
+    del stored["methods"]["suffix"]["rho"]
     stored["versions"]["torch"] = "0.1"
     (out / "run.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r'other arguments: versions\.torch was "0\.1", not '):
@@ -416,7 +416,7 @@ def test_stored_settings_give_way_to_given_ones() -> None:
     tuned = {"sd": {"gamma": 7}}
     assert parse_methods(["sd"], [], None, tuned)["sd"] == SD(7)
     assert parse_methods(["sd"], ["sd.gamma=2"], None, tuned)["sd"] == SD(2)
-    assert list(parse_methods([], [], None, {})) == ["ar", "sd", "lookup"]
+    assert list(parse_methods([], [], None, {})) == ["ar", "sd", "suffix"]
     assert list(parse_methods(["sd", "ar"], [], None, {})) == ["sd", "ar"]
 
 
@@ -426,7 +426,7 @@ def test_margins_are_the_target_s_at_the_first_difference(pair: tuple[PreTrained
     wrong, other = ([*right[:2], (right[2] + more) % 10, right[3]] for more in (1, 2))
     outcomes = {
         name: Outcome([row], 1.0, 4, 0)
-        for name, row in {"ar": right, "sd": wrong, "lookup": other, "hf-ar": right[:2]}.items()
+        for name, row in {"ar": right, "sd": wrong, "suffix": other, "hf-ar": right[:2]}.items()
     }
     records = group_records((0, "d", 0), [prompt], outcomes, "ar")
     found = margins(CausalLM(pair[0]), {"d": [prompt]}, records)
@@ -438,7 +438,7 @@ def test_margins_are_the_target_s_at_the_first_difference(pair: tuple[PreTrained
     assert len(set(behind.values())) == 3
     assert found == {("d", "a", 2, token): pytest.approx(margin, abs=1e-4) for token, margin in behind.items()}
     methods = summary(records, found)
-    for name, token in (("sd", wrong[2]), ("lookup", other[2]), ("hf-ar", None)):
+    for name, token in (("sd", wrong[2]), ("suffix", other[2]), ("hf-ar", None)):
         (mismatch,) = methods[name]["mismatches"]
         assert (mismatch["position"], mismatch["token"], mismatch["reference"]) == (2, token, right[2])
         assert mismatch["margin"] == pytest.approx(behind[token], abs=1e-4)
@@ -478,11 +478,11 @@ def test_speedups_are_paired() -> None:
 
 def test_a_speedup_is_of_seconds_where_outputs_are_of_one_length_and_of_tokens_a_second_where_not() -> None:
     """Half the tokens in half the time are no speedup."""
-    records = [record("ar", 10), record("sd", 20), record("lookup", 10)]
+    records = [record("ar", 10), record("sd", 20), record("suffix", 10)]
     records[2] = replace(records[2], stats=replace(records[2].stats, tokens=5, seconds=0.5))
     found = summary(records, {})
-    assert found["sd"]["speedup"] == 2.0 and found["lookup"]["speedup"] == 1.0
-    assert found["lookup"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
+    assert found["sd"]["speedup"] == 2.0 and found["suffix"]["speedup"] == 1.0
+    assert found["suffix"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
 
 
 def test_prefill_is_part_of_the_time(
@@ -519,7 +519,7 @@ def test_a_row_is_sampled_by_its_own_seed(own_pair: tuple[PreTrainedModel, PreTr
 
 def test_a_prompt_that_comes_again_finds_no_phrases(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     """Its second run takes as many steps as the first; with the phrases of the first, fewer."""
-    decoder = Decoder(own_pair[0], method=method("lookahead"), guard=False, prefix_bytes=0)
+    decoder = Decoder(own_pair[0], method=method("suffix"), guard=False, prefix_bytes=0)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=40, ignore_eos=True))
     counts = [run([[3, 4, 5]], [0], None).target_forwards for _ in range(2)]
     again = len(decoder.generate([3, 4, 5], max_new_tokens=40, ignore_eos=True).steps)
@@ -543,12 +543,12 @@ def test_one_preemption_does_not_set_where_the_time_goes() -> None:
 
 def test_results_are_per_dataset_and_overall() -> None:
     records = [record("ar", 10, dataset="d"), record("ar", 10, dataset="e")]
-    records += [record("lookup", 20, dataset="d"), record("lookup", 40, dataset="e")]
+    records += [record("suffix", 20, dataset="d"), record("suffix", 40, dataset="e")]
     facts = {name: {"prompts": 1, "cut": 0, "sha256": ""} for name in "de"}
-    plan = Plan(parse_methods(["lookup"], [], None, {}))
+    plan = Plan(parse_methods(["suffix"], [], None, {}))
     found = results(plan, facts, records, {})
-    assert [found["datasets"][name]["methods"]["lookup"]["speedup"] for name in "de"] == [2.0, 4.0]
-    assert found["methods"]["lookup"]["speedup"] == 3.0
+    assert [found["datasets"][name]["methods"]["suffix"]["speedup"] for name in "de"] == [2.0, 4.0]
+    assert found["methods"]["suffix"]["speedup"] == 3.0
     assert json.loads(json.dumps(found)) == found
 
 

@@ -25,29 +25,18 @@ from toys import (
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
+from benchmarks.baselines.entropy import SVIP, AdaEDL
+from benchmarks.baselines.heuristic import Heuristic
+from benchmarks.baselines.lookahead import Lookahead
+from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
 from forerun.draft import Draft
-from forerun.drafters.chain import ChainDrafter
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Drafter, Proposal, Step
 from forerun.generation import Generation, Request
-from forerun.lengths import FixedLength, LengthPolicy, LengthRule, Look
-from forerun.methods import (
-    AR,
-    SD,
-    SVIP,
-    AdaEDL,
-    Confidence,
-    Cumulative,
-    Heuristic,
-    Hybrid,
-    Lookahead,
-    Lookup,
-    Method,
-    Ouroboros,
-    Parts,
-    Suffix,
-)
+from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouroboros, Parts, Suffix
+from forerun.methods.ar import PlainDrafter
+from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.metrics import summarise
 from forerun.races import Races
 from forerun.sampling import Sampler, Verdict
@@ -165,24 +154,24 @@ def test_another_distribution_is_seen() -> None:
     assert fit(PlainDrafter(), table=TARGET + 0.3 * DRAFT) < BROKEN
 
 
-class StopWhenUnsure(LengthPolicy, LengthRule):
+class StopWhenUnsure(LengthPolicy, StopRule):
     """Stops behind a token that the draft itself found improbable."""
 
     def __init__(self, least: float, gamma: int = 4) -> None:
         self.least, self.gamma = least, gamma
 
-    def begin(self, seqs: list[Generation], rows: int) -> LengthRule:
+    def begin(self, seqs: list[Generation], rows: int) -> StopRule:
         return self
 
-    def more(self, look: Look) -> list[bool]:
-        probabilities = look.scores.softmax(-1)
-        last = [tokens[-1] for tokens in look.tokens]
+    def more(self, state: DraftState) -> list[bool]:
+        probabilities = state.scores.softmax(-1)
+        last = [tokens[-1] for tokens in state.tokens]
         return [
-            look.depth < self.gamma and float(row[token]) >= self.least
+            state.depth < self.gamma and float(row[token]) >= self.least
             for row, token in zip(probabilities, last, strict=True)
         ]
 
-    def certain(self, depth: int) -> int:
+    def min_more(self, depth: int) -> int:
         return 1
 
 

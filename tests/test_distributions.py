@@ -21,17 +21,14 @@ METHOD_SETTINGS = {
     "sd": {"gamma": 3},
     "pacer": {"most": 3},
     "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "most": 3},
-    "specdec++": {"most": 3},
     "lyanna": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-lyanna": {"depth": 3, "nodes": 4, "block": 2},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-eagle": {"depth": 3, "nodes": 4},
-    "medusa": {"depth": 3, "width": 2, "nodes": 5},
     "sampled lyanna": {"depth": 3, "sampled": True},
     "sampled lyanna beside branches": {"depth": 3, "sampled": True, "reuse": "both"},
     "sampled lyanna from old states": {"depth": 3, "sampled": True, "reuse": "free", "least": 1},
     "sampled eagle": {"depth": 3, "sampled": True},
-    "sampled medusa": {"depth": 3, "sampled": True, "verification": "token"},
 }
 CONFIGS = {
     "top-p": {"temperature": 1.3, "top_p": 0.85},

@@ -17,9 +17,9 @@ from transformers import GenerationConfig
 
 from forerun import Decoder
 from forerun.generation import Generation, Request
-from forerun.lengths.pacer import PacerStop
 from forerun.loading import load_model, load_pre_verifier
 from forerun.methods import AR, Pacer, method
+from forerun.methods.pacer import PacerStop
 from forerun.model import CausalLM
 from forerun.nn.pre_verifier import UNKNOWN, law_of
 from forerun.nn.quick import QuickPreVerifier

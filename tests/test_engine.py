@@ -18,27 +18,23 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Engine, QueueFullError, Step
 from forerun.failures import TargetLostError
 from forerun.generation import Generation, Request
 from forerun.methods import METHODS, method
+from forerun.methods.ar import PlainDrafter
 from forerun.model import CausalLM
 from forerun.sampling import Sampler
 
-GREEDY_ONLY = [name for name in METHODS if "oracle" in name]
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
-    "lookup": {"gamma": 4, "ngram": 2},
     "suffix": {"width": 2, "most": 6, "memory": 50},
     "hybrid": {"threshold": 2.0, "memory": 50},
     "ouroboros": {"gamma": 4, "window": 2, "guesses": 2, "ngram": 3, "suffixes": 2},
     "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "rows": 2},
-    "lookahead": {"window": 2, "guesses": 2, "ngram": 3},
     "lyanna": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-lyanna": {"depth": 4, "nodes": 5, "block": 2},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
-    "medusa": {"depth": 3, "width": 2, "nodes": 5},
 }
 PROCESSORS: list[LogitsProcessorList | None] = [
     None,
@@ -112,8 +108,8 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
     """Arrivals, aborts, lengths, seeds, greedy and sampled, with and without processors, at random."""
     requests, arrivals = [], []
     for _ in range(data.draw(st.integers(2, 7))):
-        greedy = name in GREEDY_ONLY or data.draw(st.booleans())
-        processors = PROCESSORS[data.draw(st.integers(0, 2)) if name not in GREEDY_ONLY else 0]
+        greedy = data.draw(st.booleans())
+        processors = PROCESSORS[data.draw(st.integers(0, 2))]
         requests.append(
             Request(
                 data.draw(st.sampled_from(PROMPTS)),
@@ -213,10 +209,9 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
     good = [Request(PROMPTS[0], 20), Request(PROMPTS[2], 25)]
     wanted = [alone(name, request) for request in good]
     engine = engine_of(name)
-    greedy = name in GREEDY_ONLY
     first = engine.add(good[0])
     bad = engine.add(failing(PROMPTS[3], how, True))
-    worse = engine.add(failing(PROMPTS[4], how, greedy))
+    worse = engine.add(failing(PROMPTS[4], how, False))
     second = engine.add(good[1])
     steps = drain(engine)
     for id in (bad, worse):
@@ -231,12 +226,11 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st.DataObject) -> None:
     """Anywhere, with aborts, failures and sampled rows beside."""
-    greedy = name in GREEDY_ONLY
     requests = [
         Request(PROMPTS[0], 12),
-        Request(PROMPTS[2], 14, Sampler(greedy), seed=3),
+        Request(PROMPTS[2], 14, Sampler(False), seed=3),
         Request(PROMPTS[3], 10),
-        Request(PROMPTS[1], 9, Sampler(greedy, PROCESSORS[1] if not greedy else None), seed=4, stream=1),
+        Request(PROMPTS[1], 9, Sampler(False, PROCESSORS[1]), seed=4, stream=1),
     ]
     wanted = [alone(name, request) for request in requests]
     engine = engine_of(name)
@@ -490,7 +484,7 @@ class Nothing(LogitsProcessor):
         return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= self.length else scores
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in GREEDY_ONLY])
+@pytest.mark.parametrize("name", METHODS)
 def test_a_sequence_with_nothing_to_sample_ends_alone(name: str) -> None:
     wanted = alone(name, Request(PROMPTS[0], 20))
     engine = engine_of(name)

@@ -10,12 +10,13 @@ import torch
 from toys import ARCHITECTURES, CORE, COSTS, LAYERS, VOCAB, decode, noisy_copy, random_layer, tiny, tokens_of
 from transformers import GenerationConfig, PreTrainedModel
 
+from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
 from forerun.draft import Draft
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Proposal
 from forerun.generation import Generation, Request
-from forerun.methods import AR, SD, Cumulative, Hybrid, Lookup, Method, Pacer, Suffix
+from forerun.methods import AR, SD, Cumulative, Hybrid, Method, Pacer, Suffix
+from forerun.methods.ar import PlainDrafter
 from forerun.model import CausalLM
 
 pytestmark = pytest.mark.versions

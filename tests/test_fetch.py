@@ -365,7 +365,7 @@ def test_the_demo_falls_back_to_the_embedded_pair(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(demo, "fetch", fetched)
     monkeypatch.setattr(demo, "quiet", lambda threads: None)
-    done = CliRunner().invoke(app, ["demo", "--method", "lookup", "--prompts", "1", "--max-new-tokens", "8", "--json"])
+    done = CliRunner().invoke(app, ["demo", "--method", "suffix", "--prompts", "1", "--max-new-tokens", "8", "--json"])
     assert done.exit_code == 0, done.output
     assert done.stderr.startswith("forerun: no network. Until then: the embedded pair, on code\n")
     assert json.loads(done.stdout)["target"] == "embedded"

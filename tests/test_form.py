@@ -59,7 +59,7 @@ def test_output_follows_them(tmp_path: Path, capsys: Any) -> None:
     file = str(write(tmp_path / "model.gguf", small(max_position_embeddings=256)))
     generate("x = ", regex="[0-9]{3}", max_new_tokens=12)
     assert re.fullmatch(r"[0-9]{3}\n", capsys.readouterr().out)
-    generate("hello", target=file, grammar=tmp_path / "g.lark", max_new_tokens=12, method="lookup")
+    generate("hello", target=file, grammar=tmp_path / "g.lark", max_new_tokens=12, method="suffix")
     assert re.fullmatch(r"the( low)+\n|the( low)* ?(l|lo)?\n", capsys.readouterr().out)
     chat("hello", target=file, json_schema=json.dumps(SCHEMA), as_json=True, method="ar")
     assert json.loads(json.loads(capsys.readouterr().out)["text"]) in SCHEMA["enum"]

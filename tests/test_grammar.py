@@ -30,14 +30,15 @@ from toys import (
 )
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.baselines.lookahead import Lookahead
+from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams, formats
 from forerun.draft import Draft
-from forerun.drafters.chain import Chain, ChainDrafter
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Drafter, Proposal
 from forerun.generation import Generation, Request
-from forerun.lengths import FixedLength
-from forerun.methods import AR, SD, Hybrid, Lookahead, Lookup, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
+from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
+from forerun.methods.ar import PlainDrafter
+from forerun.methods.chain import Chain, ChainDrafter, FixedLength
 from forerun.model import CausalLM
 from forerun.sampling import Sampler, next_tokens
 

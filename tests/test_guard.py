@@ -15,15 +15,16 @@ from torch import Tensor
 from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
 
 import forerun
+from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
 from forerun.draft import Draft
-from forerun.drafters.chain import ChainDrafter
-from forerun.drafters.guard import CHECK, FIRST, LONGEST, SHARE, Guarded, Pace
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Drafter, Proposal, Step
 from forerun.generation import Generation, Request
-from forerun.lengths import FixedLength, LengthPolicy, LengthRule, Look
-from forerun.methods import AR, SD, Lookup, Method, Parts
+from forerun.methods import AR, SD, Method, Parts
+from forerun.methods.ar import PlainDrafter
+from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.guard import CHECK, FIRST, LONGEST, SHARE, Guarded, Pace
+from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.model import CausalLM
 from forerun.sampling import Sampler, Verdict
 
@@ -606,7 +607,7 @@ def test_transformers_generate(sample: bool) -> None:
             pace._looks = 0
 
 
-class Looking(LengthPolicy, LengthRule):
+class Looking(LengthPolicy, StopRule):
     """Wants both models' hidden states."""
 
     wants_draft = wants_target = True
@@ -614,12 +615,12 @@ class Looking(LengthPolicy, LengthRule):
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
         return self
 
-    def more(self, look: Look) -> list[bool]:
-        assert look.hidden is not None and len(look.hidden) == len(look.tokens)
-        return [look.depth < 3] * len(look.tokens)
+    def more(self, state: DraftState) -> list[bool]:
+        assert state.hidden is not None and len(state.hidden) == len(state.tokens)
+        return [state.depth < 3] * len(state.tokens)
 
     def observe(
         self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None

@@ -18,16 +18,16 @@ import forerun
 from forerun import Decoder
 from forerun.costs import Costs
 from forerun.draft import Draft
-from forerun.drafters.beams import grow
-from forerun.drafters.budget import Budget, Group, StepCosts
-from forerun.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
-from forerun.drafters.lyanna import LyannaDrafter
-from forerun.drafters.plain import PlainDrafter
-from forerun.drafters.split import Split
 from forerun.generation import Generation, Request
 from forerun.loading import load_head
-from forerun.methods import method
-from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerEagle, PacerLyanna
+from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
+from forerun.methods.ar import PlainDrafter
+from forerun.methods.beams import grow
+from forerun.methods.budget import Budget, Group, StepCosts
+from forerun.methods.eagle import EagleDrafter
+from forerun.methods.hidden import HeadDrafter
+from forerun.methods.lyanna import LyannaDrafter
+from forerun.methods.split import Split
 from forerun.model import CausalLM
 from forerun.nn.heads import HiddenDrafter, hot_set
 from forerun.runtime.costs import head_costs
@@ -131,7 +131,7 @@ def test_prompts_run_in_chunks(kind: str) -> None:
     assert not head.cache.ids
 
 
-@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_on_a_cpu_heads_are_in_8_bits(kind: str) -> None:
     target = CausalLM(tiny("llama"))
     head, tokens = random_head(target, kind=kind), [5, 6, 7, 8, 9, 1, 2]
@@ -140,9 +140,6 @@ def test_on_a_cpu_heads_are_in_8_bits(kind: str) -> None:
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     for few in (True, False):
         fast = HiddenLM(head, target, few)
-        if kind == "medusa":
-            found.append(fast.logits(fast.ahead(features, 2).flatten(0, 1)))
-            continue
         fast.add(0)
         found.append(fast.logits(fast.extend([0], [features[:-1]], [tokens[1:]])))
     error = (found[0] - found[1]).norm() / found[1].norm()
@@ -208,7 +205,7 @@ class TellingHead:
     with the token behind it."""
 
     device, dtype, width, known, states = torch.device("cpu"), torch.float64, 1, True, DEPTH
-    feature, chains = "head", None
+    feature = "head"
     hot = torch.arange(VOCAB)
 
     def guesses(self, id: int, count: int, most: int) -> bool:
@@ -486,32 +483,6 @@ def test_an_eagles_logits_are_those_of_its_paths(width: int) -> None:
         assert head.lengths[0] == 5 + len(path) - 1
 
 
-def test_a_medusas_first_place_is_the_next_token() -> None:
-    class TellingMedusa(TellingHead):
-        kind, known = "medusa", False
-
-        def prefill(self, *args: Any) -> Iterator[int]:
-            yield from ()
-
-        def ahead(self, states: Tensor, places: int) -> Tensor:
-            return torch.stack([100 * (k + 1) + states for k in range(places)], 1)
-
-        def logits(self, states: Tensor) -> Tensor:
-            return torch.stack([random(VOCAB, seed=int(state)) for state in states[:, 0]]).double()
-
-    seqs = [sequence([3, 1, 4, 1, 5]), sequence([6], 1)]
-    head: Any = TellingMedusa(seqs)
-    drafter = MedusaDrafter(head, 4, 1, 4)
-    for seq in seqs:
-        assert admit(drafter, seq) == []
-    for _ in range(2):
-        draft, nothing = drafter.propose(seqs).drafts
-        last = len(seqs[0].tokens) - 2  # the position of the last feature
-        wanted = [int(random(VOCAB, seed=100 * k + last).argmax()) for k in range(1, 5)]
-        assert draft.tokens[1:] == wanted and nothing.drafted == 0
-        answer(drafter, seqs[0], draft, [0, 1, 2], 9)
-
-
 def test_features_of_an_accepted_path() -> None:
     """Of a tree, those of the accepted nodes in their order."""
     seq = sequence([3, 1])
@@ -761,9 +732,6 @@ WAYS = {
     "eagle, paced": PacerEagle(depth=5),
     "eagle, paced tree": PacerEagle(depth=5, width=2),
     "eagle, tree": Eagle(depth=3, width=2, nodes=7),
-    "medusa": Medusa(),
-    "medusa, below": Medusa(),
-    "medusa, tree": Medusa(width=3, nodes=9),
 }
 
 
@@ -939,8 +907,8 @@ def test_settings_are_checked() -> None:
         with pytest.raises(ValueError, match="block must be an integer of at least 1"):
             method(name, block=0)
     target = CausalLM(tiny("llama"))
-    with pytest.raises(ValueError, match="of the kind 'medusa'; the method needs 'lyanna'"):
-        Decoder(target, method=Lyanna(), head=HiddenLM(random_head(target, kind="medusa"), target))
+    with pytest.raises(ValueError, match="of the kind 'eagle'; the method needs 'lyanna'"):
+        Decoder(target, method=Lyanna(), head=HiddenLM(random_head(target, kind="eagle"), target))
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
@@ -951,6 +919,6 @@ def test_a_head_alone_names_its_method(kind: str, tmp_path: Path) -> None:
     save_quantised(random_head(CausalLM(model), kind=kind), tmp_path / "head", {})
     decoder = forerun.load(tmp_path / "target", head=tmp_path / "head")
     assert decoder.method.name == kind and decoder.head is not None
-    assert forerun.load(tmp_path / "target", head=tmp_path / "head", method="lookup").head is None
+    assert forerun.load(tmp_path / "target", head=tmp_path / "head", method="suffix").head is None
     with pytest.raises(ValueError, match="nowhere"):
         forerun.load(tmp_path / "target", head=tmp_path / "nowhere")

@@ -31,7 +31,7 @@ GROUND = {
     "probabilities",
 }
 LOOP = GROUND | {"steps", "verify", "engine", "metrics"}
-METHODS = LOOP | {"costs", "nn", "lengths", "drafters", "methods", "params", "vocabularies"}
+METHODS = LOOP | {"costs", "nn", "methods", "params", "vocabularies"}
 API = METHODS | {
     "claims",
     "chat",
@@ -71,18 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "fingerprint": set(),
     "races": set(),
     "sampling": {"draft", "failures", "penalties", "probabilities", "races"},
-    "model": {
-        "draft",
-        "probabilities",
-        "sampling",
-        "cache",
-        "batch",
-        "prefix",
-        "rows",
-        "support",
-        "fingerprint",
-        "compat",
-    },
+    "model": GROUND - {"model", "generation", "logprobs", "races", "blocks"},
     "generation": {"failures", "logprobs", "params", "races", "sampling"},
     "logprobs": set(),
     "penalties": set(),
@@ -95,10 +84,8 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"engine"},
     "nn": GROUND,
     "costs": set(),
-    "lengths": GROUND | {"nn", "costs"},
     "vocabularies": {"text"},
-    "drafters": LOOP | {"nn", "lengths", "runtime", "costs", "vocabularies"},
-    "methods": LOOP | {"nn", "lengths", "drafters", "costs", "runtime", "vocabularies"},
+    "methods": LOOP | {"nn", "costs", "runtime", "vocabularies"},
     "runtime": GROUND | {"nn", "costs", "files", "kinds"},
     "gguf": {"runtime", "kinds"},
     "zoo": GROUND | {"nn", "files"},
@@ -146,16 +133,9 @@ def test_imports_go_one_way(path: Path) -> None:
     assert imported(path) <= ALLOWED[own] | {own}
 
 
-def test_the_loop_and_the_drafters_do_not_know_each_other() -> None:
-    assert "drafters" not in imported(ROOT / "engine.py")
-    for path in (ROOT / "drafters").glob("*.py"):
-        names = {
-            alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and node.module == "forerun.engine"
-            for alias in node.names
-        }
-        assert names <= {"Drafter", "Proposal"}, path
+def test_the_loop_and_the_methods_do_not_know_each_other() -> None:
+    assert "methods" not in imported(ROOT / "engine.py")
+    assert not any("engine" in imported(path) for path in (ROOT / "methods").glob("*.py"))
 
 
 @pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.params", "forerun.profiles"])

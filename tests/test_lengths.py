@@ -8,36 +8,35 @@ from math import log, prod, sqrt
 import pytest
 import torch
 from torch import Tensor
-from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tiny_tokenizer, tokens_of
+from toys import (
+    BASELINES,
+    TableLM,
+    decode,
+    joint_distribution,
+    noisy_copy,
+    p_value,
+    random_table,
+    tiny,
+    tiny_tokenizer,
+    tokens_of,
+)
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from benchmarks.baselines import oracle
+from benchmarks.baselines.entropy import SVIP, AdaEDL, AdaptiveEntropyStop
+from benchmarks.baselines.heuristic import Heuristic, HeuristicSchedule
+from benchmarks.baselines.oracle import MismatchStop, Oracle, SeeingOracle, Truth, plainly
 from forerun import Decoder
 from forerun.bench.datasets import Prompt
 from forerun.bench.plan import Plan, parse_methods
 from forerun.bench.session import bench
 from forerun.draft import Draft
-from forerun.drafters.chain import ChainDrafter
 from forerun.engine import Engine, Step
 from forerun.generation import Generation, Request
-from forerun.lengths import FixedLength, LengthPolicy, LengthRule, Look
-from forerun.lengths.entropy import AdaptiveEntropyStop
-from forerun.lengths.oracle import Truth
-from forerun.lengths.schedule import HeuristicSchedule
-from forerun.methods import (
-    AR,
-    SD,
-    SVIP,
-    AdaEDL,
-    Confidence,
-    Cumulative,
-    Heuristic,
-    Method,
-    Oracle,
-    Parts,
-    SeeingOracle,
-    method,
-)
+from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts, method
+from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.metrics import summarise
 from forerun.model import CausalLM
 from forerun.probabilities import argmax_of, entropies
@@ -84,8 +83,10 @@ def known(outputs: dict[tuple[int, ...], list[int]] | None = None) -> Truth:
 
 
 def built(chosen: Method, truth: Truth | None = None) -> ChainDrafter:
-    drafter = chosen.build(Parts(TableLM(TARGET), TableLM(DRAFT), truth=truth or known()))
+    drafter = chosen.build(Parts(TableLM(TARGET), TableLM(DRAFT)))
     assert isinstance(drafter, ChainDrafter)
+    if isinstance(drafter.policy, MismatchStop):
+        drafter.policy.truth = truth or known()
     return drafter
 
 
@@ -100,6 +101,13 @@ def run(drafter: ChainDrafter, asked: Sequence[Request]) -> list[list[Step]]:
 def waste(rows: Sequence[Sequence[Step]]) -> set[int]:
     """How many tokens were drafted for nothing."""
     return {step.drafted - step.accepted for row in rows for step in row}
+
+
+class Slow(StopRule):
+    """A rule that says nothing beforehand."""
+
+    def __init__(self, rule: StopRule) -> None:
+        self.more = rule.more  # type: ignore[method-assign]
 
 
 class Watched(LengthPolicy):
@@ -119,12 +127,10 @@ class Watched(LengthPolicy):
     def drop(self, seq: Generation) -> None:
         self.policy.drop(seq)
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
         rule = self.policy.begin(seqs, rows)
         if not self.hasty:
-            slow = LengthRule()
-            slow.more = rule.more  # type: ignore[method-assign]
-            return slow
+            return Slow(rule)
         return rule
 
     def observe(
@@ -334,7 +340,7 @@ def test_the_heuristic_schedule() -> None:
     def lengths(*asked: Generation) -> list[int]:
         rule, going = policy.begin(asked, len(asked)), dict.fromkeys((seq.id for seq in asked), 0)
         for depth in range(1, 20):
-            on = rule.more(Look(asked, [[0] * depth] * len(asked), torch.zeros(len(asked), V)))
+            on = rule.more(DraftState(asked, [[0] * depth] * len(asked), torch.zeros(len(asked), V)))
             for seq, more in zip(asked, on, strict=True):
                 going[seq.id] = going[seq.id] or (0 if more else depth)
         return list(going.values())
@@ -357,7 +363,7 @@ def test_what_is_certain_is_that_of_the_shortest_that_still_drafts() -> None:
     for seq in seqs:
         policy.admit(seq)
     judged(policy, [seqs[0]], (2, 2))
-    assert [policy.begin(seqs, 2).certain(depth) for depth in range(4)] == [2, 1, 2, 1]
+    assert [policy.begin(seqs, 2).min_more(depth) for depth in range(4)] == [2, 1, 2, 1]
 
 
 def test_adaedls_threshold_follows_the_acceptance_rate() -> None:
@@ -409,7 +415,7 @@ def test_oracles_accept_all_that_any_length_could(name: str, eos: frozenset[int]
 
 
 def test_an_oracle_runs_no_draft_where_nothing_will_be_accepted() -> None:
-    drafter = Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET), truth=known()))
+    drafter = Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET)))
     rows = decode(TableLM(TARGET), drafter, requests(Sampler()))
     assert {(step.drafted, step.draft_forwards) for steps in rows for step in steps} == {(0, 0)}
 
@@ -501,7 +507,9 @@ def test_a_draft_that_cannot_read_everything(name: str) -> None:
     asked = [Request(prompt, 45) for prompt in prompts]
 
     def decoded(chosen: Method, truth: Truth) -> list[list[Step]]:
-        drafter = chosen.build(Parts(CausalLM(target), CausalLM(small), truth=truth))
+        drafter = chosen.build(Parts(CausalLM(target), CausalLM(small)))
+        if chosen.greedy_only:
+            drafter.policy.truth = truth
         return decode(CausalLM(target), drafter, asked)
 
     outputs = [[tokens_of(steps) for steps in decoded(AR(), Truth())]]
@@ -563,22 +571,27 @@ def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
         ("adaedl", {"goal": 2}, "goal must be a number from 0 to 1, not 2"),
         ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
         ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
-        ("oracle", {"gamma": 3}, "method 'oracle' has no setting 'gamma'; it has none"),
+        ("oracle", {"gamma": 3}, "method 'benchmarks.baselines.oracle:Oracle' has no setting 'gamma'; it has none"),
     ],
 )
 def test_settings_out_of_range(name: str, options: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        method(name, **options)
+        method(BASELINES.get(name, name), **options)
     assert str(error.value) == message
 
 
 def test_a_benchmark_tells_oracles_the_truth_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    plainly = Decoder._plain
-    monkeypatch.setattr(Decoder, "_plain", lambda self, seq: asked.append("plain") or plainly(self, seq))
+    monkeypatch.setattr(oracle, "plainly", lambda *given: asked.append("plain") or plainly(*given))
     monkeypatch.setattr("forerun.bench.session.measure", lambda *given, **options: asked.append("measure"))
     monkeypatch.setattr("forerun.bench.session.results", lambda *given: {})
     prompts = [Prompt(str(i), None, [7 + i, 8, 9]) for i in range(3)]
-    plan = Plan(parse_methods([*ALL], [], None, {}), ("own.jsonl",), draft="embedded", max_new_tokens=12, batch=2)
+    plan = Plan(
+        parse_methods([BASELINES.get(name, name) for name in ALL], [], None, {}),
+        ("own.jsonl",),
+        draft="embedded",
+        max_new_tokens=12,
+        batch=2,
+    )
     bench(plan, {"own.jsonl": prompts})
-    assert asked == ["plain", "plain", "plain", "measure"]  # three prompts, once for both oracles
+    assert asked == [*["plain"] * 6, "measure"]  # three prompts, once for each oracle

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.drafters.lookup import LookupDrafter
+from benchmarks.baselines.lookup import LookupDrafter
 from forerun.generation import Generation, Request
 
 

@@ -17,15 +17,14 @@ from languages import SIZE, VOCAB, copying_head, counter, cycle, head, layer, mo
 from recipes import make_run
 from transformers import PreTrainedModel
 
+from benchmarks.baselines.lookahead import Lookahead
+from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
 from forerun.api import Completion
 from forerun.costs import Costs
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Proposal
-from forerun.methods import Settings
-from forerun.methods.chains import AR, Pacer, SpecDec
-from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerLyanna
-from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
+from forerun.methods import AR, Eagle, Lyanna, Method, Ouroboros, Pacer, PacerLyanna, PacerOuroboros
+from forerun.methods.ar import PlainDrafter
 from forerun.metrics import Stats, total
 from forerun.model import CausalLM
 from forerun.runtime.heads import head_rows
@@ -232,7 +231,7 @@ def test_a_beam_goes_on_from_its_own_parent() -> None:
     assert all(step.accepted == 3 for _, step in rooted(done, prompt))
 
 
-@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
     """At every place the target takes the second of two tokens. The next draft follows from the state of the last
     token that was accepted, and no token tells the head anything."""
@@ -240,25 +239,15 @@ def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
     target = model(cycle(range(TURN)) | {VOCAB + i: row for i, row in told.items()})
     states = {i: VOCAB + (i + 1) % TURN for i in range(TURN)}
     states |= {VOCAB + i: VOCAB + (i + 1) % TURN for i in range(TURN)}
-    ahead = [{i: VOCAB + (i + k) % TURN for i in range(TURN)} for k in (1, 2)] if kind == "medusa" else []
-    made = head(target, kind, states=states, ahead=ahead)
+    made = head(target, kind, states=states)
     method: Any = {
         "lyanna": Lyanna(depth=2, width=2, nodes=6, reuse="off"),
         "eagle": Eagle(depth=2, width=2, nodes=6),
-        "medusa": Medusa(depth=2, width=2, nodes=6),
     }[kind]
     done = run(target, method, [10, 11, 0], head=made)
     assert all(step.accepted == 2 for _, step in rooted(done, [0]))
-    narrow: Any = {"lyanna": Lyanna(depth=2, reuse="off"), "eagle": Eagle(depth=2), "medusa": Medusa(depth=2)}[kind]
+    narrow: Any = {"lyanna": Lyanna(depth=2, reuse="off"), "eagle": Eagle(depth=2)}[kind]
     assert run(target, narrow, [10, 11, 0], head=made).stats.accepted == 0
-
-
-def test_a_medusas_places() -> None:
-    """Block k stands for k places behind the last state that is known, whose next token is known too."""
-    target = model(cycle(range(TURN)))
-    ahead = [{i: (i + k) % TURN for i in range(TURN)} for k in range(1, 6)]
-    done = run(target, Medusa(depth=5), [11, 0], head=head(target, "medusa", ahead=ahead))
-    assert done.stats.acceptance_by_position == (1.0,) * 5
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "token information", "eagle"])
@@ -432,7 +421,7 @@ def sampled(target: PreTrainedModel, method: Any, **parts: Any) -> Stats:
 
 
 @dataclass(frozen=True)
-class Silent(Settings):
+class Silent(Method):
     """A method that takes its time and then proposes nothing."""
 
     name: ClassVar[str] = "silent"

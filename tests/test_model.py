@@ -33,9 +33,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
 from forerun.draft import Draft
-from forerun.methods import Lookup
 from forerun.model import CausalLM, fingerprint, same_model
 from forerun.runtime import prepare
 

@@ -17,10 +17,10 @@ from transformers.generation import logits_process as hf
 
 from forerun import Decoder
 from forerun.draft import Draft
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Engine
 from forerun.generation import Request
 from forerun.methods import METHODS, method
+from forerun.methods.ar import PlainDrafter
 from forerun.model import CausalLM
 from forerun.probabilities import best_of
 from forerun.runtime import prepare

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from toys import COSTS, p_value, random_layer
+from toys import BASELINES, COSTS, p_value, random_layer
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from forerun import Decoder
-from forerun.drafters.chain import Chain, ChainDrafter
 from forerun.generation import Generation, Request
-from forerun.lengths import FixedLength
-from forerun.lengths.confidence import ProductRule
 from forerun.methods import Parts, method
+from forerun.methods.chain import Chain, ChainDrafter, FixedLength
+from forerun.methods.confidence import ProductRule
 from forerun.model import CausalLM
 from forerun.races import FLOOR, Races
 from forerun.runtime.costs import measure_costs
@@ -174,7 +173,7 @@ def test_a_cache_that_grows_and_other_threads() -> None:
         ("sd", {"gamma": 3}),
         ("cumulative", {"threshold": 0.02, "most": 7}),
         ("confidence", {"threshold": 0.05}),
-        ("heuristic", {"gamma": 4}),
+        (BASELINES["heuristic"], {"gamma": 4}),
         ("pacer", {"block": 2, "most": 7, "threshold": 0.3}),
         ("pacer", {"block": 3, "most": 8, "threshold": 0.3, "score": "mean"}),
     ],

@@ -13,15 +13,14 @@ from toys import random_head, tiny
 
 from forerun import Decoder
 from forerun.costs import Costs
-from forerun.drafters.beams import grow
-from forerun.drafters.heads import EagleDrafter, HeadDrafter
-from forerun.drafters.lyanna import LyannaDrafter
-from forerun.methods import method
-from forerun.methods.hidden import Eagle, Lyanna
+from forerun.methods import Eagle, Lyanna, method
+from forerun.methods.beams import grow
+from forerun.methods.eagle import EagleDrafter
+from forerun.methods.hidden import HeadDrafter
+from forerun.methods.lyanna import LyannaDrafter
 from forerun.model import CausalLM
 from forerun.runtime import native_heads
 from forerun.runtime.heads import HiddenLM
-from forerun.runtime.information import NativeInformation
 from forerun.runtime.native_heads import LONGEST, PENDING, Guess, HeadChain
 from forerun.runtime.tiles import has_tiles
 from forerun.sampling import Verdict
@@ -36,7 +35,6 @@ def head_of(target: CausalLM, **settings: Any) -> HiddenLM:
     head = random_head(target, **{"rank": 32} | SIZES | settings)
     found = HiddenLM(head, target)
     assert found.native is not None
-    assert (found.chains is None) == (head.config.kind != "lyanna" or not head.config.rank)
     return found
 
 
@@ -138,32 +136,6 @@ def test_a_row_may_draft_beyond_its_context() -> None:
     assert all(bool(found.isfinite().all()) for found in head.roll([0], state, 5)) and head.length(0) == 12
 
 
-@pytest.mark.parametrize("reuse", ["off", "add", "free"])
-def test_chains_in_one_call_are_those_of_the_general_way(reuse: str) -> None:
-    """Rows that come at their own times, with old logits and without, and limits of their own."""
-    target = CausalLM(tiny("llama"))
-    head, found = head_of(target), []
-    assert head.chains is not None
-    for quick in (True, False):
-        own = head.fresh()
-        own.chains, own.chain = head.chains if quick else None, None
-        drafter = LyannaDrafter(own, 5, 1, 5, reuse, weight=0.7, least=2)
-        seqs = [sequence(range(2, 9), id, new=(30, 3)[id % 2]) for id in range(3)]
-        for seq in seqs:
-            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 5
-        for step in range(4):
-            here = seqs[: 1 + step]
-            drafts = drafter.propose(here).drafts
-            for seq, draft in zip(here, drafts, strict=True):
-                found.append((quick, seq.id, draft.tokens, draft.origins))
-                path = list(range(1 + (seq.id + step) % min(2, len(draft))))
-                seq.tokens += [*draft.tokens[1 : len(path)], 8]
-                hidden = features_of(target, seq.tokens)[-len(draft) :]
-                drafter.observe([seq], [draft], [Verdict(path, 8, len(path), True)], [hidden])
-    assert [each[1:] for each in found if each[0]] == [each[1:] for each in found if not each[0]]
-    assert any("reused" in each[-1] for each in found) == (reuse != "off")
-
-
 GUESSING = Costs({1: 1.0, 100: 3.0}, {}, head={1: 0.01})
 
 
@@ -228,29 +200,11 @@ def test_chains_of_one_call_stay_in_bounds() -> None:
     assert len(head.guess(0, features[:8], TEXTS[9][1:9], 5, 8).tokens) == 8 and head.length(0) == 8
 
 
-def test_the_first_of_equal_tokens_is_chosen() -> None:
-    """As torch does it, for many rows, and with numbers that are none in one of them."""
-    target = CausalLM(tiny("llama"))
-    head = head_of(target, hot=64)
-    information = head.information
-    assert isinstance(information, NativeInformation) and head.chains is not None
-    logits = torch.randint(-3, 3, (3, 11, 64), generator=torch.Generator().manual_seed(0)).float()
-    logits[0, 4] = torch.nan
-    roots = list(range(11))
-    ties = information.answer
-    information.answer.data.zero_()  # so that sums are the logits, with many ties
-    assert not information(torch.tensor(roots)).any() and ties is information.answer
-    chains = head.chains(logits, roots=roots)
-    wanted = head.hot[logits.argmax(-1)].T
-    rest = [row for row in roots if row != 4]
-    assert torch.equal(chains[rest], wanted[rest]) and set(chains[4].tolist()) <= set(head.hot.tolist())
-
-
 def test_other_ranks_have_chains_one_by_one() -> None:
     """Sizes that C cannot do take the general way."""
     target = CausalLM(tiny("llama"))
     head = HiddenLM(random_head(target, **SIZES | {"rank": 8}), target)
-    assert head.native is not None and head.chains is None and head.chain is None
+    assert head.native is not None and head.chain is None
     logits = torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(0))
     (draft,) = grow([5], lambda k, tokens, at: logits[k][:, None] + head.information(tokens), head.hot, [3], 1, 3)
     assert draft.drafted == 3
@@ -260,14 +214,8 @@ def test_other_ranks_have_chains_one_by_one() -> None:
 def test_chains_of_any_number_of_hot_tokens(hot: int) -> None:
     target = CausalLM(tiny("llama"))
     head = head_of(target, hot=hot)
-    assert head.chains is not None and head.information is not None
+    assert head.information is not None
     logits = torch.randn(3, 2, hot, generator=torch.Generator().manual_seed(0)) - 9  # below what is filled up
-
-    def behind(k: int, tokens: Tensor, at: Tensor) -> Tensor:
-        return logits[k][:, None] + head.information(tokens)  # type: ignore[misc]
-
-    wanted = grow([5, 6], behind, head.hot, [3, 3], 1, 3)
-    assert head.chains(logits, roots=[5, 6]).tolist() == [draft.tokens[1:] for draft in wanted]
     head.add(0)
     found = head.guess(0, features_of(target, TEXTS[4])[:-1], TEXTS[4][1:], 5, 3, old=logits[:2, 0] * 30, weight=1.0)
     sums = found.logits.clone()

@@ -26,20 +26,18 @@ from toys import (
     tokens_of,
 )
 
+from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
 from forerun.draft import Draft, Tree
-from forerun.drafters import ouroboros, phrases, tables
-from forerun.drafters.guard import Guarded, Pace
-from forerun.drafters.lookahead import LookaheadDrafter
-from forerun.drafters.ouroboros import OuroborosDrafter
-from forerun.drafters.phrases import PhrasePool
-from forerun.drafters.window import Window
 from forerun.engine import Engine
 from forerun.generation import Generation, Request
-from forerun.lengths import FixedLength, LengthRule
-from forerun.lengths.pacer import PacerStop
-from forerun.methods import AR, Lookahead, Method, Ouroboros, PacerOuroboros, Parts, method
-from forerun.methods.phrases import SOURCES
+from forerun.methods import AR, Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
+from forerun.methods.chain import FixedLength
+from forerun.methods.guard import Guarded, Pace
+from forerun.methods.ouroboros import SOURCES, OuroborosDrafter
+from forerun.methods.pacer import PacerStop
+from forerun.methods.pools import PhrasePool
+from forerun.methods.window import Window
 from forerun.model import CausalLM
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.sampling import Sampler, Verdict
@@ -61,7 +59,7 @@ def test_a_pool_keeps_the_newest(puts: list[tuple[int, list[int]]], most: int) -
     """Against a log that is read backwards."""
     pool = PhrasePool(3, most)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phrases, "KEYS", 4)
+        patch.setattr(pools, "KEYS", 4)
         for key, phrase in puts:
             pool.add(key, phrase)
     recent = list(dict.fromkeys(key for key, _ in reversed(puts)))
@@ -99,7 +97,7 @@ def test_a_pool_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
         Path(where).write_bytes(before[:20])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tables, "save_file", interrupted)
+    monkeypatch.setattr(pools, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.save(path, 9)
     assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [path.name]
@@ -426,7 +424,8 @@ planted: list[tuple[int, int, list[int]]] = []
 @pytest.mark.parametrize("kind", ["ouroboros", "lookahead"])
 def test_the_window_stands_at_the_end_of_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`end` tokens of sequence and draft come before it, and as many may follow as there is room for."""
-    monkeypatch.setattr(f"forerun.drafters.{kind}.Window", Positions)
+    home = "forerun.methods" if kind == "ouroboros" else "benchmarks.baselines"
+    monkeypatch.setattr(f"{home}.{kind}.Window", Positions)
     made = drafter(width=3, guesses=0, suffixes=0) if kind == "ouroboros" else LookaheadDrafter(3, 2, 2)
     seq = Generation(Request(PROMPT, 9))
     list(made.admit(seq, None, 8))
@@ -503,7 +502,7 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     row.pool.add(3, (1, 1))
 
     def draft() -> Draft:
-        return made._with_suffixes(ouroboros._Phrased(seq, 9, [2, 2, 2, 3], rule=LengthRule()))
+        return made._with_suffixes(ouroboros._Phrased(seq, 9, [2, 2, 2, 3]))
 
     first = draft()
     assert first.tokens == [1, 2, 2, 2, 3, 1, 1] and first.origins[-2:] == ["phrase"] * 2
@@ -576,8 +575,8 @@ def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
         ValueError, match=r"have 4 tokens, 1 for each token at most; method 'ouroboros' is set to \(2, 1"
     ):
         other.read_phrases(path)
-    with pytest.raises(ValueError, match="'lookup' does not keep phrases"):
-        Decoder(target, method=method("lookup")).save_phrases(path)
+    with pytest.raises(ValueError, match="'ar' does not keep phrases"):
+        Decoder(target, method=method("ar")).save_phrases(path)
 
 
 def test_settings_are_checked() -> None:
@@ -590,4 +589,4 @@ def test_settings_are_checked() -> None:
             method("pacer-ouroboros", **options)
     for options in ({"window": -1}, {"guesses": 0}, {"ngram": 1}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            method("lookahead", **options)
+            Lookahead(**options)

@@ -30,18 +30,20 @@ from toys import (
     tokens_of,
 )
 
+from benchmarks.baselines import specdec
+from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
 from forerun.costs import Costs
 from forerun.draft import Draft
-from forerun.drafters.chain import ChainDrafter
-from forerun.drafters.plain import PlainDrafter
 from forerun.engine import Step
 from forerun.generation import Generation, Request
-from forerun.lengths import LengthPolicy, Look
-from forerun.lengths.confidence import ProductRule
-from forerun.lengths.pacer import BLOCKS, SCORES, BlockRule, PacerStop, best_threshold
 from forerun.loading import load_pre_verifier
-from forerun.methods import Pacer, SpecDec, method
+from forerun.methods import Pacer, method
+from forerun.methods.ar import PlainDrafter
+from forerun.methods.chain import ChainDrafter
+from forerun.methods.confidence import ProductRule
+from forerun.methods.pacer import BLOCKS, SCORES, BlockRule, PacerStop, best_threshold
+from forerun.methods.stop import DraftState, LengthPolicy
 from forerun.model import CausalLM
 from forerun.nn.echo import SIZES, Echo
 from forerun.nn.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
@@ -83,10 +85,9 @@ def varied(layer: PreVerifier) -> PreVerifier:
 
 
 @pytest.mark.parametrize("kind", ["survival", "acceptance"])
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
+def test_block_by_block_is_the_same_as_at_once(kind: str) -> None:
     """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
-    layer = varied(random_layer(layers=layers, kind=kind, inputs=INPUTS, depth=7))
+    layer = varied(random_layer(kind=kind, inputs=INPUTS, depth=7))
     quick = QuickPreVerifier(layer)
     given, target, runs = inputs(4, 10), torch.randn(4, 32), torch.rand(4, 3) * 9
     law = law_of(3 * torch.randn(4, 60))
@@ -95,28 +96,26 @@ def test_block_by_block_is_the_same_as_at_once(layers: int, kind: str) -> None:
         logits, survival = layer(target, runs, **given, law=law)
     if kind == "acceptance":
         torch.testing.assert_close(survival, logits.sigmoid().cumprod(-1))
-    expected = survival if kind == "acceptance" else logits
     state, rows = quick.begin(target, runs.tolist(), law.tolist()), [0, 1, 2, 3]
     for first, last, left in ((0, 1, [2, 0, 1, 3]), (1, 5, [3, 1, 0]), (5, 8, [2, 0]), (8, 10, [])):
         part = {name: value[rows, first:last] for name, value in given.items()}
         output, state = quick.step(state, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
-        torch.testing.assert_close(torch.from_numpy(output), expected[rows, first:last], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(output), logits[rows, first:last], rtol=1e-4, atol=1e-5)
         state, rows = state.select(left), [rows[row] for row in left]
 
 
 def test_the_embedded_layers_load_and_say_the_same_in_both_forms() -> None:
-    for name in ("pre-verifier", "specdec++"):
-        layer = PreVerifier.from_pretrained(FOLDER / name).eval()
+    for folder in (FOLDER / "pre-verifier", Path(specdec.__file__).parent / "specdec++"):
+        layer = PreVerifier.from_pretrained(folder).eval()
         config = layer.config
         given, target, runs = inputs(3, 8), torch.randn(3, config.target_size), torch.rand(3, 3) * 9
         given["hidden"], given["embedded"] = torch.randn(3, 8, config.draft_size), torch.randn(3, 8, config.token_size)
         with torch.no_grad():
-            logits, survival = layer(target, runs, **given)
+            logits, _ = layer(target, runs, **given)
         quick = QuickPreVerifier(layer)
         lists = {part: given[part].tolist() for part in ("log_q", "echoes")}
         output, _ = quick.step(quick.begin(target, runs.tolist()), **given | lists)
-        expected = survival if config.kind == "acceptance" else logits
-        torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.from_numpy(output), logits, rtol=1e-4, atol=1e-4)
         assert quick.traces["greedy"].any() and quick.traces["sampled"].any()
 
 
@@ -239,7 +238,7 @@ def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **o
 
 def test_how_much_of_a_block_is_certain() -> None:
     rule, _ = begun(stop("last", 4, most=10))
-    assert [rule.certain(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
+    assert [rule.min_more(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), 4, 10, costs=lambda mode, rows: None)
     policy._settings["sampled", 1, False] = 3, 0.5, False
     seqs = [Generation(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
@@ -247,7 +246,7 @@ def test_how_much_of_a_block_is_certain() -> None:
     for seq in seqs:
         policy.admit(seq)
     rule = policy.begin(seqs, 3)  # blocks of 4 and of 3
-    assert [rule.certain(depth) for depth in range(10)] == [3, 2, 1, 1, 2, 1, 2, 1, 1, 1]
+    assert [rule.min_more(depth) for depth in range(10)] == [3, 2, 1, 1, 2, 1, 2, 1, 1, 1]
 
 
 RULES = ["last", "mean", "min", "auto"]
@@ -264,7 +263,7 @@ def table_draft(policy: LengthPolicy) -> ChainDrafter:
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> None:
     """2000 rows at once, which stop on their own."""
-    policy = stop(rule, block, inputs=("confidence", "history", "echoes"), layers=1)
+    policy = stop(rule, block, inputs=("confidence", "history", "echoes"))
     requests = [Request(PROMPT, NEW, Sampler(False), seed=0, stream=row) for row in range(2000)]
     rows = decode(TableLM(TARGET), table_draft(policy), requests)
     assert len({step.drafted for steps in rows for step in steps}) > 1
@@ -341,7 +340,7 @@ def test_the_layer_is_given_what_it_is_to_see(names: Sequence[str]) -> None:
     torch.manual_seed(1)
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
-    layer = varied(random_layer(seed=1, inputs=names, layers=0))
+    layer = varied(random_layer(seed=1, inputs=names))
     with torch.no_grad():
         layer.leave.bias.fill_(0.2)
     embeddings = draft.get_input_embeddings()
@@ -484,9 +483,9 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
             each.threshold = 0.5
             assert isinstance(each, ProductRule if cheap and "costs" in settings else BlockRule)
             if isinstance(each, BlockRule):
-                alive = lambda look: np.array([[values[seq.id]] for seq in look.seqs])  # noqa: E731
-                each._ask = lambda look, alive=alive: np.log(alive(look) / (1 - alive(look)))  # type: ignore[method-assign]
-        return rule.more(Look(seqs, [[1]] * len(seqs), scores_of(survival)))
+                alive = lambda state: np.array([[values[seq.id]] for seq in state.seqs])  # noqa: E731
+                each._ask = lambda state, alive=alive: np.log(alive(state) / (1 - alive(state)))  # type: ignore[method-assign]
+        return rule.more(DraftState(seqs, [[1]] * len(seqs), scores_of(survival)))
 
     greedy, sampled = Sampler(), Sampler(greedy=False)
     given = {"costs": always(costs)}
@@ -513,8 +512,8 @@ def test_a_layer_that_does_not_pay_is_not_asked() -> None:
         assert isinstance(rule, ProductRule) is cheap
         if isinstance(rule, ProductRule):
             assert rule.threshold == policy.settings("greedy", 1, True)[1]
-            wide = Look(seqs, [[2]], torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
-            narrow = Look(seqs, [[2, 1]], torch.tensor([[0.0, -9.0, 9.0, 0.0]]))
+            wide = DraftState(seqs, [[2]], torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
+            narrow = DraftState(seqs, [[2, 1]], torch.tensor([[0.0, -9.0, 9.0, 0.0]]))
             assert [rule.more(look) for look in (wide, narrow)] == [[True], [False]]
 
 

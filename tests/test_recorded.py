@@ -165,7 +165,7 @@ def test_sixteen_bits_are_near_the_stock_forward() -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "ar": {},
     "sd": {"gamma": 3},
-    "lookup": {},
+    "suffix": {},
     "ouroboros": {"gamma": 4, "window": 2},
     "lyanna": {"depth": 4},
     "eagle": {"depth": 3, "width": 2, "nodes": 7},

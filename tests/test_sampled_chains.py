@@ -8,9 +8,9 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from forerun.drafters.sampled import sample_chains
 from forerun.generation import Generation, Request
 from forerun.methods import method
+from forerun.methods.beams import sample_chains
 from forerun.races import Races
 from forerun.sampling import Sampler
 

@@ -36,7 +36,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tokenizer.chat_template = TEMPLATE
     models()[0].save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    options = ("--target", str(folder), "--method", "lookup", "--model-name", NAME, "--threads", "1")
+    options = ("--target", str(folder), "--method", "suffix", "--model-name", NAME, "--threads", "1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
         with started(*options) as (_, found):

@@ -64,7 +64,7 @@ def test_a_bias_on_no_token_is_refused() -> None:
         made().request(PROMPT, logit_bias={64: 1})
 
 
-@pytest.mark.parametrize("name", ["sd", "lookup", "lyanna"])
+@pytest.mark.parametrize("name", ["sd", "suffix", "lyanna"])
 def test_penalties_are_part_of_the_law(name: str) -> None:
     plain, drafted = made("ar").generate(PROMPT, max_new_tokens=40, **PENALTIES), made(name)
     found = drafted.generate(PROMPT, max_new_tokens=40, **PENALTIES)
@@ -93,7 +93,7 @@ def test_sampling_with_penalties_follows_their_law() -> None:
     assert 0 < accepted < tested
 
 
-@pytest.mark.parametrize("name", ["sd", "lyanna", "lookahead"])
+@pytest.mark.parametrize("name", ["sd", "lyanna", "hybrid"])
 def test_plain_rows_among_drafted_ones(name: str) -> None:
     decoder = made(name)
     asked = [decoder.request(PROMPT[:size], max_new_tokens=30) for size in (3, 4, 5, 6)]
@@ -105,7 +105,7 @@ def test_plain_rows_among_drafted_ones(name: str) -> None:
     assert any(step.drafted for each in steps[::2] for step in each)
 
 
-@pytest.mark.parametrize("name", ["ar", "sd", "lookahead"])
+@pytest.mark.parametrize("name", ["ar", "sd", "hybrid"])
 def test_log_probabilities_are_the_models_own(name: str) -> None:
     decoder = made(name)
     asked = [

@@ -74,7 +74,7 @@ def until(condition: Any, seconds: float = 250) -> None:
 def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('max-rows = 4\nlog-json = true\nmodel-name = "named"\ndrain = 1000.0\n')
-    with started("--target", str(folder), "--method", "lookup", "--config", str(config)) as (process, url):
+    with started("--target", str(folder), "--method", "suffix", "--config", str(config)) as (process, url):
         seen = set()
         until(lambda: seen.add(health(url)) or 200 in seen)
         assert httpx.get(url + "/v1/models", trust_env=False).json()["data"][0]["id"] == "named"

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import TableLM, decode, joint_distribution, p_value, random_table, tiny, tiny_tokenizer, tokens_of
+from toys import BASELINES, TableLM, decode, joint_distribution, p_value, random_table, tiny, tiny_tokenizer, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
 import forerun
+from benchmarks.baselines.heuristic import Heuristic
 from forerun import Decoder
 from forerun.cli import main
-from forerun.drafters.plain import PlainDrafter
-from forerun.drafters.reading import Reader
-from forerun.drafters.translated import TextDrafter, TranslatedDrafter
 from forerun.engine import Engine, Step
 from forerun.generation import Request
-from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Heuristic, Hybrid, Method, Parts, method
+from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
+from forerun.methods.ar import PlainDrafter
+from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.metrics import summarise
 from forerun.model import CausalLM
 from forerun.runtime.hot import prepare_draft
@@ -527,7 +527,7 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("forerun.api.load_model", lambda *_, **__: pytest.fail("weights loaded"))
     for name in ("ouroboros", "oracle", "seeing-oracle"):
         with pytest.raises(ValueError, match=f"method '{name}' needs a draft with the target's tokenizer.*pieces"):
-            forerun.load(**pair, method=name)  # type: ignore[arg-type]
+            forerun.load(**pair, method=BASELINES.get(name, name))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method 'hybrid' needs a draft with the target's tokenizer"):
         forerun.load(**pair, method="hybrid", other="ouroboros")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draft_tokens must be auto, shared or text, not 'bytes'"):
@@ -542,7 +542,7 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_which_methods_need_the_targets_tokenizer() -> None:
     strict = {name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer}
-    assert strict == {"pacer", "specdec++", "ouroboros", "pacer-ouroboros", "oracle", "seeing-oracle"}
+    assert strict == {"pacer", "ouroboros", "pacer-ouroboros"}
     assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
 
 

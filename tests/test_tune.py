@@ -27,7 +27,7 @@ from forerun.cli import main
 from forerun.costs import Costs
 from forerun.engine import Step
 from forerun.loading import load_model
-from forerun.methods import AR, SD, Confidence, Cumulative, Lookup, Lyanna, Method, Pacer, PacerEagle, Suffix
+from forerun.methods import AR, SD, Confidence, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
 from forerun.model import CausalLM
 from forerun.params import SamplingParams
 from forerun.profiles import Choice, Pair, find, pair_of, read, save
@@ -63,7 +63,7 @@ def test_a_step_costs_its_forwards_and_what_stands_beside_them() -> None:
     assert prices.step("sd", step(2, drafted=3)) == 12.0 + 0.5 + 3 * (1.0 + 0.25)
     assert prices.step("sd", step(2, drafted=2)) == 11.0 + 0.5 + 2 * 1.25  # between two entries of the table
     assert prices.step("cumulative", step(2, drafted=3)) == 12.0 + 0.5 + 3 * 1.0  # a kind without a price of its own
-    assert prices.step("lookup", step(3, drafted=7, forwards=0)) == 20.0 + 0.5
+    assert prices.step("suffix", step(3, drafted=7, forwards=0)) == 20.0 + 0.5
     assert prices.step("ar", step(1, drafted=0)) == prices.plain_ms == 10.5
     # In a batch the draft ran on for a row that went further.
     assert prices.step("sd", step(2, drafted=3, forwards=9)) == prices.step("sd", step(2, drafted=3))
@@ -86,13 +86,13 @@ def test_calibration_finds_what_the_clock_says_beside_the_table() -> None:
     runs = {
         "ar": run(*[step(1, 0, seconds=0.011)] * 3, start=0.04),
         "sd": run(*[step(2, 3, seconds=0.0145)] * 3, step(1, 3, seconds=9.0), step(1, 0, seconds=0.011), start=0.05),
-        "lookup": run(step(2, 3, forwards=0, seconds=0.013), start=0.04),
+        "suffix": run(step(2, 3, forwards=0, seconds=0.013), start=0.04),
     }
     prices = calibrate(Costs({1: 10.0, 4: 10.0}, {1: 1.0}), runs, [[1], [2]], 16)
     assert prices.step_ms == pytest.approx(1.0)
     assert prices.token_ms == {"sd": pytest.approx((14.5 - 10 - 1) / 3 - 1)}
     assert prices.load == pytest.approx((33 + 43.5 + 9000 + 11 + 13) / (33 + 58 + 11 + 11))
-    assert prices.start_ms == {"ar": pytest.approx(40), "sd": pytest.approx(50), "lookup": pytest.approx(40)}
+    assert prices.start_ms == {"ar": pytest.approx(40), "sd": pytest.approx(50), "suffix": pytest.approx(40)}
 
 
 def test_costs_are_measured_for_what_is_there() -> None:
@@ -162,7 +162,7 @@ def test_when_it_is_late_in_the_first_turn_a_few_of_everything_have_been_tried()
 
 def test_finalists_are_of_different_methods_where_there_are() -> None:
     methods: dict[str, Method] = {
-        "a": SD(4), "b": SD(5), "c": SD(6), "d": Cumulative(0.3), "e": Confidence(0.5), "f": Lookup(3),
+        "a": SD(4), "b": SD(5), "c": SD(6), "d": Cumulative(0.3), "e": Confidence(0.5), "f": Suffix(3.0),
     }  # fmt: skip
     assert finalists(methods, ["a", "b", "d", "c", "e", "f"]) == ["a", "d", "e"]
     assert finalists(methods, ["a", "b", "d", "c"]) == ["a", "d", "b"]
@@ -172,8 +172,8 @@ def test_finalists_are_of_different_methods_where_there_are() -> None:
 
 def test_candidates_fit_the_models() -> None:
     with_draft, without = candidates(True), candidates(False)
-    assert with_draft["sd gamma=12"] == SD(12) and with_draft["lookup gamma=6 ngram=2"] == Lookup(6, 2)
-    assert {method.name for method in without.values()} == {"lookup", "suffix", "lookahead"}
+    assert with_draft["sd gamma=12"] == SD(12) and with_draft["suffix factor=2.0 most=8"] == Suffix(2.0, most=8)
+    assert {method.name for method in without.values()} == {"suffix"}
     assert {method.name for method in candidates(True, thin=6).values()} == {each.name for each in with_draft.values()}
     assert len(candidates(True, thin=3)) <= len(with_draft) / 2
 
@@ -364,7 +364,7 @@ def test_load_uses_the_profile_of_its_pair_and_a_named_method_wins(folder: Path,
     assert load(target, draft=folder / "other").method == SD()
     assert load(target).method == Suffix()
     assert load(target, draft=draft, fast=False).method == SD()
-    save(pair, "greedy", a_choice(Lookup(4, 2)), COSTS, {})
+    save(pair, "greedy", a_choice(Suffix(2.0)), COSTS, {})
     save(pair, "sampling", a_choice(AR(), 1.0), COSTS, {})
     assert load(target, draft=draft).draft is None  # nobody needs it
 
@@ -392,10 +392,10 @@ def test_a_profile_says_which_layer_and_head_were_tried(
 def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: Path) -> None:
     target, draft = str(folder / "target"), str(folder / "draft")
     pair = pair_of(target, draft, None, None)
-    save(pair, "greedy", a_choice(Lookup(4, 2)), COSTS, {})
+    save(pair, "greedy", a_choice(Suffix(2.0)), COSTS, {})
     save(pair, "sampling", a_choice(SD(2), 1.0), COSTS, {})
     decoder = load(target, draft=draft, guard=False)
-    assert decoder.method_for(greedy=True) == Lookup(4, 2) and decoder.method_for(greedy=False) == SD(2)
+    assert decoder.method_for(greedy=True) == Suffix(2.0) and decoder.method_for(greedy=False) == SD(2)
     greedy = decoder.generate("the cat sat", max_new_tokens=12)
     drawn = decoder.generate("the cat sat", max_new_tokens=12, temperature=1.0, seed=1)
     assert greedy.stats.draft_forwards == 0 and drawn.stats.draft_forwards > 0
@@ -460,27 +460,27 @@ def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path, inside:
     assert profile.greedy is not None and profile.sampling is None and set(profile.costs.draft) == {1, 2, 4, 8, 16, 32}
     assert found["measured"]["ar"] == found["predicted"]["ar"] == 1.0 and len(found["measured"]) == 4
     assert found["measured_speedup"] == max(found["measured"].values())
-    assert {name.partition(" ")[0] for name in found["predicted"]} == {"ar", *found["tuned"]} >= {"sd", "lookup"}
+    assert {name.partition(" ")[0] for name in found["predicted"]} == {"ar", *found["tuned"]} >= {"sd", "suffix"}
     assert profile.greedy.prompts["dataset"] == "own.jsonl"
     assert found["versions"] == profile.versions and found["date"].endswith(" UTC")
     assert found["arguments"]["target"] == "target" and found["arguments"]["budget"] == 2.0
     assert str(folder) not in json.dumps(found["arguments"])
 
     # Whatever was fastest here, what is stored is what runs.
-    save(profile.pair, "greedy", replace(profile.greedy, method="lookup", settings={"gamma": 2, "ngram": 1}),
+    save(profile.pair, "greedy", replace(profile.greedy, method="suffix", settings={"most": 4, "width": 2}),
          profile.costs, profile.versions)  # fmt: skip
     asked = ["generate", "the cat sat on the", *pair, "--max-new-tokens", "8", "--json"]
     tuned, named = inside(*asked), inside(*asked, "--method", "sd")
     sampled = inside(*asked, "--temperature", "1", "--seed", "0")
-    assert [each["method"] for each in (tuned, named, sampled)] == ["lookup", "sd", "sd"]
+    assert [each["method"] for each in (tuned, named, sampled)] == ["suffix", "sd", "sd"]
     assert tuned["tokens"] == named["tokens"]
     shown = inside("info", *pair, "--json")["profile"]
-    assert shown["file"] == str(path) and shown["greedy"]["method"] == "lookup" and shown["sampling"] is None
+    assert shown["file"] == str(path) and shown["greedy"]["method"] == "suffix" and shown["sampling"] is None
     bench = ["bench", *pair, "--dataset", str(folder / "own.jsonl"), "--limit", "1", "--rounds", "1", "--json"]
-    ran = inside(*bench, "--max-new-tokens", "4", "--methods", "sd,lookup", "--method-arg", "lookup.gamma=9")
+    ran = inside(*bench, "--max-new-tokens", "4", "--methods", "sd,suffix", "--method-arg", "suffix.most=9")
     used = ran["arguments"]["methods"]
     assert used["sd"] == found["tuned"]["sd"]
-    assert used["lookup"] == found["tuned"]["lookup"] | {"gamma": 9}
+    assert used["suffix"] == found["tuned"]["suffix"] | {"most": 9}
 
 
 @pytest.mark.slow
@@ -491,7 +491,7 @@ def test_tune_with_a_head(folder: Path, own_home: Path, tmp_path: Path) -> None:
     done = forerun(own_home, *asked, "--budget", "1", "--head", str(tmp_path / "head"), "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["head"] == str(tmp_path / "head") and set(found["tuned"]) >= {"lyanna", "pacer-lyanna", "lookup"}
+    assert found["head"] == str(tmp_path / "head") and set(found["tuned"]) >= {"lyanna", "pacer-lyanna", "suffix"}
     (path,) = (own_home / "profiles").iterdir()
     profile = read(path)
     save(profile.pair, "greedy", replace(a_choice(Lyanna()), head=found["head"]), profile.costs, profile.versions)
@@ -500,9 +500,9 @@ def test_tune_with_a_head(folder: Path, own_home: Path, tmp_path: Path) -> None:
     save(profile.pair, "sampling", replace(a_choice(PacerEagle()), head=str(tmp_path / "eagle")), profile.costs, {})
     both = load(str(folder / "target"), device="cpu")  # a decoder has one head: that of greedy decoding
     assert both.method == both.method_for(greedy=False) == Lyanna() and both.head is not None
-    save(profile.pair, "greedy", replace(a_choice(Lookup()), head=found["head"]), profile.costs, {})
+    save(profile.pair, "greedy", replace(a_choice(Suffix()), head=found["head"]), profile.costs, {})
     other = load(str(folder / "target"), device="cpu")  # each choice has its own head
-    assert other.method == Lookup() and other.method_for(greedy=False) == PacerEagle()
+    assert other.method == Suffix() and other.method_for(greedy=False) == PacerEagle()
     wrong = forerun(own_home, *asked, "--head", str(tmp_path))
     assert (
         wrong.returncode == 2 and f"--head takes the folder of a trained head, and '{tmp_path}' is none" in wrong.stderr

@@ -55,7 +55,7 @@ class Rows:
         return self.proposer.propose([list(new) for _, new in rows], counts, ids, slot_mappings=None)
 
 
-@pytest.mark.parametrize("method", ["suffix", "lookup"])
+@pytest.mark.parametrize("method", ["suffix", "suffix"])
 def test_drafts_are_ragged_and_bounded(method: str) -> None:
     rows = Rows(Proposer(config(method=method)))
     found = rows.ask([(COUNTING, [10, 11]), ([1, 2, 3], [4]), (COUNTING, []), ([5, 6, 7, 5], [6])])
@@ -65,7 +65,7 @@ def test_drafts_are_ragged_and_bounded(method: str) -> None:
 
 
 def test_nothing_is_drafted_beyond_the_context() -> None:
-    rows = Rows(Proposer(config(method="lookup")))
+    rows = Rows(Proposer(config(method="suffix")))
     text = (COUNTING * 10)[: CONTEXT - 3]
     assert len(rows.ask([(text, [text[-12]])])[0]) == 1  # one more comes from the target itself
     full = (COUNTING * 10)[:CONTEXT]
@@ -250,7 +250,7 @@ for options in cases:
     gc.collect()
     cleanup_dist_env_and_memory()
 """
-METHODS_OF_VLLM = ("suffix", "lookup", "cumulative", "pacer-ouroboros")
+METHODS_OF_VLLM = ("suffix", "suffix", "cumulative", "pacer-ouroboros")
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def said(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]], di
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed here; .ci/vllm makes an environment that has it")
     drafting = {"draft": str(folders["draft"]), "draft_weights": "float32", "threshold": 0.1}
-    cases: list[dict[str, Any] | None] = [None, {}, {"method": "lookup"}, drafting]
+    cases: list[dict[str, Any] | None] = [None, {}, {"method": "suffix"}, drafting]
     cases.append(drafting | {"method": "pacer-ouroboros", "pre_verifier": str(folders["layer"])})
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -134,6 +134,19 @@ def noisy_copy(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTraine
     return noisy
 
 
+BASELINES = {  # methods that serve comparison only, by the name that the command line takes
+    name: f"benchmarks.baselines.{name_of_class}"
+    for name, name_of_class in {
+        "heuristic": "heuristic:Heuristic",
+        "svip": "entropy:SVIP",
+        "adaedl": "entropy:AdaEDL",
+        "specdec++": "specdec:SpecDec",
+        "lookup": "lookup:Lookup",
+        "lookahead": "lookahead:Lookahead",
+        "oracle": "oracle:Oracle",
+        "seeing-oracle": "oracle:SeeingOracle",
+    }.items()
+}
 COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, glance=9.0)
 LAYERS: dict[str, dict[str, Any]] = {  # settings of the layer that a method needs
     "pacer": {"inputs": INPUTS},

@@ -16,13 +16,12 @@ from pathlib import Path
 from forerun.files import write_text
 from forerun.loading import load_head, load_model
 from forerun.methods import Pacer
-from forerun.methods.chains import SpecDec
 from forerun.model import CausalLM
 from forerun.runtime.hot import HOT_FILE
 from forerun.zoo import FOLDERS, SMOLLM2
 from forerun.zoo.quantise import save_quantised
 
-LAYERS = {"survival": Pacer.layer, "acceptance": SpecDec.layer}
+LAYERS = {"survival": Pacer.layer}
 
 
 def put(source: Path, bits: int, work: Path | None) -> Path:

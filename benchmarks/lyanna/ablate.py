@@ -27,7 +27,7 @@ from forerun import Decoder, load
 from forerun.bench.report import versions
 from forerun.chat import chat_prompt
 from forerun.loading import load_head
-from forerun.methods import Eagle, Lyanna, Medusa, Method, PacerLyanna, method
+from forerun.methods import Eagle, Lyanna, Method, PacerLyanna, method
 from forerun.nn.heads import HiddenConfig, HiddenDrafter
 from forerun.train.corpus import held_out_prompts
 from forerun.zoo import EMBEDDED, SMOLLM2, companion
@@ -104,8 +104,6 @@ def others(name: str, head: HiddenDrafter, depth: int) -> dict[str, tuple[Method
     """A head that was trained in another way; an EAGLE-like one for all tokens too, as it has no table of them."""
     if head.config.kind == "lyanna":
         return {f"lyanna, {name}": (Lyanna(depth=depth, reuse="off"), head)}
-    if head.config.kind == "medusa":
-        return {f"medusa, {name}": (Medusa(), head)}
     way = Eagle(depth=min(depth, 6))
     found = {f"eagle, {name}": (way, head)}
     if head.config.hot_size < head.config.vocab_size:

@@ -1,5 +1,6 @@
-"""Gains by how much an output repeats itself, from a run of `forerun bench` that has `lookup` among its methods: the
-tokens that prompt lookup gets accepted a forward say how much that is.
+"""Gains by how much an output repeats itself, from a run of `forerun bench` with prompt lookup
+(`benchmarks.baselines.lookup:Lookup`) among its methods: the tokens that this gets
+accepted a forward say how much that is.
 
     python benchmarks/ouroboros/repetition.py OUT docs/results/ouroboros/repetition.png
 """
@@ -16,6 +17,7 @@ from forerun.metrics import Stats
 
 PARTS = 5
 RATIOS = [("ouroboros", "sd"), ("pacer", "sd"), ("pacer-ouroboros", "sd"), ("pacer-ouroboros", "pacer")]
+LOOKUP = "benchmarks.baselines.lookup:Lookup"
 
 
 def main(out: Path, picture: Path) -> None:
@@ -28,7 +30,11 @@ def main(out: Path, picture: Path) -> None:
     for record in map(parse, (out / "records.jsonl").read_text().splitlines()):
         groups[record.group][record.method] = record.stats
     rows = [
-        (group["lookup"].tau, {name: stats.tokens_per_s for name, stats in group.items()}) for group in groups.values()
+        (
+            group[LOOKUP].tau,
+            {name: stats.tokens_per_s for name, stats in group.items()},
+        )
+        for group in groups.values()
     ]
     rows.sort(key=lambda row: row[0])
     parts = [rows[at * len(rows) // PARTS : (at + 1) * len(rows) // PARTS] for at in range(PARTS)]

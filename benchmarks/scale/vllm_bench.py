@@ -45,7 +45,6 @@ def cases(draft: str | None, tokens: int) -> dict[str, dict[str, Any]]:
     found = {
         "plain": {},
         "vllm ngram": theirs(method="ngram", prompt_lookup_min=1, prompt_lookup_max=3),
-        "forerun lookup": ours(method="lookup"),
         "forerun suffix": ours(method="suffix"),
     }
     if draft is not None:

@@ -202,13 +202,13 @@ def test_a_run_says_how_many_outputs_differ_and_by_how_little(
 
     monkeypatch.setattr(FakeLlama, "following", staticmethod(following))
     monkeypatch.setattr(llama, "find", lambda source: Path("small.gguf"))
-    names = ["lookup", "llama-cpp", "llama-cpp-lookup"]
+    names = ["suffix", "llama-cpp", "llama-cpp-lookup"]
     plan = Plan(parse_methods(names, [], None, {}, Peers()), target=str(tmp_path), max_new_tokens=6)
     prompts = {"stdlib-test": [Prompt("a", tokens=(5, 6, 7)), Prompt("b", tokens=(6, 5, 6))]}
     monkeypatch.setattr(session, "load_prompts", lambda plan, files: (prompts, None))
     found = session.bench(plan, {})
     methods = found["methods"]
-    assert methods["ar"]["differences"] is methods["lookup"]["differences"] is None
+    assert methods["ar"]["differences"] is methods["suffix"]["differences"] is None
     for name in ("llama-cpp", "llama-cpp-lookup"):
         assert methods[name]["exact_match"] == 0.5 and methods[name]["tokens"] == 2 * 2 * 6
         (mismatch,) = methods[name]["mismatches"]

@@ -283,12 +283,12 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
 
 
 def test_their_forwards_are_untouched(folder: Path) -> None:
-    plan = plan_of(folder, "sd", "lookup")
+    plan = plan_of(folder, "sd", "suffix")
     _, target, _ = load_decoders(plan, None, None)
     theirs = load_on_their_forward(plan, None)
     for decoder in theirs.values():
         assert decoder.target._forward is None and decoder.target.model is not target.model
-    assert theirs["sd"].draft is not None and theirs["lookup"].draft is None
+    assert theirs["sd"].draft is not None and theirs["suffix"].draft is None
     assert theirs["sd"].draft._forward is None and not is_stored(theirs["sd"].draft.model)
 
 
@@ -296,13 +296,13 @@ def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> No
     path = tmp_path / "small.gguf"
     write(path, small(), "Q4_1")
     (tmp_path / "own.jsonl").write_text(json.dumps({"tokens": [5, 6, 7, 5, 6]}) + "\n")
-    names = ["lookup", "hf-forward/ar", "hf-forward/lookup"]
+    names = ["suffix", "hf-forward/ar", "hf-forward/suffix"]
     plan = plan_of(tmp_path, *names, target=str(path), draft=None)
     found = run(plan)
     theirs = load_on_their_forward(plan_of(tmp_path, "ar", target=str(path), draft=None), None)["ar"].target
     assert not is_stored(theirs.model) and str(theirs.dtype) == "torch.float32"
     methods = found["methods"]
-    assert methods["lookup"]["exact_match"] == 1.0
+    assert methods["suffix"]["exact_match"] == 1.0
     for name in names[1:]:  # rounding may differ, and then it is said how nearly the target chose otherwise
         differences = methods[name]["differences"]
         assert differences is None or differences["margin_max"] < 0.1
@@ -331,11 +331,11 @@ def test_the_best_of_several_settings_has_a_row_and_ratios_are_to_every_method()
 
 
 def test_results_say_what_they_were_measured_with(folder: Path) -> None:
-    plan = plan_of(folder, "lookup")
+    plan = plan_of(folder, "suffix")
     found = run(plan)
     compared = check_logits(plan, {str(folder / "own.jsonl"): []})
     for each in (found, compared):
         assert {"arguments", "versions", "date"} <= each.keys() and each["date"].endswith(" UTC")
-    assert compared["check_logits"].keys() == {"ar", "lookup"}
+    assert compared["check_logits"].keys() == {"ar", "suffix"}
     found["versions"]["scikit-learn"], found["methods"]["hf-assisted/3"] = None, found["methods"]["ar"]
     assert "Without scikit-learn the threshold of transformers' assistant stays" in markdown(found, [])

@@ -16,9 +16,8 @@ from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdli
 from forerun.bench.plan import Plan
 from forerun.costs import Costs
 from forerun.files import read_text, write_text
-from forerun.lengths.oracle import Truth
 from forerun.loading import load_config, load_head, load_model, load_pre_verifier, load_tokenizer, translation_for
-from forerun.methods import Lyanna, Pacer, SpecDec
+from forerun.methods import Lyanna, Pacer
 from forerun.model import CausalLM, context_of
 from forerun.nn.pre_verifier import PreVerifier
 from forerun.profiles import costs_of
@@ -111,7 +110,7 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
     found: dict[str | None, PreVerifier] = {}
     for folder in folders if wanted else ():
         layer = load_pre_verifier(folder, target, draft)
-        found |= {each.layer: layer for each in (Pacer, SpecDec) if each.kind == layer.config.kind}
+        found |= {each.layer: layer for each in plan.ours.values() if each.kind == layer.config.kind}
     for name in sorted(wanted - set(found)):
         raise ValueError(f"none of --pre-verifier is for {name}; `forerun train pre-verifier` makes one")
     return found
@@ -159,7 +158,7 @@ def build_decoders(
     heads = load_heads(plan, target)
     if costs is None and (measured or any(each.needs_costs for each in plan.ours.values())):
         costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
-    decoders, truth = dict[str, Decoder](), Truth()
+    decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
         decoders[name] = decoder = Decoder(
             target,
@@ -173,7 +172,7 @@ def build_decoders(
             max_rows=max(ROWS, plan.batch),
             prefix_bytes=0,  # a prompt that comes again is computed again
         )
-        decoder.costs, decoder.truth = costs, truth
+        decoder.costs = costs
         if costs is not None and method.needs_costs and method.head not in (None, Lyanna.head):
             # The table has those of Lyanna's head, and a state of another one takes another time.
             decoder.costs = replace(costs, head=head_costs(heads[method.head]))

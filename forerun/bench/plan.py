@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.kinds import check_kind, check_way
-from forerun.methods import METHODS, Method, Oracle, SeeingOracle, method, parse_value
+from forerun.methods import METHODS, Method, is_method, method, parse_value
 from forerun.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, resolve
 
 if TYPE_CHECKING:
     from forerun.bench.runners import Loaded, Run
 
-DEFAULT_METHODS = ("ar", "sd", "lookup")
+DEFAULT_METHODS = ("ar", "sd", "suffix")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Plan:
         prompt_tokens: length of the prompts from the standard library.
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
-        pre_verifier: folders of trained layers, for pacer and for specdec++; the embedded pair has its own.
+        pre_verifier: folders of trained layers, for pacer; the embedded pair has its own.
         graphs, draft_tokens: as in `forerun.load`.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         chat: prompts are messages, rendered by the target's chat template, as conversations are in any case.
@@ -104,7 +104,7 @@ class Plan:
         if self.top_p < 1 and not self.temperature:
             raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
         for name, each in self.ours.items():
-            if self.temperature and isinstance(each, Oracle | SeeingOracle):
+            if self.temperature and each.greedy_only:
                 raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
             bundled = companion(self.target, each.layer) if self.target == self.draft else None
             if each.layer and not self.pre_verifier and bundled is None:
@@ -204,7 +204,7 @@ def parse_methods(
     wanted = [name for name in names or DEFAULT_METHODS if name]
     chosen = {}
     for name in wanted if "ar" in wanted else ["ar", *wanted]:
-        chosen[name] = ours(name) if name in METHODS else runner_of(name, ours) or ours(name)  # which raises
+        chosen[name] = ours(name) if is_method(name) else runner_of(name, ours) or ours(name)  # which raises
     for name in given:
         if name not in used:
             raise ValueError(f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods")
@@ -213,10 +213,10 @@ def parse_methods(
 
 def _setting(option: str, text: str) -> tuple[str, str, str]:
     left, equals, value = text.partition("=")
-    name, dot, key = left.partition(".")
+    name, dot, key = left.rpartition(".")
     if not (equals and dot and name and key and value):
         raise ValueError(f"{option} takes METHOD.NAME=VALUE, not {text!r}")
-    if name not in METHODS:
+    if not is_method(name):
         raise ValueError(f"{option} {left}: {name!r} is no method with settings; there are {', '.join(METHODS)}")
     return name, key, value
 

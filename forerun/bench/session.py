@@ -16,7 +16,7 @@ from forerun.bench.records import Records
 from forerun.bench.report import results, versions
 from forerun.bench.runners import Loaded, Run, decoder_run
 from forerun.files import read_text, write_text
-from forerun.methods import GONE, Oracle, SeeingOracle
+from forerun.methods import REMOVED_SETTINGS
 from forerun.profiles import identity
 from forerun.runtime.facts import facts_of
 
@@ -99,7 +99,7 @@ def _claim(out: Path, arguments: dict[str, Any], resume: bool) -> None:
         before = None
     if not isinstance(before, dict):
         raise ValueError(f"{path} is damaged; give another --out")
-    was = {name: value for name, value in _leaves(before) if (name.rpartition(".")[2], value) not in GONE}
+    was = {name: value for name, value in _leaves(before) if (name.rpartition(".")[2], value) not in REMOVED_SETTINGS}
     now = dict(_leaves(arguments))
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
@@ -129,9 +129,10 @@ def _surroundings(plan: Plan) -> dict[str, Any]:
 def _teach_oracles(
     plan: Plan, runs: dict[str, Run], datasets: dict[str, list[Prompt]], say: Callable[[str], None]
 ) -> None:
-    """Runs oracles once on everything, so that no measurement holds the time in which they learn the truth."""
-    for name, method in plan.methods.items():
-        if not isinstance(method, Oracle | SeeingOracle):
+    """Runs oracles, which alone refuse sampling, once on everything: no measurement holds the time in which they learn
+    the truth."""
+    for name, method in plan.ours.items():
+        if not method.greedy_only:
             continue
         for dataset, prompts in datasets.items():
             say(f"{name} learns the target's output for {dataset}")

@@ -52,10 +52,10 @@ def bench(
     top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
     head: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of a head of the target's, for lyanna, eagle or medusa; repeatable."),
+        typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable."),
     ] = None,
     pre_verifier: Annotated[
-        list[str] | None, typer.Option(help="Folder of a trained layer, for pacer or specdec++; repeatable.")
+        list[str] | None, typer.Option(help="Folder of a trained layer, for pacer; repeatable.")
     ] = None,
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
@@ -98,7 +98,7 @@ def planned(
         # "auto" is a draft's method here: which head is whose is known later.
         has_draft = draft is not None
         return {
-            name: each if isinstance(each, Runner) else each.given(has_draft, False, None)
+            name: each if isinstance(each, Runner) else each.resolve_defaults(has_draft, False, None)
             for name, each in chosen.items()
         }
 

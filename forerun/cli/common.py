@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forerun.methods import Method, method, parse_value
+from forerun.methods import Method, method, method_class, parse_value
 from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
 
 # Colour of a token by where it came from. What the target chose itself stays plain.
@@ -30,7 +30,7 @@ def say(line: str) -> None:
 
 def parse_method(name: str, gamma: int | None = None, settings: list[str] | None = None) -> Method:
     """Return the method of these options. Raises ValueError."""
-    method(name)  # whether there is one of that name
+    method_class(name)  # whether there is one of that name
     options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
     for setting in settings or []:
         key, equals, value = setting.partition("=")

@@ -65,7 +65,7 @@ def generate(
         raise ValueError("--system is for --chat")
     if phrases is not None:
         if method is None or method.phrases is None:
-            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, lookahead, suffix and hybrid")
+            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, suffix and hybrid")
         if params.temperature and params.seed is None and method.name not in ("suffix", "hybrid"):
             raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
         if not phrases.parent.is_dir():

@@ -10,9 +10,9 @@ from forerun import methods
 from forerun.kinds import check_kind
 from forerun.methods import Method
 
-DRAFTLESS = ("lookup", "suffix")
-WITH_DRAFT = ("sd", "heuristic", "confidence", "cumulative", "svip", "adaedl", "ouroboros")
-WITH_LAYER = ("pacer", "pacer-ouroboros", "specdec++")
+DRAFTLESS = ("suffix",)
+WITH_DRAFT = ("sd", "confidence", "cumulative", "ouroboros")
+WITH_LAYER = ("pacer", "pacer-ouroboros")
 PARTS = ("method", "draft", "pre_verifier", "draft_weights", "device")
 
 

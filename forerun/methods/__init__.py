@@ -5,85 +5,112 @@ Importing this needs no torch, so that the command line can refuse a bad setting
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
-from dataclasses import fields
-from typing import Any, get_args
+from dataclasses import MISSING, fields, is_dataclass
+from importlib import import_module
+from typing import Any
 
-from forerun.methods.chains import (
-    AR,
-    SD,
-    SVIP,
-    AdaEDL,
-    Confidence,
-    Cumulative,
-    Heuristic,
-    Lookup,
-    Oracle,
-    Pacer,
-    SeeingOracle,
-    SpecDec,
-)
-from forerun.methods.hidden import Eagle, Lyanna, Medusa, PacerEagle, PacerLyanna
-from forerun.methods.phrases import Lookahead, Ouroboros, PacerOuroboros
-from forerun.methods.settings import Parts, Settings
-from forerun.methods.suffix import Hybrid, Suffix
+from forerun.methods.ar import AR
+from forerun.methods.base import PARTS, Method, Parts
+from forerun.methods.chain import SD
+from forerun.methods.confidence import Confidence, Cumulative
+from forerun.methods.eagle import Eagle, PacerEagle
+from forerun.methods.hybrid import Hybrid
+from forerun.methods.lyanna import Lyanna, PacerLyanna
+from forerun.methods.ouroboros import Ouroboros, PacerOuroboros
+from forerun.methods.pacer import Pacer
+from forerun.methods.suffix import Suffix
 
-__all__ = ["Parts", "Settings"]
+__all__ = ["METHODS", "Method", "Parts", "method"]
 
-Method = (
-    AR
-    | SD
-    | Pacer
-    | SpecDec
-    | Lookup
-    | Suffix
-    | Hybrid
-    | Ouroboros
-    | PacerOuroboros
-    | Lookahead
-    | Lyanna
-    | PacerLyanna
-    | Eagle
-    | PacerEagle
-    | Medusa
-    | Heuristic
-    | Confidence
-    | Cumulative
-    | SVIP
-    | AdaEDL
-    | Oracle
-    | SeeingOracle
-)
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in get_args(Method)}
-GONE = (("rho", 1.0),)  # settings that there were, with the values that changed nothing
+_OWN: tuple[type[Method], ...] = (AR, SD, Pacer, Suffix, Hybrid, Ouroboros, PacerOuroboros)
+_OWN += (Lyanna, PacerLyanna, Eagle, PacerEagle, Confidence, Cumulative)
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in _OWN}
+REMOVED = ("heuristic", "svip", "adaedl", "specdec++", "lookup", "lookahead", "medusa", "oracle", "seeing-oracle")
+REMOVED_SETTINGS = (("rho", 1.0),)  # with the values that changed nothing
+
+
+def is_method(name: str) -> bool:
+    """Whether that names a method: one of METHODS, or one of another package as "package.module:Class"."""
+    return name in METHODS or ":" in name
 
 
 def method(name: str | Method, /, **options: Any) -> Method:
-    """The method of that name with these settings; raises ValueError naming what is unknown or out of range."""
+    """The method of that name with these settings. "package.module:Class" names one of another package, or of a file in
+    the working folder.
+
+    Raises ValueError naming what is unknown, out of range or missing.
+    """
     if not isinstance(name, str):
         if options:
             raise ValueError(f"{name!r} already carries its settings; {sorted(options)} cannot be given beside it")
+        if isinstance(name, type):
+            raise ValueError(f"a method is given with its settings, as {name.__name__}(), not as a class")
+        _check(type(name), repr(name))
         return name
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
-    known = [field.name for field in fields(METHODS[name])]
+    cls = method_class(name)
+    known = settings_of(cls)
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-    return METHODS[name](**options)
+    for field in fields(cls):
+        if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"method {name!r} needs its setting {field.name!r}")
+    return cls(**options)
 
 
-def still_there(settings: dict[str, Any]) -> dict[str, Any]:
-    """A file's settings of a method, without those that are gone where these changed nothing."""
-    return {key: value for key, value in settings.items() if (key, value) not in GONE}
+def method_class(name: str) -> type[Method]:
+    """The class behind a method's name. Raises ValueError where there is none."""
+    if name in METHODS:
+        return METHODS[name]
+    if ":" not in name:
+        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}, and others as package.module:Class")
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # where the command `forerun` does not look
+        sys.path.append(os.getcwd())
+    try:
+        found = vars(import_module(module))
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise ValueError(f"method {name!r}: the module {module!r} cannot be imported: {error}") from error
+    if attribute not in found:
+        raise ValueError(f"method {name!r}: the module {module!r} has no {attribute!r}")
+    return _check(found[attribute], repr(name))
+
+
+def _check(cls: Any, shown: str) -> type[Method]:
+    """A class that has all parts of a method. Raises ValueError for others."""
+    is_frozen = isinstance(cls, type) and is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    if not is_frozen:
+        raise ValueError(f"{shown} is no method: that is a frozen dataclass, best of forerun.methods.Method")
+    missing = [part for part in PARTS if not hasattr(cls, part)]
+    if not missing and cls.build is Method.build:
+        missing = ["build"]
+    if missing:
+        raise ValueError(f"{shown} is no method: it lacks {', '.join(missing)} (see forerun.methods.Method)")
+    return cls
+
+
+def settings_of(cls: type[Method]) -> dict[str, str]:
+    """The settings of a method, with their types."""
+    assert is_dataclass(cls)
+    return {
+        field.name: field.type.__name__ if isinstance(field.type, type) else str(field.type) for field in fields(cls)
+    }
+
+
+def drop_removed(settings: dict[str, Any]) -> dict[str, Any]:
+    """A file's settings of a method, without removed ones where these changed nothing."""
+    return {key: value for key, value in settings.items() if (key, value) not in REMOVED_SETTINGS}
 
 
 def parse_value(name: str, key: str, value: str) -> int | float | bool | str | None:
     """A setting from the command line, by the type of its field."""
-    types = [str(field.type) for field in fields(METHODS[name]) if field.name == key]
-    if not types:
+    wanted = settings_of(method_class(name)).get(key)
+    if wanted is None:
         method(name, **{key: value})  # raises with the settings there are
-    wanted = types[0]
+        raise AssertionError
     if wanted.endswith("| None") and value.lower() in ("auto", "none"):
         return None
     try:
@@ -95,11 +122,7 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
 
 
 def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
-    """The method where none is named: one that has these settings, as `sd` and `lookup` have `gamma`."""
-
-    def takes(method: type[Method]) -> bool:
-        return {*options} <= {field.name for field in fields(method)}
-
-    if has_draft:
-        return PacerOuroboros.name if has_layer and takes(PacerOuroboros) else SD.name
-    return Lookup.name if takes(Lookup) and not takes(Suffix) else Suffix.name
+    """The method where none is named: with a layer, one that has these settings."""
+    if has_draft and has_layer and {*options} <= {*settings_of(PacerOuroboros)}:
+        return PacerOuroboros.name
+    return SD.name if has_draft else Suffix.name

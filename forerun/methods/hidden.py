@@ -1,22 +1,31 @@
-"""The methods that draft from the target's hidden states."""
+"""What methods share that draft with a head over the target's hidden states."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from math import log
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 from forerun.costs import Costs
-from forerun.methods.settings import Parts, Sampling, at_least, between
+from forerun.draft import Draft
+from forerun.methods.base import Parts, Sampling, at_least, true_or_false
+from forerun.methods.later import torch
+from forerun.steps import Drafter, Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import Tensor
 
-    from forerun.engine import Drafter
-    from forerun.generation import Mode
+    from forerun.generation import Generation, Mode
+    from forerun.methods.beams import Logits
+    from forerun.methods.budget import Budget
+    from forerun.runtime.heads import HiddenLM
+    from forerun.sampling import Verdict
 
 # Those of the embedded target, for where none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
-REUSE = ("off", "add", "both", "free")
+LEAST = 1e-30  # the smallest probability of a token
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,7 @@ class Heads(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.sampled, bool):
-            raise ValueError(f"sampled must be true or false, not {self.sampled!r}")
+        true_or_false("sampled", self.sampled)
         for name in ("depth", "width", "nodes"):
             at_least(name, getattr(self, name), 1)
         if self.sampled and self.width > 1:
@@ -86,104 +94,119 @@ class Paced:
         return costs
 
 
-@dataclass(frozen=True)
-class Lyanna(Heads):
-    """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
-    else the best `nodes` of a tree that is so many beams wide.
+class HeadDrafter(Drafter):
+    """Drafts at most `depth` places ahead with `width` beams, at most `nodes` tokens. These are point masses. With a
+    `drawing`, "block" or "token", chains of sampled sequences are sampled, and verified in that way.
 
-    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft, "both"
-    drafts from it beside the fresh draft, "free" drafts from it alone, without the head, where it holds `least` places
-    or more (the paper's Figure 6), "off" drops it. The figure's tree has a `width` of 2: the best children of all beams
-    go on, others end as leaves.
+    Attributes:
+        features: of each sequence, by id, [n, d]: the target's features that the head has not run yet. The last one is
+            at the position before the last token.
+        feature: which of the target's states these are.
+        seconds, forwards: of the head, in the present step.
     """
 
-    reuse: str = "add"
-    weight: float = 0.25
-    least: int = 2
-    name: ClassVar[str] = "lyanna"
-    head: ClassVar[str | None] = "lyanna"
+    wants_hidden = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("least", self.least, 1)
-        between("weight", self.weight, 0, 10)
-        if self.reuse not in REUSE:
-            raise ValueError(f"reuse must be {', '.join(REUSE[:-1])} or {REUSE[-1]}, not {self.reuse!r}")
+    def __init__(self, head: HiddenLM, depth: int, width: int, nodes: int, drawing: str | None = None) -> None:
+        assert drawing is None or width == 1
+        self.head, self.depth, self.width, self.nodes, self.drawing = head, depth, width, nodes, drawing
+        self.spread, self.feature = nodes if width > 1 else 0, head.feature
+        self.features: dict[int, Tensor] = {}
+        self.seconds, self.forwards = 0.0, 0
 
-    def build(self, parts: Parts) -> Drafter:
-        from forerun.drafters.lyanna import LyannaDrafter
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        head = self.head
+        if hidden is None:
+            hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
+        # The first draft runs the last feature, as its state is needed there.
+        self.features[seq.id] = hidden[-1:].clone()
+        tokens = seq.tokens[1:-1] if head.known else None
+        yield from head.prefill(seq.id, hidden[:-1], tokens, chunk, seq.limit + self.depth * self.width)
 
-        assert parts.head is not None
-        return LyannaDrafter(
-            parts.head.fresh(),
-            *self.shape,
-            self.reuse,
-            self.weight,
-            self.least,
-            self.costs_for(parts),
-            self.steps,
-            self.drawing,
-        )
+    def drop(self, seq: Generation) -> None:
+        self.features.pop(seq.id, None)
+        self.head.drop(seq.id)
 
+    def run(self, seqs: list[Generation]) -> Tensor:
+        """Runs all features that wait; the head's states [B, d] behind the last ones."""
+        features = [self.features[seq.id] for seq in seqs]
+        tokens = None
+        if self.head.known:  # the one behind each feature: the last feature's is the last token
+            tokens = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
+        for seq, own in zip(seqs, features, strict=True):
+            self.features[seq.id] = own[len(own) :]
+        return self.head.extend([seq.id for seq in seqs], features, tokens)
 
-@dataclass(frozen=True)
-class PacerLyanna(Paced, Lyanna):
-    """Lyanna, `depth` and `nodes` being limits: each step goes as deep, in blocks of `block` states, and takes as many
-    tokens as its most probable paths are worth, by the head's calibration and what forwards cost here."""
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        self.seconds, self.forwards = 0.0, 0
+        # A sequence that began with a single token has no feature yet.
+        limits = [min(self.depth, seq.room - 1) if len(self.features[seq.id]) else 0 for seq in seqs]
+        if max(limits) < 1:
+            return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
+        drafts = self.draft(seqs, limits)
+        return Proposal(drafts, self.forwards, self.seconds)
 
-    depth: int = 16
-    nodes: int = 16
-    block: int = 4
-    name: ClassVar[str] = "pacer-lyanna"
+    def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
+        """A draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
+        raise NotImplementedError
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("block", self.block, 1)
-        if self.reuse == "both":
-            raise ValueError(
-                "pacer-lyanna knows no value of a second draft: reuse must be off, add or free, not 'both'"
-            )
+    def guess(
+        self,
+        seqs: Sequence[Generation],
+        limits: Sequence[int],
+        budget: Budget | None,
+        old: Tensor | None = None,
+        weight: float = 0.0,
+    ) -> tuple[Draft, Tensor] | None:
+        """A chain for a sequence alone and its logits (`Guess`), where the head makes these in calls of C: one, or with
+        a budget one a block. None where it does not."""
+        if len(seqs) > 1 or self.width > 1 or (self.drawing is not None and not seqs[0].greedy):
+            return None
+        seq, depth = seqs[0], min(limits[0], self.nodes)
+        features, root = self.features[seq.id], seq.tokens[-1]
+        if not self.head.guesses(seq.id, len(features), depth):
+            return None
+        behind = seq.tokens[len(seq.tokens) - len(features) :] if self.head.known else None
+        begun, tokens = perf_counter(), list[int]()
+        while True:
+            start = len(tokens)
+            most = (depth if budget is None else min(budget.deep[0], depth)) - start
+            found = self.head.guess(seq.id, features, behind, root, most, start, old, weight)
+            tokens += found.tokens
+            if budget is None:
+                break
+            chances = [log(max(chance, LEAST)) for chance in found.chances]
+            if not budget.deeper_chains(start, [chances]) or len(tokens) == depth:
+                tokens = tokens[: budget.sizes()[0]]
+                break
+        self.features[seq.id] = features[len(features) :]
+        self.forwards += len(found.logits)
+        self.seconds += perf_counter() - begun
+        return Draft.chain(root, tokens, origin="draft"), found.logits
 
+    def grow(
+        self,
+        seqs: Sequence[Generation],
+        logits: Logits,
+        limits: Sequence[int],
+        budget: Budget | None = None,
+        origins: Sequence[str] = (),
+    ) -> list[Draft]:
+        """`beams.grow` with this drafter's settings, or chains that are sampled."""
+        origins = origins or ["draft"] * len(seqs)
+        from forerun.methods import beams
 
-@dataclass(frozen=True)
-class Eagle(Heads):
-    """Drafts with an EAGLE-like head (arXiv 2401.15077), which is given the token behind each state."""
+        if self.drawing is not None and not all(seq.greedy for seq in seqs):
+            depths, block = [min(limit, self.nodes) for limit in limits], self.drawing == "block"
+            return beams.sample_chains(seqs, logits, self.head.hot, self.head.vocab_size, depths, origins, block)
+        roots = [seq.tokens[-1] for seq in seqs]
+        return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, budget, origins)
 
-    name: ClassVar[str] = "eagle"
-    head: ClassVar[str | None] = "eagle"
-
-    def build(self, parts: Parts) -> Drafter:
-        from forerun.drafters.heads import EagleDrafter
-
-        assert parts.head is not None
-        return EagleDrafter(parts.head.fresh(), *self.shape, self.costs_for(parts), self.steps, self.drawing)
-
-
-@dataclass(frozen=True)
-class PacerEagle(Paced, Eagle):
-    """The EAGLE-like head with the rule of `pacer-lyanna`: `depth` and `nodes` are limits, and each step goes as deep
-    and takes as many tokens as they are worth. It asks every `block` depths, each of which is a forward of the head."""
-
-    depth: int = 16
-    nodes: int = 16
-    block: int = 1
-    name: ClassVar[str] = "pacer-eagle"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("block", self.block, 1)
-
-
-@dataclass(frozen=True)
-class Medusa(Heads):
-    """Drafts with a Medusa-like head (arXiv 2401.10774): a block for each place ahead, none of which knows the tokens
-    of the others. It is as deep as it was trained to be, at most."""
-
-    name: ClassVar[str] = "medusa"
-    head: ClassVar[str | None] = "medusa"
-
-    def build(self, parts: Parts) -> Drafter:
-        from forerun.drafters.heads import MedusaDrafter
-
-        assert parts.head is not None
-        return MedusaDrafter(parts.head.fresh(), *self.shape, self.drawing)
+    def observe(
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        assert hidden is not None
+        for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):
+            path = verdict.path
+            new = states[: len(path)] if path[-1] == len(path) - 1 else states[path]
+            self.features[seq.id] = torch.cat([self.features[seq.id], new])

@@ -1,21 +1,34 @@
-"""Suffix drafting, alone and before another method."""
+"""Suffix drafting: what followed the longest stretch that the text ends with, where it occurred before.
+
+The method is SuffixDecoding's (arXiv 2411.04975; Arctic Inference has an implementation). The length of a draft follows
+from the length of the match, its tokens from counts, and of this text and earlier outputs the one with the higher score
+is drafted from. What holds the counts is ours (`forerun.methods.automaton`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
-from forerun.methods.settings import Parts, Settings, at_least, between
+from forerun.draft import Draft, Tree
+from forerun.methods.automaton import Automaton
+from forerun.methods.base import Method, Parts, at_least, between, true_or_false
+from forerun.steps import Drafter, Proposal
 
 if TYPE_CHECKING:
-    from forerun.drafters.suffix import SuffixDrafter
-    from forerun.engine import Drafter
+    from torch import Tensor
 
-ALONE = ("ar", "suffix", "hybrid", "oracle", "seeing-oracle")  # methods that `hybrid` has no use for
+    from forerun.generation import Generation
+    from forerun.methods.pools import SuffixMemory
+
+LONGEST = 64  # tokens that are looked up in earlier outputs
+LEAD = 8  # of a prompt's last tokens that are kept with its output, so that its first tokens are found again
+PART = 4096  # tokens of a prompt that are read at once: a few milliseconds
 
 
 @dataclass(frozen=True)
-class Suffix(Settings):
+class Suffix(Method):
     """Suffix drafting (arXiv 2411.04975): what followed the longest stretch that the text ends with, in the text itself
     or in earlier outputs.
 
@@ -42,8 +55,7 @@ class Suffix(Settings):
         at_least("width", self.width, 1)
         between("least", self.least, 0, 1)
         at_least("memory", self.memory, 1)
-        if not isinstance(self.warm, bool):
-            raise ValueError(f"warm must be true or false, not {self.warm!r}")
+        true_or_false("warm", self.warm)
 
     @property
     def phrases(self) -> tuple[int, int]:
@@ -54,72 +66,97 @@ class Suffix(Settings):
         return self.suffixes(parts)
 
     def suffixes(self, parts: Parts) -> SuffixDrafter:
-        from forerun.drafters.suffix import SuffixDrafter
-
         kept = parts.memory(self.memory) if self.warm else None
         return SuffixDrafter(self.factor, self.offset, self.most, self.width, self.least, kept)
 
 
-@dataclass(frozen=True)
-class Hybrid(Suffix):
-    """Suffix drafts where their score, the tokens of them that counts say are right, is at least `threshold`; else
-    those of the method `other`: its name, or name and settings as in "cumulative:threshold=0.2:most=8".
+@dataclass
+class _Text:
+    """The suffixes of one text, as far as they are known."""
 
-    For "auto" that is the method of what is there: of a head, else of a draft model, with its pre-verifier or without.
-    Where nothing is there, suffixes draft alone.
+    automaton: Automaton = field(default_factory=Automaton)
+    last: int = 0
+    known: int = 0
+
+    def learn(self, tokens: list[int], end: int) -> None:
+        extend, last = self.automaton.extend, self.last
+        for token in tokens[self.known : end]:
+            last = extend(last, token)
+        self.last, self.known = last, max(end, self.known)
+
+
+class SuffixDrafter(Drafter):
+    """Drafts at most `factor` * match + `offset` tokens behind a match, and at most `most`: the best `width` of each
+    place, as a tree, none whose path is less probable than `least` by its counts. Drafts are point masses.
+
+    With a `memory`, outputs go there when they end, and are drafted from, those of salted requests excepted.
     """
 
-    threshold: float = 6.0
-    other: str = "auto"
-    name: ClassVar[str] = "hybrid"
+    def __init__(
+        self,
+        factor: float,
+        offset: float,
+        most: int,
+        width: int,
+        least: float,
+        memory: SuffixMemory | None = None,
+    ) -> None:
+        self.factor, self.offset, self.most, self.width, self.least = factor, offset, most, width, least
+        self.memory, self.spread = memory, most if width > 1 else 0
+        self.rows: dict[int, _Text] = {}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("threshold", self.threshold, 0, 1000)
-        if self.other == "auto":
-            return
-        from forerun.methods import METHODS
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        row = self.rows[seq.id] = _Text()
+        for end in range(PART, len(seq.tokens), PART):
+            row.learn(seq.tokens, end)
+            yield 0
 
-        names = [name for name in METHODS if name not in ALONE]
-        if (name := str(self.other).split(":")[0]) not in names:
-            raise ValueError(f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}")
-        self._other()  # raises for its settings
-        # It needs what the other one needs. Of the class these are no settings.
-        for each in ("needs_draft", "layer", "kind", "head"):
-            object.__setattr__(self, each, getattr(METHODS[name], each))
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        return Proposal([self.find(seq)[0] for seq in seqs])
 
-    @property
-    def needs_costs(self) -> bool:
-        return self.other != "auto" and self._other().needs_costs
+    def drop(self, seq: Generation) -> None:
+        self.rows.pop(seq.id, None)
+        is_output = seq.output and seq.finish_reason in ("stop", "length", "abort")
+        if self.memory is not None and seq.shares and is_output:
+            self.memory.add(seq.tokens[max(0, seq.prompt_length - LEAD) :])
 
-    @property
-    def any_tokenizer(self) -> bool:
-        return self.other == "auto" or self._other().any_tokenizer
+    def find(self, seq: Generation) -> tuple[Draft, float]:
+        """A draft and its score: how many of its tokens are right, if counts are probabilities."""
+        row, tokens = self.rows[seq.id], seq.tokens
+        row.learn(tokens, len(tokens))
+        state = row.automaton.links[row.last]
+        best = self._grow(row.automaton, state, row.automaton.longest[state], seq)
+        if self.memory is not None and seq.shares:
+            with self.memory.lock:
+                automaton = self.memory.automaton
+                state, match = automaton.match(tokens[-LONGEST:])
+                other = self._grow(automaton, state, match, seq)
+                if other[2] > best[2]:
+                    best = other
+                    self.memory.use(state)
+        found, parents, score = best
+        return self._draft(seq, found, parents), score
 
-    def _other(self) -> Any:
-        from forerun.methods import method, parse_value
+    def _grow(
+        self, automaton: Automaton, state: int, match: int, seq: Generation
+    ) -> tuple[list[int], list[int], float]:
+        """Tokens, parents and score of what followed a match of so many tokens."""
+        nodes, depth = min(self.most, int(self.factor * match + self.offset)), seq.room - 1
+        if not match or min(nodes, depth) < 1:
+            return [], [], 0.0
+        tokens, parents, chances = automaton.grow(state, nodes, depth, self.least, self.width, seq.eos)
+        return tokens, parents, sum(chances)
 
-        name, *given = self.other.split(":")
-        settings = [each.partition("=") for each in given]
-        keys = [key for key, *_ in settings]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"other gives {twice[0]} twice: {self.other!r}")
-        return method(name, **{key: parse_value(name, key, value) for key, _, value in settings})
-
-    def given(self, draft: bool, layer: bool, head: str | None) -> Hybrid:
-        if self.other != "auto" or not (draft or head):
-            return self
-        from forerun.methods import default_method
-
-        return replace(self, other=head or default_method(draft, layer))
-
-    def build(self, parts: Parts) -> Drafter:
-        head = parts.head.kind if parts.head is not None else None
-        chosen = self.given(parts.draft is not None, parts.pre_verifier is not None, head)
-        suffixes = self.suffixes(parts)
-        if chosen.other == "auto":
-            return suffixes
-        from forerun.drafters.hybrid import HybridDrafter
-
-        other = chosen._other().build(parts)
-        return HybridDrafter(suffixes, parts.guarded(other) if parts.guarded is not None else other, self.threshold)
+    def _draft(self, seq: Generation, tokens: list[int], parents: list[int]) -> Draft:
+        root, sampler = seq.tokens[-1], seq.sampler
+        if parents == list(range(len(parents))):
+            return Draft.chain(root, sampler.fitting(seq.tokens, tokens), origin="lookup")
+        draft = Draft([root, *tokens], [-1, *parents], origins=["lookup"] * (len(tokens) + 1))
+        if not sampler.processors:
+            return draft
+        tree = Tree(Draft.root(root))
+        for node, below in enumerate(draft.children):
+            if not below:
+                path = [draft.tokens[at] for at in draft.path(node)[1:]]
+                tree.branch(0, sampler.fitting(seq.tokens, path), "lookup")
+        return tree.draft()

@@ -1,9 +1,9 @@
 """Heads that draft from the target's hidden states: Lyanna's (arXiv 2602.21224), and for comparison an EAGLE-like one
-(arXiv 2401.15077) and a Medusa-like one (arXiv 2401.10774).
+(arXiv 2401.15077).
 
 Lyanna's head predicts state after state without seeing drafted tokens. Token information is added to the logits, where
-tokens are chosen. The paper gives few details; the forms here are ours. The other two heads are built of the same parts
-at equal size.
+tokens are chosen. The paper gives few details; the forms here are ours. The other head is built of the same parts at
+equal size.
 
 Feature h_j [d] is the input of the target's LM head at position j, or the state below the target's last layer, as in
 the Lyanna paper's Figure 3. What a head predicts goes to the LM head in either case. All heads give logits of the
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-KINDS = ("lyanna", "eagle", "medusa")
+KINDS = ("lyanna", "eagle")
 FEATURES = ("head", "below")
 FUSIONS = ("every", "first")
 
@@ -31,9 +31,8 @@ class HiddenConfig(PreTrainedConfig):
     Attributes:
         kind: one of KINDS.
         hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: as of the target.
-        intermediate_size: as of the target; of a block, for medusa.
-        num_hidden_layers: decoder layers of the head (lyanna, eagle).
-        states: residual blocks (medusa), each for one place further ahead.
+        intermediate_size: as of the target.
+        num_hidden_layers: decoder layers of the head.
         rank: of the token information (lyanna); 0 for a head without it.
         known: whether lyanna's layers see tokens that are not drafted. Without, nothing is fused.
         feature: "head": the LM head's input. "below": the states below the target's last layer.
@@ -64,7 +63,6 @@ class HiddenConfig(PreTrainedConfig):
         rope_theta: float = 10000.0,
         rms_norm_eps: float = 1e-6,
         num_hidden_layers: int = 1,
-        states: int = 4,
         rank: int = 32,
         known: bool = True,
         feature: str = "head",
@@ -80,7 +78,7 @@ class HiddenConfig(PreTrainedConfig):
         self.kind, self.hidden_size, self.intermediate_size = kind, hidden_size, intermediate_size
         self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
-        self.num_hidden_layers, self.states, self.rank = num_hidden_layers, states, rank
+        self.num_hidden_layers, self.rank = num_hidden_layers, rank
         self.known, self.feature, self.fusion = known, feature, fusion
         self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
         self.curves = curves or [[0.0, 1.0, 0.7]]
@@ -95,7 +93,6 @@ class HiddenDrafter(PreTrainedModel):
     without T for a rank of 0. With `known`, the layers see the tokens that follow the target's own features, never a
     drafted one.
     eagle: P(x_{j+1}) = softmax(W_o h^_j). The layers see the next token beside each state, drafted ones too.
-    medusa: softmax(W_o (h + D_k silu(A_k h))) k places ahead of the last feature h.
     W_o is the target's LM head at the hot set. It is not part of the head.
     """
 
@@ -104,18 +101,15 @@ class HiddenDrafter(PreTrainedModel):
 
     def __init__(self, config: HiddenConfig) -> None:
         super().__init__(config)
-        for name, known in (("feature", FEATURES), ("fusion", FUSIONS)):
+        for name, known in (("kind", KINDS), ("feature", FEATURES), ("fusion", FUSIONS)):
             if getattr(config, name) not in known:
                 raise ValueError(f"a head's {name} is one of {', '.join(known)}, not {getattr(config, name)!r}")
         size = config.hidden_size
         self.hot: Tensor
         self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))
-        if config.kind == "medusa":
-            self.blocks = nn.ModuleList([MedusaBlock(config) for _ in range(config.states)])
-        else:
-            self.layers = nn.ModuleList([HeadLayer(config) for _ in range(config.num_hidden_layers)])
-            self.norm = nn.RMSNorm(size, config.rms_norm_eps)
-            self.fuse = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([HeadLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.fuse = nn.Linear(2 * size, size, bias=False)
         if config.feature == "below":  # such states are of any size, some of them of hundreds
             self.enter = nn.RMSNorm(size, config.rms_norm_eps)
         if config.kind == "lyanna" and config.rank:
@@ -124,7 +118,7 @@ class HiddenDrafter(PreTrainedModel):
         self.post_init()
 
     def begin(self) -> None:
-        """Initial weights for training: layers and blocks return their input, token information is 0."""
+        """Initial weights for training: layers return their input, token information is 0."""
         last = ("out.weight", "down.weight", "answer.weight")
         for name, parameter in self.named_parameters():
             if name.endswith(last):
@@ -164,14 +158,12 @@ class HiddenDrafter(PreTrainedModel):
 
         Args:
             features: [B, T, d] of the target over tokens [B, T].
-            embedded: [B, T, d] the target's embeddings of the tokens; medusa needs none.
+            embedded: [B, T, d] the target's embeddings of the tokens.
         Returns:
             For k = 1 .. steps: states [B, T - k, d]. State j stands for the feature at position j + k; it was drafted
             from features 0 .. j.
         """
         length, features = features.shape[1], self.entered(features)
-        if self.config.kind == "medusa":
-            return [block(features[:, : length - k]) for k, block in enumerate(self.blocks[:steps], 1)]
         positions = torch.arange(length, device=features.device)
         x, found = features, []
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
@@ -187,18 +179,6 @@ class HiddenDrafter(PreTrainedModel):
             x = self.norm(x)
             found.append(x[:, : length - k])
         return found
-
-
-class MedusaBlock(nn.Module):
-    """Medusa's residual block. Two matrices, so that it can be of any size."""
-
-    def __init__(self, config: HiddenConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, state: Tensor) -> Tensor:
-        return state + self.down(functional.silu(self.up(state)))
 
 
 class HeadLayer(nn.Module):

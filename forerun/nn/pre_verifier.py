@@ -30,7 +30,7 @@ class PreVerifierConfig(PreTrainedConfig):
 
     Attributes:
         draft_size, target_size: width of the two models' LM-head inputs; token_size that of the draft's embeddings.
-        width, layers, heads: of the layer itself; 0 layers leave a perceptron with one hidden layer more.
+        width: of the layer itself.
         depth: places in a draft that differ; later ones count as the last.
         inputs: which of INPUTS it sees.
         kind: of output. "survival": whether the target is still with the draft at a token. "acceptance": whether the
@@ -54,7 +54,6 @@ class PreVerifierConfig(PreTrainedConfig):
         target_size: int = 64,
         width: int = 32,
         layers: int = 0,
-        heads: int = 4,
         depth: int = 32,
         inputs: Sequence[str] = ("confidence", "echoes", "history"),
         kind: str = "survival",
@@ -64,7 +63,7 @@ class PreVerifierConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         self.draft_size, self.token_size, self.target_size = draft_size, token_size, target_size
-        self.width, self.layers, self.heads, self.depth = width, layers, heads, depth
+        self.width, self.layers, self.depth = width, layers, depth
         self.inputs, self.kind = list(inputs), kind
         self.draft, self.target, self.recipe = draft or {}, target or {}, recipe or {}
         super().__init__(**kwargs)
@@ -72,8 +71,8 @@ class PreVerifierConfig(PreTrainedConfig):
 
 class PreVerifier(PreTrainedModel):
     """u_i = W [norm(g_i); norm(e_i); confidence_i; echoes_i; norm(h); history; log(1 + entropy); top] + P[i] for the
-    i-th token of a draft, then pre-norm transformer blocks that are causal over this draft only, or without them a
-    perceptron, then one number a token: whether the target will still be with the draft there.
+    i-th token of a draft, then a perceptron with a hidden layer, then one number a token: whether the target will still
+    be with the draft there.
 
     This is the form for training; decoding runs `forerun.nn.quick`, token by token.
 
@@ -87,6 +86,8 @@ class PreVerifier(PreTrainedModel):
 
     def __init__(self, config: PreVerifierConfig) -> None:
         super().__init__(config)
+        if config.layers:
+            raise ValueError("a pre-verifier has no transformer blocks any more: train it again, without layers")
         width, inputs = config.width, config.inputs
         sizes = {
             "hidden": config.draft_size,
@@ -100,8 +101,7 @@ class PreVerifier(PreTrainedModel):
         }
         self.enter = nn.ModuleDict({name: nn.Linear(sizes[name], width, bias=False) for name in inputs})
         self.place = nn.Parameter(torch.zeros(config.depth, width))
-        self.blocks = nn.ModuleList([CausalBlock(width, config.heads) for _ in range(config.layers)])
-        self.middle = None if config.layers else nn.Linear(width, width)
+        self.middle = nn.Linear(width, width)
         self.leave = nn.Linear(width, 1)
         self.greedy_traces: Tensor
         self.drawn_traces: Tensor
@@ -165,34 +165,11 @@ class PreVerifier(PreTrainedModel):
         if "token" in self.enter:
             assert embedded is not None
             x = x + self.enter["token"](normed(embedded))
-        for block in self.blocks:
-            x = block(x)
-        x = functional.relu(self.middle(functional.relu(x))) if self.middle is not None else normed(x)
-        logits = self.leave(x)[..., 0]
+        logits = self.leave(functional.relu(self.middle(functional.relu(x))))[..., 0]
         log_survival = functional.logsigmoid(logits)
         if self.config.kind == "acceptance":
             log_survival = log_survival.cumsum(-1)
         return logits, log_survival.exp()
-
-
-class CausalBlock(nn.Module):
-    """One pre-norm transformer block without biases in its attention, causal over a draft."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, G, width] to the same."""
-        rows, new, width = x.shape
-        qkv = self.qkv(normed(x)).view(rows, new, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, new, width))
-        return x + self.down(functional.relu(self.up(normed(x))))
 
 
 def law_of(scores: Tensor) -> Tensor:

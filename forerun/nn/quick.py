@@ -5,7 +5,6 @@ It goes on block by block. The arithmetic is that of forerun/nn/pre_verifier.py 
 
 from __future__ import annotations
 
-from functools import cache
 from math import log1p
 from typing import Any, NamedTuple
 
@@ -27,15 +26,12 @@ class QuickState(NamedTuple):
     places: int  # tokens so far
     runs: list[list[float]]  # [N][3] the history
     running: list[list[float]]  # [N][..] sum and least of the log-probabilities, counts of broken and missing echoes
-    log_survival: Array  # [N] of the last tokens; for the kind "acceptance"
-    past: tuple[tuple[Array, Array], ...]  # keys and values [N, H, places, width / H] of each block
 
     def select(self, rows: list[int]) -> QuickState:
         """Only these drafts."""
-        past = tuple((keys[rows], values[rows]) for keys, values in self.past)
         base = self.base if len(self.base) == 1 else self.base[rows]
         runs, running = ([part[row] for row in rows] for part in (self.runs, self.running))
-        return QuickState(base, self.places, runs, running, self.log_survival[rows], past)
+        return QuickState(base, self.places, runs, running)
 
 
 class QuickPreVerifier:
@@ -43,31 +39,19 @@ class QuickPreVerifier:
 
     def __init__(self, layer: PreVerifier) -> None:
         config = layer.config
-        self.width, self.heads, self.acceptance = config.width, config.heads, config.kind == "acceptance"
-        self.target_size = config.target_size
-        self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces, see forerun.lengths.pacer
+        self.width, self.target_size = config.width, config.target_size
+        self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces, see forerun.methods.pacer
         weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
         self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
         # One product for all of the small inputs.
         own = [self.enter.get(name, np.zeros((size, self.width), np.float32)) for name, size in OWN.items()]
         self.own = np.concatenate(own)
         self.place = weights["place"]
-        self.blocks = [
-            [
-                np.ascontiguousarray(weights[f"blocks.{number}.{name}"].T)
-                for name in ("qkv.weight", "out.weight", "up.weight", "up.bias", "down.weight", "down.bias")
-            ]
-            for number in range(config.layers)
-        ]
-        for block in self.blocks:
-            block[0][:, : self.width] *= (self.width // self.heads) ** -0.5
-        self.middle = None
         sees_law = "entropy" in self.enter or "top" in self.enter
         none = np.zeros((1, self.width), np.float32)
         # [2, width] for the law of the last verified token, or None
         self.law = np.concatenate([self.enter.get(name, none) for name in ("entropy", "top")]) if sees_law else None
-        if not self.blocks:
-            self.middle = weights["middle.weight"].T, weights["middle.bias"]
+        self.middle = weights["middle.weight"].T, weights["middle.bias"]
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
         traces = {"greedy": weights["greedy_traces"] / 255, "sampled": weights["drawn_traces"] / 255}
         # Drafts that were shorter leave columns without an entry.
@@ -86,7 +70,7 @@ class QuickPreVerifier:
             base = base + (np.array([(log1p(entropy), top) for entropy, top in law], np.float32) @ self.law)[:, None]
         runs = [[log1p(run) for run in row] for row in history]
         running = [[0.0] * (2 + 2 * len(SIZES)) for _ in history]
-        return QuickState(base, 0, runs, running, np.zeros(len(history), np.float32), ())
+        return QuickState(base, 0, runs, running)
 
     def step(
         self,
@@ -96,8 +80,8 @@ class QuickPreVerifier:
         hidden: Tensor | None,
         embedded: Tensor | None,
     ) -> tuple[Array, QuickState]:
-        """Goes on by b tokens: logits of survival [N, b], or survival itself for the kind "acceptance"; and the new
-        state. Arguments as for `PreVerifier.forward`, numbers of tokens as lists."""
+        """Goes on by b tokens: the layer's logits [N, b], and the new state. Arguments as for `PreVerifier.forward`,
+        numbers of tokens as lists."""
         new, last = len(log_q[0]), len(self.place) - 1
         echoes = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
         found = [_features(*row) for row in zip(log_q, state.runs, state.running, echoes, strict=True)]
@@ -112,41 +96,12 @@ class QuickPreVerifier:
         if "token" in self.enter:
             assert embedded is not None
             x += normed(embedded.detach().float().cpu().numpy()) @ self.enter["token"]
-        past = []
-        for number, block in enumerate(self.blocks):
-            x, kept = self._block(x, block, state.past[number] if state.past else None)
-            past.append(kept)
-        if self.middle is None:
-            x = normed(x)
-        else:
-            np.maximum(x, 0, out=x)
-            x = x @ self.middle[0]
-            x += self.middle[1]
-            np.maximum(x, 0, out=x)
-        output = x @ self.leave[0] + self.leave[1]
-        log_survival = state.log_survival
-        if self.acceptance:
-            every = log_survival[:, None] - np.logaddexp(0, -output).cumsum(-1)
-            output, log_survival = np.exp(every), every[:, -1]
+        np.maximum(x, 0, out=x)
+        x = x @ self.middle[0]
+        x += self.middle[1]
+        np.maximum(x, 0, out=x)
         running = [run for _, run in found]
-        return output, QuickState(state.base, state.places + new, state.runs, running, log_survival, tuple(past))
-
-    def _block(
-        self, x: Array, block: list[Array], past: tuple[Array, Array] | None
-    ) -> tuple[Array, tuple[Array, Array]]:
-        qkv, out, up, up_bias, down, down_bias = block
-        rows, new, width = x.shape
-        heads = self.heads
-        q, k, v = (normed(x) @ qkv).reshape(rows, new, 3, heads, width // heads).transpose(2, 0, 3, 1, 4)
-        if past is not None:
-            k, v = np.concatenate([past[0], k], 2), np.concatenate([past[1], v], 2)
-        scores = q @ k.swapaxes(-1, -2)
-        if new > 1:
-            scores += causal(new, k.shape[2])
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = weights @ v / weights.sum(-1, keepdims=True)
-        x = x + mixed.swapaxes(1, 2).reshape(rows, new, width) @ out
-        return x + np.maximum(normed(x) @ up + up_bias, 0) @ down + down_bias, (k, v)
+        return x @ self.leave[0] + self.leave[1], QuickState(state.base, state.places + new, state.runs, running)
 
 
 def _features(
@@ -167,12 +122,6 @@ def _features(
         capped = counts if max(counts) <= COUNTED else [min(count, COUNTED) for count in counts]
         features.append([value, max(total, -20.0) / 2, least, *echoes[at], *capped, *runs])
     return features, [total, least, *counts]
-
-
-@cache
-def causal(new: int, size: int) -> Array:
-    """[new, size] what hides later tokens from the last `new` of `size`."""
-    return np.triu(np.full((new, size), -np.inf, np.float32), size - new + 1)
 
 
 def quick(layer: PreVerifier) -> QuickPreVerifier:

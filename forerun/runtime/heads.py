@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 from forerun.batch import ForwardBatch, Inputs, by_row, of_rows
 from forerun.cache import KVCache
 from forerun.model import CausalLM
-from forerun.nn.heads import HeadLayer, HiddenDrafter, MedusaBlock
+from forerun.nn.heads import HeadLayer, HiddenDrafter
 from forerun.rows import Rows
 from forerun.runtime.information import NativeInformation, token_information
 from forerun.runtime.lean import LeanLayers
@@ -35,12 +35,9 @@ class HiddenLM(Rows):
         hot: [S] the tokens that it gives logits of.
         logits: of states [n, d], logits [n, S] without token information.
         information: of tokens [..], T [.., S] (lyanna). None for a head without it.
-        states: how many places it predicts (medusa).
         known: whether features are run with the tokens behind them.
         feature: which states of the target it takes as features, see `HiddenConfig`.
         curves: calibration, see `HiddenConfig`.
-        chains: of logits [n, B, S] and B tokens, chains [B, n] of the argmax tokens behind these with their information
-            (`NativeInformation.chains`). None where there is no such call.
         native: runs the layers instead, where C can.
         chain: drafts a whole chain for one sequence instead, where C can (`guess`).
         recorded: runs states one by one instead, where the target's forwards are recorded.
@@ -50,12 +47,11 @@ class HiddenLM(Rows):
     native: NativeHead | None = None
     chain: HeadChain | None = None
     information: Product | None = None
-    chains: Callable[..., Tensor] | None = None
 
     @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
         config = head.config
-        self.kind, self.width, self.states = config.kind, config.hidden_size, config.states
+        self.kind, self.width = config.kind, config.hidden_size
         self.known, self.feature = config.known or self.kind == "eagle", config.feature
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
@@ -65,18 +61,10 @@ class HiddenLM(Rows):
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
         self.logits: Product = draft_head(weight, bias if bias.any() else None, few)
         self._enter = (head.enter.weight.float().clone(), config.rms_norm_eps) if self.feature == "below" else None
-        self._depth = 0 if self.kind == "medusa" else config.num_hidden_layers
+        self._depth = config.num_hidden_layers
         self._empty()
-        if self.kind == "medusa":
-            blocks = [block for block in head.blocks if isinstance(block, MedusaBlock)]
-            self.blocks = [
-                tuple(multiply(linear.weight.to(self.dtype)) for linear in (block.up, block.down)) for block in blocks
-            ]
-            return
         self.embeddings = target.model.get_input_embeddings()
         self.information = token_information(head, self.dtype, few)
-        if isinstance(self.information, NativeInformation):
-            self.chains = functools.partial(self.information.chains, hot=self.hot)
         self.native = native_head(head) if few else None
         if self.native is not None:
             known = self.information
@@ -123,9 +111,7 @@ class HiddenLM(Rows):
         self, id: int, features: Tensor, tokens: Sequence[int] | None, chunk: int, reserve: int = 0
     ) -> Iterator[int]:
         """Adds a sequence with features [n, d] and the tokens behind them, or without tokens. They run in a cache of
-        one row; after each chunk of at most `chunk` yields how many those were. Medusa runs none."""
-        if self.kind == "medusa":
-            return
+        one row; after each chunk of at most `chunk` yields how many those were."""
         prompt, count = self._prompt, len(features)
         prompt.reset()
         prompt.add(0, count)
@@ -260,12 +246,6 @@ class HiddenLM(Rows):
         # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
         batch = replace(batch, positions=batch.positions.clamp(max=self.layers.context - 1))
         return self.layers.normed(self.layers(x, batch, cache)) * self.gain
-
-    @torch.inference_mode()
-    def ahead(self, states: Tensor, places: int) -> Tensor:
-        """States [B, K, d] of the next K places behind states [B, d] (medusa)."""
-        states = self._entered(states)
-        return torch.stack([states + down(functional.silu(up(states))) for up, down in self.blocks[:places]], 1)
 
 
 @torch.no_grad()

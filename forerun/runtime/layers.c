@@ -327,36 +327,6 @@ static int largest_sum(const float *x, const half *y, int n) {
     return found < n ? found : 0; /* numbers that are none */
 }
 
-/* Chains of tokens found [n, steps] behind roots [n]: each is the one with the largest sum of its place's logits
-   [steps, n, S] and of the product of a weight [S, r] with the state [V, r] of the token before it. size: V; hot [S]: the tokens.
-   room: what inputs need for n; own: [n, S]. */
-int choose_chains(const tiles *w, const half *states, const int64_t *hot, const float *logits, const int64_t *roots,
-                  int size, int steps, int n, inputs *room, half *own, int64_t *found, int threads) {
-    if (n < 0 || steps < 0 || threads < 1 || !tiles_fit(w) || !tokens_are(roots, n, size)) return REFUSED;
-    inputs of = *room;
-#pragma omp parallel num_threads(threads)
-    for (int step = 0; step < steps; step++) {
-#pragma omp for schedule(static)
-        for (int row = 0; row < n; row++) {
-            int64_t before = step ? found[row * steps + step - 1] : roots[row];
-            size_t at = (size_t)row * w->in;
-            for (int i = 0; i < w->in; i += BLOCK) {
-                size_t block = (at + i) / BLOCK;
-                to_8_bits(states + before * w->in + i, of.x + at + i, of.rest + at + i, of.scales + block,
-                          of.sums + block, of.finer + block);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int which = 0; which < w->out / LANES; which++) outputs(w, which, of, n, own);
-#pragma omp for schedule(static)
-        for (int row = 0; row < n; row++) {
-            const float *here = logits + ((size_t)step * n + row) * w->out;
-            found[row * steps + step] = hot[largest_sum(here, own + (size_t)row * w->out, w->out)];
-        }
-    }
-    return 0;
-}
-
 /* An LM head [V, d]. data: of each 16 outputs, of each four inputs, [16][4] numbers of 8 bits, 128 more than they are;
    scales [V]. Its own values: codes [V, d] with steps and least values [V, d / 32], or a table [V, d]. */
 typedef struct {

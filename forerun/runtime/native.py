@@ -43,7 +43,6 @@ _P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 _OF_PRODUCTS = {
     "multiply": (_P, _P, _I, _P, _P, _I),
     "run_layers": (_P, _P),
-    "choose_chains": (*[_P] * 5, *[_I] * 3, *[_P] * 3, _I),
     "score": (_P, _P, _I, _P, _P, _I),
     "draft_chain": (_P, _P, _P, _P),
     "draft_states": (_P, _P, _P, _P),

@@ -5,18 +5,78 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, ClassVar
 
 from forerun.draft import Draft
-from forerun.engine import Proposal
-from forerun.generation import Generation
-from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
-from forerun.model import CausalLM
-from forerun.races import Race
-from forerun.sampling import Drafted, Drawing, RowError, Verdict, next_tokens
+from forerun.methods.base import Method, Parts, Sampling, at_least
+from forerun.methods.later import races, sampling, torch
+from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+from forerun.steps import Drafter, Proposal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.generation import Generation
+    from forerun.model import CausalLM
+    from forerun.sampling import Drafted, Verdict
+
+
+class Drafting(Method):
+    """A chain of the draft model, as long as the method's policy says."""
+
+    needs_draft: ClassVar[bool] = True
+
+    @property
+    def any_tokenizer(self) -> bool:
+        return self.layer is None and not self.greedy_only  # layers and oracles know a pair of one tokenizer
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        """What ends its drafts."""
+        raise NotImplementedError
+
+    def build(self, parts: Parts) -> Drafter:
+        assert parts.draft is not None
+        block = self.verification == "block"
+        if parts.translation is not None:
+            from forerun.methods.translated import translated
+
+            assert self.any_tokenizer
+            return translated(parts.draft, self.policy(parts), parts.target.vocab_size, parts.translation, block)
+        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, block)
+
+
+@dataclass(frozen=True)
+class SD(Sampling, Drafting):
+    """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
+
+    gamma: int = 5
+    name: ClassVar[str] = "sd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("gamma", self.gamma, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        return FixedLength(self.gamma)
+
+
+class FixedLength(LengthPolicy, StopRule):
+    """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+        return self
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.gamma)
+
+    def more(self, state: DraftState) -> list[bool]:
+        return [state.depth < self.gamma] * len(state.tokens)
+
+    def min_more(self, depth: int) -> int:
+        return self.gamma - depth
 
 
 @dataclass
@@ -47,7 +107,7 @@ class Chain:
         return Draft.chain(self.seq.tokens[-1], self.tokens, q, block=self.block)
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """A draft model's own continuation of each sequence, as long as the length policy says.
 
     The draft's logits go through the sequence's own processors. Tokens are sampled from the distributions that result,
@@ -89,7 +149,7 @@ class ChainDrafter:
         if not self._present:
             self.model.forget_prompt()
 
-    # What drafts with another tokenizer do otherwise (`forerun.drafters.translated`).
+    # What drafts with another tokenizer do otherwise (`forerun.methods.translated`).
 
     def _text(self, seq: Generation) -> list[int]:
         """A sequence's tokens, as the model has them."""
@@ -109,7 +169,7 @@ class ChainDrafter:
         """`CausalLM.roll`; tokens and logits are those of drafts."""
         return self.model.roll(ids, pending, count, self.vocab_size)
 
-    def _at_once(self, chain: Chain, rule: LengthRule) -> float | None:
+    def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
         """Drafts all of a chain, a call for what the rule can bound; the seconds of the rule. None, with nothing done,
         where there are no such calls (`CausalLM.chain`)."""
         bounds, seconds = rule.bounds(), 0.0
@@ -122,7 +182,7 @@ class ChainDrafter:
                 return None
             asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.most, None
             if is_whole and self._goes_on(chain):
-                bounds = rule.on(chain.seq, chain.tokens, found.chances)
+                bounds = rule.bounds_after(chain.seq, chain.tokens, found.chances)
             seconds += perf_counter() - asked
         return seconds
 
@@ -136,8 +196,8 @@ class ChainDrafter:
                 return None
             numbers = _numbers(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
-            keys = [race.key for race in map(seq.source, places) if isinstance(race, Race)]
-            drawing = Drawing(seq.sampler.law, numbers, keys, self.vocab_size)
+            keys = [race.key for race in map(seq.source, places) if isinstance(race, races.Race)]
+            drawing = sampling.Drawing(seq.sampler.law, numbers, keys, self.vocab_size)
         pending = self._pending(chain)
         found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
         count = 0 if found is None else len(found.tokens)
@@ -149,7 +209,7 @@ class ChainDrafter:
         chain.tokens += found.tokens
         if found.laws is not None:
             missing = self.vocab_size - self.model.vocab_size
-            chain.q += functional.pad(found.laws, (0, missing)) if missing else found.laws
+            chain.q += torch.nn.functional.pad(found.laws, (0, missing)) if missing else found.laws
         return found
 
     def _knows(self, tokens: Sequence[int]) -> bool:
@@ -186,7 +246,7 @@ class ChainDrafter:
             # Tokens that are the argmax need not be looked at before the next one is drafted.
             argmax = all(self._is_argmax(chain.seq) for chain in going)
             done = len(going[0].tokens)
-            ahead = min(rule.certain(done), *(chain.depth - done for chain in going)) if argmax else 1
+            ahead = min(rule.min_more(done), *(chain.depth - done for chain in going)) if argmax else 1
             begun = perf_counter()
             best, logits, hidden = self._roll(ids, pending, ahead)
             forward_seconds += perf_counter() - begun
@@ -209,7 +269,7 @@ class ChainDrafter:
         logits: Tensor,
         argmax: list[int] | None,
         hidden: Tensor | None,
-        rule: LengthRule,
+        rule: StopRule,
     ) -> float:
         """A token for each of the rows `live`, from which those that stop are removed; the seconds of the rule.
 
@@ -229,7 +289,7 @@ class ChainDrafter:
         asked = perf_counter()
         now = [chains[row] for row in live]
         states = hidden if hidden is None or len(live) == len(chains) else hidden[live]
-        more = rule.more(Look([chain.seq for chain in now], [chain.tokens for chain in now], scores, states))
+        more = rule.more(DraftState([chain.seq for chain in now], [chain.tokens for chain in now], scores, states))
         seconds = perf_counter() - asked
         live[:] = [row for row, chain, on in zip(live, now, more, strict=True) if on and self._goes_on(chain)]
         return seconds
@@ -240,13 +300,13 @@ class ChainDrafter:
         while live:
             now = [chains[row] for row in live]
             try:
-                return next_tokens(
+                return sampling.next_tokens(
                     [chain.seq.sampler for chain in now],
                     logits,
                     lambda row, now=now: now[row].text(),  # type: ignore[misc]
                     [chain.seq.source(len(chain.tokens)) for chain in now],
                 )
-            except RowError as error:
+            except sampling.RowError as error:
                 del live[error.row]
                 logits = torch.cat([logits[: error.row], logits[error.row + 1 :]])
         return [], logits, None
@@ -273,7 +333,7 @@ class ChainDrafter:
         """Logits [R, V] of the target's vocabulary from those of the draft's."""
         missing = self.vocab_size - logits.shape[-1]
         # A negative number cuts.
-        return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 def _numbers(source: torch.Generator, count: int) -> Tensor:

@@ -7,13 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
 from forerun.draft import Draft
-from forerun.drafters.plain import PlainDrafter
-from forerun.engine import Proposal
 from forerun.generation import Generation
+from forerun.methods import Method, Parts
+from forerun.methods.base import at_least
+from forerun.steps import Drafter, Proposal
+
+
+@dataclass(frozen=True)
+class Lookup(Method):
+    """Prompt lookup: proposes up to `gamma` tokens that once followed the last `ngram` or fewer tokens."""
+
+    gamma: int = 8
+    ngram: int = 3
+    name: ClassVar[str] = "lookup"
+
+    def __post_init__(self) -> None:
+        at_least("gamma", self.gamma, 1)
+        at_least("ngram", self.ngram, 1)
+
+    def build(self, parts: Parts) -> Drafter:
+        return LookupDrafter(self.gamma, self.ngram)
 
 
 @dataclass
@@ -24,7 +42,7 @@ class _Index:
     indexed: int = 0
 
 
-class LookupDrafter(PlainDrafter):
+class LookupDrafter(Drafter):
     """Copies up to `gamma` tokens that followed the latest earlier occurrence of the longest matching n-gram.
 
     Drafts are point masses. No model runs, and a step without a match is a plain one.

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forerun.costs import Costs
-    from forerun.drafters.memory import SuffixMemory
-    from forerun.drafters.phrases import PhrasePool
-    from forerun.engine import Drafter
-    from forerun.lengths import LengthPolicy
-    from forerun.lengths.oracle import Truth
+    from forerun.methods.pools import PhrasePool, SuffixMemory
     from forerun.model import CausalLM
     from forerun.nn.pre_verifier import PreVerifier
     from forerun.runtime.heads import HiddenLM
+    from forerun.steps import Drafter
     from forerun.vocabularies import Translation
 
 
@@ -28,7 +25,6 @@ class Parts:
         target, draft: models with caches of their own; no draft where no method needs one.
         pre_verifier: the trained layer of methods that need one.
         costs: what forwards cost on this machine, for methods that ask.
-        truth: what oracles know already; they add what they find out.
         pools: what outlives a sequence: phrases, by their length and their number a token, and outputs, by 0 and their
             number of tokens.
         head: what drafts from hidden states, of methods that need one.
@@ -40,7 +36,6 @@ class Parts:
     draft: CausalLM | None = None
     pre_verifier: PreVerifier | None = None
     costs: Costs | None = None
-    truth: Truth | None = None
     pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = None
     head: HiddenLM | None = None
     guarded: Callable[[Drafter], Drafter] | None = None
@@ -50,47 +45,52 @@ class Parts:
         """The pool of phrases of that length and number a token, None where phrases are not to outlive a sequence."""
         if self.pools is None:
             return None
-        from forerun.drafters.phrases import PhrasePool
+        from forerun.methods.pools import PhrasePool
 
         pool = self.pools.setdefault(shape, PhrasePool(*shape))
         assert isinstance(pool, PhrasePool)
         return pool
 
     def memory(self, most: int) -> SuffixMemory | None:
-        """The earlier outputs, so many tokens at most, None where they are not to be kept."""
+        """The earlier outputs, N tokens at most, None where they are not to be kept."""
         if self.pools is None:
             return None
-        from forerun.drafters.memory import SuffixMemory
+        from forerun.methods.pools import SuffixMemory
 
         memory = self.pools.setdefault((0, most), SuffixMemory(most))
         assert isinstance(memory, SuffixMemory)
         return memory
 
 
-class Settings:
-    """What is asked of every method.
+class Method(Protocol):
+    """A method: its settings, a frozen dataclass, and `build`, which makes the drafter.
+
+    A subclass needs a `name` and `build`; it inherits the rest, what a method without models or layers says of itself.
 
     Attributes:
+        name: what users and results call it.
         needs_draft: whether it drafts with a model.
         greedy_only: whether it refuses sequences that are sampled.
-        layer, kind: the trained layer it needs, by the name of the embedded pair's, and the kind of its output (see
-            PreVerifierConfig).
+        layer, kind: the trained layer it needs, by the name of the folder beside the models that come with forerun, and
+            the kind of its output (see PreVerifierConfig).
         head: the kind of head over hidden states that it needs (`forerun.nn.heads.KINDS`).
         verification: of chains that were sampled, "block" or "token".
-        needs_costs: whether it uses a table of costs.
-        phrases: tokens of a phrase and how many phrases a token has at most, where it drafts by such; 0 and a number of
-            tokens, where it drafts from so much of earlier outputs.
+        warm: whether what it gathers outlives a sequence.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    name: ClassVar[str]
     needs_draft: ClassVar[bool] = False
-    verification: str = "token"
     greedy_only: ClassVar[bool] = False
     layer: ClassVar[str | None] = None
     kind: ClassVar[str | None] = None
     head: ClassVar[str | None] = None
+    verification: str = "token"
+    warm: bool = False
 
     @property
     def needs_costs(self) -> bool:
+        """Whether it uses a table of costs."""
         return False
 
     @property
@@ -100,40 +100,24 @@ class Settings:
 
     @property
     def phrases(self) -> tuple[int, int] | None:
+        """Tokens of a phrase and how many phrases a token has at most, where it drafts by phrases; 0 and a number of
+        tokens, where it drafts from that many of earlier outputs."""
         return None
 
-    def given(self, draft: bool, layer: bool, head: str | None) -> Self:
-        """The method for who has a draft model, its pre-verifier, or a head of that kind."""
+    def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Self:
+        """The method where there is a draft model, its pre-verifier, or a head of that kind."""
         return self
 
-
-class Drafting(Settings):
-    """A chain of the draft model, as long as the method's policy says."""
-
-    needs_draft: ClassVar[bool] = True
-
-    @property
-    def any_tokenizer(self) -> bool:
-        return self.layer is None and not self.greedy_only  # layers and oracles know a pair of one tokenizer
-
-    def policy(self, parts: Parts) -> LengthPolicy:
+    def build(self, parts: Parts) -> Drafter:
+        """The drafter of an engine."""
         raise NotImplementedError
 
-    def build(self, parts: Parts) -> Drafter:
-        from forerun.drafters.chain import ChainDrafter
 
-        assert parts.draft is not None
-        block = self.verification == "block"
-        if parts.translation is not None:
-            from forerun.drafters.translated import translated
-
-            assert self.any_tokenizer
-            return translated(parts.draft, self.policy(parts), parts.target.vocab_size, parts.translation, block)
-        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, block)
+PARTS = [name for name in (*Method.__annotations__, *vars(Method)) if not name.startswith("_")]  # of every method
 
 
 @dataclass(frozen=True)
-class Sampling(Settings):
+class Sampling(Method):
     """Methods whose drafts may be sampled. Their `verification` is then that of the whole "block" of tokens
     (arXiv 2403.10444), or of one "token" after the other (arXiv 2211.17192)."""
 
@@ -152,3 +136,8 @@ def at_least(name: str, value: int, least: int) -> None:
 def between(name: str, value: float, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+
+
+def true_or_false(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {value!r}")

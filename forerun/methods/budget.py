@@ -12,8 +12,8 @@ from operator import mul
 import numpy as np
 
 from forerun.costs import Costs
-from forerun.drafters.beams import Array
 from forerun.generation import Generation, Mode
+from forerun.methods.beams import Array
 from forerun.runtime.heads import HiddenLM
 
 _CERTAIN = 1 - 1e-6  # above this, log-odds are those of this

@@ -7,22 +7,21 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from forerun.draft import Draft
-from forerun.engine import Drafter, Proposal
 from forerun.generation import Generation
 from forerun.sampling import Verdict
-from forerun.steps import observe_rows
+from forerun.steps import Drafter, Proposal, observe_rows
 
 
-class Split:
+class Split(Drafter):
     """Sends each sequence to the drafter of its kind; both draft in every step that has sequences of both."""
 
     def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
         self.drafters = {True: greedy, False: sampled}
         self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
-        wanted = {getattr(each, "feature", "head") for each in (greedy, sampled) if each.wants_hidden}
+        wanted = {each.feature for each in (greedy, sampled) if each.wants_hidden}
         if len(wanted) > 1:
             raise ValueError("one method needs the LM head's inputs, the other's head the states below the last layer")
-        self.feature: str = next(iter(wanted), "head")
+        self.feature = next(iter(wanted), "head")
         self.spread = max(greedy.spread, sampled.spread)
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:

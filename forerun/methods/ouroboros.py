@@ -11,19 +11,129 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from time import perf_counter
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from forerun.draft import Draft, Tree
-from forerun.drafters.chain import Chain, ChainDrafter
-from forerun.drafters.phrases import PhrasePool
-from forerun.drafters.window import Window
-from forerun.engine import Proposal
-from forerun.generation import Generation
-from forerun.lengths import LengthPolicy, LengthRule, Look
-from forerun.model import CausalLM
-from forerun.probabilities import argmax_of
-from forerun.sampling import RowError, Verdict, next_tokens
+from forerun.methods.base import Parts, Sampling, at_least, between, true_or_false
+from forerun.methods.chain import Chain, ChainDrafter, Drafting, FixedLength
+from forerun.methods.later import pools, probabilities, sampling
+from forerun.methods.pacer import Pacer
+from forerun.methods.stop import DraftState, LengthPolicy, StopRule
+from forerun.methods.window import Window
+from forerun.steps import Drafter, Proposal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.costs import Costs
+    from forerun.generation import Generation, Mode
+    from forerun.methods.pools import PhrasePool
+    from forerun.model import CausalLM
+    from forerun.sampling import Verdict
+
+SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
+
+
+@dataclass(frozen=True)
+class _Phrases(Sampling, Drafting):
+    """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
+    tokens in a draft's forward, and up to `suffixes` of them behind the draft. `sources` are those of phrases, with +
+    between them. `warm`: phrases of greedy output outlive it."""
+
+    window: int = 0
+    guesses: int = 1
+    ngram: int = 5
+    suffixes: int = 1
+    sources: str = "prompt+output+rejected+suffixes"
+    warm: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("window", self.window, 0)
+        at_least("guesses", self.guesses, 0)
+        at_least("ngram", self.ngram, 2)
+        at_least("suffixes", self.suffixes, 0)
+        true_or_false("warm", self.warm)
+        if not isinstance(self.sources, str):
+            raise ValueError(f"sources must be names with + between them, not {self.sources!r}")
+        for source in filter(None, self.sources.split("+")):
+            if source not in SOURCES:
+                raise ValueError(f"sources must be of {'+'.join(SOURCES)}, not {source!r}")
+
+    @property
+    def any_tokenizer(self) -> bool:
+        return False  # a phrase has tokens that target and draft must share
+
+    @property
+    def phrases(self) -> tuple[int, int]:
+        return self.ngram - 1, max(self.guesses, self.suffixes, 1)
+
+    def build(self, parts: Parts) -> Drafter:
+        assert parts.draft is not None
+        return OuroborosDrafter(
+            parts.draft,
+            self.policy(parts),
+            parts.target.vocab_size,
+            self.verification == "block",
+            width=self.window,
+            guesses=self.guesses,
+            shape=self.phrases,
+            suffixes=self.suffixes,
+            sources=self.sources.split("+"),
+            pool=parts.pool(self.phrases) if self.warm else None,
+            most_greedy=self.most_greedy,
+        )
+
+    @property
+    def most_greedy(self) -> int | None:
+        """Greedy sequences that are drafted by phrases beside each other, at most; None for any number."""
+        return None
+
+
+@dataclass(frozen=True)
+class Ouroboros(_Phrases):
+    """Drafts `gamma` tokens, several a forward where phrases foresaw them (arXiv 2402.13720)."""
+
+    gamma: int = 10
+    name: ClassVar[str] = "ouroboros"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("gamma", self.gamma, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        return FixedLength(self.gamma)
+
+
+@dataclass(frozen=True)
+class PacerOuroboros(_Phrases, Pacer):
+    """Pacer's rule on drafts by phrases. Its costs assume `share` forwards for a drafted token.
+
+    In steps of more than `rows` greedy sequences these go without phrases: each saves forwards at other places than its
+    neighbours, and checking phrases makes forwards larger.
+    """
+
+    ngram: int = 9
+    suffixes: int = 0  # a draft that the layer has ended is hardly ever accepted to its end
+    share: float = 0.3
+    rows: int = 3
+    name: ClassVar[str] = "pacer-ouroboros"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("share", self.share, 0, 1)
+        at_least("rows", self.rows, 1)
+
+    @property
+    def most_greedy(self) -> int:
+        return self.rows
+
+    def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
+        costs = parts.costs
+        if costs is None or rows > self.rows:
+            return costs
+        ms = self.share * costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
+        return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0)
 
 
 @dataclass
@@ -47,7 +157,7 @@ class _Row:
 class _Phrased(Chain):
     """A draft in the making, with the rule that ends it."""
 
-    rule: LengthRule = field(default_factory=LengthRule)
+    rule: StopRule | None = None
     policy_seconds: float = 0.0
 
 
@@ -87,7 +197,8 @@ class OuroborosDrafter(ChainDrafter):
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from super().admit(seq, hidden, chunk)
-        pool = self.pool if self.pool is not None and seq.greedy and seq.shares else PhrasePool(*self.shape)
+        shared = self.pool if seq.greedy and seq.shares else None
+        pool = shared if shared is not None else pools.PhrasePool(*self.shape)
         window = Window(self.width, self.shape[0], seq.tokens, Random(0)) if self.width else None
         learnt = pool.learn(seq.tokens) if "prompt" in self.sources else len(seq.tokens) - 1
         self.rows[seq.id] = _Row(pool, window, learnt)
@@ -163,7 +274,7 @@ class OuroborosDrafter(ChainDrafter):
         logits = self._fitted(logits)
         at_once = sampler.greedy and sampler.prefix_free
         scores = sampler.scores(logits, lambda _: []) if at_once else logits
-        best = argmax_of(scores).tolist() if at_once or row.window is not None else []
+        best = probabilities.argmax_of(scores).tolist() if at_once or row.window is not None else []
         while True:
             here, q = scores[node : node + 1], None
             if at_once:
@@ -171,15 +282,16 @@ class OuroborosDrafter(ChainDrafter):
             else:
                 try:
                     source = seq.source(len(chain.tokens))
-                    (token,), here, q = next_tokens([sampler], here, lambda _: chain.text(), [source])
-                except RowError:  # nothing is left to draft
+                    (token,), here, q = sampling.next_tokens([sampler], here, lambda _: chain.text(), [source])
+                except sampling.RowError:  # nothing is left to draft
                     return False, path
             chain.tokens.append(token)
             if q is not None and chain.is_drawn:
                 chain.q.append(q[0])
+            assert chain.rule is not None
             asked = perf_counter()
             (more,) = chain.rule.more(
-                Look([seq], [chain.tokens], here, hidden[node][None] if hidden is not None else None)
+                DraftState([seq], [chain.tokens], here, hidden[node][None] if hidden is not None else None)
             )
             chain.policy_seconds += perf_counter() - asked
             going = more and self._goes_on(chain)

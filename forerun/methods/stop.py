@@ -1,19 +1,21 @@
-"""Length policies: when a chain of draft tokens is long enough."""
+"""Stop rules: when a chain of draft tokens is long enough."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.generation import Generation
-from forerun.sampling import Verdict
+    from forerun.draft import Draft
+    from forerun.generation import Generation
+    from forerun.sampling import Verdict
 
 
 @dataclass(frozen=True)
-class Look:
+class DraftState:
     """What a rule sees after a drafted token: the sequences that still draft. All of them are at one depth.
 
     Attributes:
@@ -32,12 +34,13 @@ class Look:
     def depth(self) -> int:
         return len(self.tokens[0])
 
-    def part(self, rows: list[int]) -> Look:
+    def part(self, rows: list[int]) -> DraftState:
         """Only these rows."""
         if len(rows) == len(self.tokens):
             return self
         hidden = self.hidden[rows] if self.hidden is not None else None
-        return Look([self.seqs[row] for row in rows], [self.tokens[row] for row in rows], self.scores[rows], hidden)
+        tokens = [self.tokens[row] for row in rows]
+        return DraftState([self.seqs[row] for row in rows], tokens, self.scores[rows], hidden)
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,14 @@ class Bounds:
     product: float = 0.0
 
 
-class LengthRule:
+class StopRule(Protocol):
     """Decides about one draft. It is asked after every drafted token.
 
     It may stop after a token. It never discards a token that it has looked at: that would change the distribution the
     token was sampled from.
     """
 
-    def more(self, look: Look) -> list[bool]:
+    def more(self, state: DraftState) -> list[bool]:
         """Whether each row drafts on. A row that has stopped is not asked about again."""
         raise NotImplementedError
 
@@ -65,33 +68,34 @@ class LengthRule:
         """What it says of the first tokens of one row, where numbers can say it."""
         return None
 
-    def on(self, seq: Generation, drafted: list[int], chances: list[float]) -> Bounds | None:
-        """What it says of the tokens behind those of its bounds, of which `chances` has the probabilities; None: no
-        more of them."""
+    def bounds_after(self, seq: Generation, drafted: list[int], probabilities: list[float]) -> Bounds | None:
+        """What it says of the tokens after those of its bounds, by their probabilities; None: no more of them."""
         return None
 
-    def certain(self, depth: int) -> int:
+    def min_more(self, depth: int) -> int:
         """How many more tokens, at least one, rows at `depth` draft whatever the tokens are."""
         return 1
 
 
-class LengthPolicy:
+class LengthPolicy(Protocol):
     """What is known of each sequence from draft to draft, keyed by its id; `begin` makes the rule of one draft.
 
     Attributes:
         wants_draft, wants_target: whether it needs the draft's and the target's hidden states.
     """
 
-    wants_draft = False
-    wants_target = False
+    wants_draft: bool = False
+    wants_target: bool = False
 
     def admit(self, seq: Generation) -> None:
         """A sequence joins."""
+        return
 
     def drop(self, seq: Generation) -> None:
         """A sequence leaves; nothing happens where it never joined."""
+        return
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
         """The rule of a draft of these sequences, which grow in step. `rows`: how many the target's forward has."""
         raise NotImplementedError
 
@@ -99,22 +103,4 @@ class LengthPolicy:
         self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         """The verdicts on drafts; arguments as for a drafter."""
-
-
-class FixedLength(LengthPolicy, LengthRule):
-    """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
-
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-
-    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
-        return self
-
-    def bounds(self) -> Bounds:
-        return Bounds(self.gamma)
-
-    def more(self, look: Look) -> list[bool]:
-        return [look.depth < self.gamma] * len(look.tokens)
-
-    def certain(self, depth: int) -> int:
-        return self.gamma - depth
+        return

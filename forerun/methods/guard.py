@@ -13,14 +13,16 @@ from dataclasses import replace
 from math import ceil, inf
 from statistics import median, median_low
 from time import perf_counter
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from forerun.draft import Draft
-from forerun.engine import Drafter, Proposal
-from forerun.generation import Generation
-from forerun.sampling import Verdict
-from forerun.steps import observe_rows
+from forerun.steps import Drafter, Proposal, observe_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.generation import Generation
+    from forerun.sampling import Verdict
 
 LOOKS = 2  # plain steps before anything else, as the very first one is slow
 # In plain steps, which are the unit of everything below.
@@ -128,7 +130,7 @@ class Pace:
         return max(median_low(self._plain[rows]), 1e-9)
 
 
-class Guarded:
+class Guarded(Drafter):
     """Any drafter, asked only when it pays.
 
     The drafter is not called in the other steps: a sequence has simply grown. It admits a sequence as late as it is
@@ -143,7 +145,7 @@ class Guarded:
         self.drafter = drafter
         self.paces = {True: pace, False: sampled if sampled is not None else Pace(pace.clock)}
         self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
-        self.feature: str = getattr(drafter, "feature", "head")
+        self.feature = drafter.feature
         self._inside: dict[int, bool] = {}  # whether the drafter has admitted each sequence
         self._admitting = False  # whether it is running a prompt, one at a time
         self._asked: set[int] = set()  # the sequences that drafted in this step

@@ -9,21 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from forerun.costs import Costs
-from forerun.draft import Draft
-from forerun.generation import Generation, Mode
-from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
-from forerun.lengths.confidence import ProductRule
+from forerun.methods.base import Parts, Sampling, at_least, between
+from forerun.methods.chain import Drafting
+from forerun.methods.confidence import ProductRule
+from forerun.methods.later import np, pre_verifier, quick, torch
+from forerun.methods.later import probabilities as probs
+from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import LEAST, UNKNOWN, USUAL, PreVerifier, law_of
-from forerun.nn.quick import Array, QuickState, quick
-from forerun.probabilities import probabilities_of
-from forerun.sampling import Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from forerun.costs import Costs
+    from forerun.draft import Draft
+    from forerun.generation import Generation, Mode
+    from forerun.nn.pre_verifier import PreVerifier
+    from forerun.nn.quick import Array, QuickState
+    from forerun.sampling import Verdict
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 SCORES: dict[str, Callable[[Array], Array]] = {
@@ -31,6 +35,55 @@ SCORES: dict[str, Callable[[Array], Array]] = {
     "mean": lambda blocks: blocks.mean(-1),
     "min": lambda blocks: blocks.min(-1),
 }
+
+
+@dataclass(frozen=True)
+class Pacer(Sampling, Drafting):
+    """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
+
+    A block of None ("auto") is the best size by the table of costs; 4 where a threshold is given.
+
+    It stops behind a block where the `score` of its tokens' survival, their last, mean or min, is below `threshold`; a
+    threshold of None ("auto") is the best one by the table of costs.
+    """
+
+    block: int | None = None
+    threshold: float | None = None
+    score: str = "last"
+    most: int = 32
+    name: ClassVar[str] = "pacer"
+    layer: ClassVar[str | None] = "pre-verifier"
+    kind: ClassVar[str | None] = "survival"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block is not None:
+            at_least("block", self.block, 1)
+        if self.threshold is not None:
+            between("threshold", self.threshold, 0, 1)
+        if self.score not in ("last", "mean", "min"):
+            raise ValueError(f"score must be last, mean or min, not {self.score!r}")
+        at_least("most", self.most, 1)
+
+    @property
+    def needs_costs(self) -> bool:
+        return self.threshold is None
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        assert parts.draft is not None and parts.pre_verifier is not None
+        return PacerStop(
+            parts.pre_verifier,
+            parts.draft.model.get_input_embeddings(),
+            self.block,
+            self.most,
+            self.threshold,
+            self.score,
+            lambda mode, rows: self.costs(parts, mode, rows),
+        )
+
+    def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
+        """The table for so many rows of a mode that stop together."""
+        return parts.costs
 
 
 def best_threshold(
@@ -86,9 +139,9 @@ class _Past:
     """
 
     echo: Echo = field(default_factory=Echo)
-    runs: list[float] = field(default_factory=lambda: [0.0, USUAL, USUAL])
+    runs: list[float] = field(default_factory=lambda: [0.0, pre_verifier.USUAL, pre_verifier.USUAL])
     target: Tensor | None = None
-    law: tuple[float, float] = UNKNOWN
+    law: tuple[float, float] = (0.0, 0.0)  # UNKNOWN
     length: int = 0
 
 
@@ -114,7 +167,7 @@ class PacerStop(LengthPolicy):
         costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
     ) -> None:
         """`costs` gives the table for rows of a mode, so many of which stop together; None: there is none."""
-        self.layer, self.embeddings, self.most = quick(layer), embeddings, most
+        self.layer, self.embeddings, self.most = quick.quick(layer), embeddings, most
         self.block, self.threshold, self.score, self.costs = block, threshold, score, costs
         inputs = layer.config.inputs
         self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
@@ -129,7 +182,7 @@ class PacerStop(LengthPolicy):
     def drop(self, seq: Generation) -> None:
         self.past.pop(seq.id, None)
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
         modes: list[Mode] = list(dict.fromkeys(seq.mode for seq in seqs))
         # Greedy rows without a draft have their part of the costs as well.
         together = rows - sum(not seq.greedy for seq in seqs)
@@ -138,7 +191,7 @@ class PacerStop(LengthPolicy):
         rules = {mode: self._rule(mode, together if mode == "greedy" else 1, is_alone) for mode in modes}
         return rules[modes[0]] if len(modes) == 1 else _ByMode(rules)
 
-    def _rule(self, mode: Mode, count: int, is_alone: bool) -> LengthRule:
+    def _rule(self, mode: Mode, count: int, is_alone: bool) -> StopRule:
         block, threshold, together = self.settings(mode, count, is_alone)
         if not block:
             return ProductRule(threshold, self.most, count if together else 1)
@@ -199,7 +252,7 @@ class PacerStop(LengthPolicy):
         if not rows:
             return
         scores = torch.stack([verdicts[row].scores.float() for row in rows])  # type: ignore[union-attr]
-        for row, (entropy, top) in zip(rows, law_of(scores).tolist(), strict=True):
+        for row, (entropy, top) in zip(rows, pre_verifier.law_of(scores).tolist(), strict=True):
             past = self.past[seqs[row].id]
             past.law, past.length = (entropy, top), len(seqs[row].tokens)
 
@@ -207,65 +260,64 @@ class PacerStop(LengthPolicy):
         """The law that a sequence's last token was chosen from: unknown behind its prompt, and where it has grown
         unobserved, as in a guard's pause."""
         past = self.past[seq.id]
-        return past.law if past.length == len(seq.tokens) else UNKNOWN
+        return past.law if past.length == len(seq.tokens) else pre_verifier.UNKNOWN
 
 
-class BlockRule(LengthRule):
+class BlockRule(StopRule):
     """Pacer's rule for one draft; so many rows as stop `together` go by the mean of their scores."""
 
     def __init__(self, policy: PacerStop, block: int, threshold: float, together: int) -> None:
         self.policy, self.block, self.threshold, self.together = policy, block, threshold, together
-        self.looks: list[Look] = []  # of this block
+        self.looks: list[DraftState] = []  # of this block
         self.ids: list[int] = []  # of the rows of `state`
         self.state: QuickState | None = None
 
-    def certain(self, depth: int) -> int:
+    def min_more(self, depth: int) -> int:
         return min(self.block - depth % self.block, self.policy.most - depth)
 
     def bounds(self) -> Bounds | None:
-        return None if self.policy.wants_draft else Bounds(self.certain(0))
+        return None if self.policy.wants_draft else Bounds(self.min_more(0))
 
-    def on(self, seq: Generation, drafted: list[int], chances: list[float]) -> Bounds | None:
+    def bounds_after(self, seq: Generation, drafted: list[int], probabilities: list[float]) -> Bounds | None:
         if len(drafted) >= self.policy.most:
             return None
-        output = self._output([seq], [drafted], [chances])
-        return Bounds(self.certain(len(drafted))) if self._judged(output)[0] else None
+        output = self._output([seq], [drafted], [probabilities])
+        return Bounds(self.min_more(len(drafted))) if self._judged(output)[0] else None
 
-    def more(self, look: Look) -> list[bool]:
-        self.looks.append(look)
-        if look.depth < self.policy.most and look.depth % self.block:
-            return [True] * len(look.tokens)
-        if look.depth >= self.policy.most:
-            return [False] * len(look.tokens)
-        return self._judged(self._ask(look))
+    def more(self, state: DraftState) -> list[bool]:
+        self.looks.append(state)
+        if state.depth < self.policy.most and state.depth % self.block:
+            return [True] * len(state.tokens)
+        if state.depth >= self.policy.most:
+            return [False] * len(state.tokens)
+        return self._judged(self._ask(state))
 
     def _judged(self, output: Array) -> list[bool]:
         """Whether rows draft on, by the layer's output [R, b] for their last blocks."""
         least, score = self.threshold, SCORES[self.policy.score]
-        if not self.policy.layer.acceptance:  # the output is logits
-            if self.together > 1 or self.policy.score == "mean":
-                output = 1 / (1 + np.exp(-output))
-            else:  # only their order counts
-                least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
+        if self.together > 1 or self.policy.score == "mean":
+            output = 1 / (1 + np.exp(-output))
+        else:  # the output is logits, and only their order counts
+            least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
         if self.together > 1:
             return [bool(score(output).sum() >= least * self.together)] * len(output)
         found: list[bool] = (score(output) >= least).tolist()
         return found
 
-    def _ask(self, look: Look) -> Array:
+    def _ask(self, state: DraftState) -> Array:
         """The layer's output [R, b] for the last block of the rows that have come here."""
-        looks, ids = self.looks, [seq.id for seq in look.seqs]
+        looks, ids = self.looks, [seq.id for seq in state.seqs]
         self.looks = []
         new = len(looks)
-        tokens = torch.tensor([drafted[-new:] for drafted in look.tokens], device=look.scores.device)
+        tokens = torch.tensor([drafted[-new:] for drafted in state.tokens], device=state.scores.device)
         parts = []
         for each in looks:
             place = {seq.id: row for row, seq in enumerate(each.seqs)} if len(each.seqs) > len(ids) else None
             parts.append(each if place is None else each.part([place[id] for id in ids]))
         scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
         hidden = torch.stack([part.hidden for part in parts], 1) if self.policy.wants_draft else None  # type: ignore[misc]
-        chances = probabilities_of(scores, tokens).tolist()
-        return self._output(look.seqs, look.tokens, chances, hidden, tokens.device)
+        chances = probs.probabilities_of(scores, tokens).tolist()
+        return self._output(state.seqs, state.tokens, chances, hidden, tokens.device)
 
     def _output(
         self,
@@ -287,7 +339,7 @@ class BlockRule(LengthRule):
             embedded = policy.embeddings(torch.tensor([row[-new:] for row in drafted], device=device))
         output, self.state = policy.layer.step(
             self.state,
-            [[log(max(each, LEAST)) for each in row] for row in chances],
+            [[log(max(each, pre_verifier.LEAST)) for each in row] for row in chances],
             [self._echo(*row, new) for row in zip(seqs, drafted, strict=True)] if policy.echoing else None,
             hidden,
             embedded,
@@ -310,19 +362,19 @@ class BlockRule(LengthRule):
         return echo.answers([*text[-reach:], *drafted[:-new]][-reach:], drafted[-new:])
 
 
-class _ByMode(LengthRule):
+class _ByMode(StopRule):
     """Rows of several modes, each mode with a rule of its own."""
 
-    def __init__(self, rules: dict[Mode, LengthRule]) -> None:
+    def __init__(self, rules: dict[Mode, StopRule]) -> None:
         self.rules = rules
 
-    def more(self, look: Look) -> list[bool]:
-        going = [False] * len(look.tokens)
+    def more(self, state: DraftState) -> list[bool]:
+        going = [False] * len(state.tokens)
         for mode, rule in self.rules.items():
-            rows = [row for row, seq in enumerate(look.seqs) if seq.mode == mode]
-            for row, on in zip(rows, rule.more(look.part(rows)) if rows else (), strict=True):
+            rows = [row for row, seq in enumerate(state.seqs) if seq.mode == mode]
+            for row, on in zip(rows, rule.more(state.part(rows)) if rows else (), strict=True):
                 going[row] = on
         return going
 
-    def certain(self, depth: int) -> int:
-        return min(rule.certain(depth) for rule in self.rules.values())
+    def min_more(self, depth: int) -> int:
+        return min(rule.min_more(depth) for rule in self.rules.values())

@@ -5,15 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 from torch import Tensor
 
 from forerun.draft import Draft, Tree
-from forerun.drafters.phrases import PhrasePool
-from forerun.drafters.window import Window
-from forerun.engine import Proposal
 from forerun.generation import Generation
+from forerun.methods import Method, Parts
+from forerun.methods.base import at_least
+from forerun.methods.pools import PhrasePool
+from forerun.methods.window import Window
 from forerun.sampling import Verdict
+from forerun.steps import Drafter, Proposal
+
+
+@dataclass(frozen=True)
+class Lookahead(Method):
+    """Lookahead decoding: the target makes phrases and checks them in its own forwards (arXiv 2402.02057)."""
+
+    window: int = 4
+    guesses: int = 4
+    ngram: int = 4
+    warm: bool = True
+    name: ClassVar[str] = "lookahead"
+
+    def __post_init__(self) -> None:
+        at_least("window", self.window, 0)
+        at_least("guesses", self.guesses, 1)
+        at_least("ngram", self.ngram, 2)
+
+    @property
+    def phrases(self) -> tuple[int, int]:
+        return self.ngram - 1, self.guesses
+
+    def build(self, parts: Parts) -> Drafter:
+        pool = parts.pool(self.phrases) if self.warm else None
+        return LookaheadDrafter(self.window, self.guesses, self.ngram - 1, pool)
 
 
 @dataclass
@@ -25,7 +52,7 @@ class _Text:
     learnt: int
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Proposes what followed the last token before, up to `guesses` phrases of `span` tokens, and a window of `width`
     columns beside them. Drafts are point masses.
 
@@ -35,7 +62,7 @@ class LookaheadDrafter:
 
     def __init__(self, width: int, guesses: int, span: int, pool: PhrasePool | None = None) -> None:
         self.width, self.guesses, self.span, self.pool = width, guesses, span, pool
-        self.wants_hidden, self.spread = False, (width + guesses) * span
+        self.spread = (width + guesses) * span
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:

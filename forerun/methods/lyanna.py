@@ -4,21 +4,84 @@ used again with the right token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from forerun.costs import Costs
 from forerun.draft import Draft
-from forerun.drafters.beams import grow
-from forerun.drafters.budget import Budget, Budgets
-from forerun.drafters.heads import HeadDrafter
-from forerun.generation import Generation, Mode
-from forerun.runtime.heads import HiddenLM
-from forerun.sampling import Verdict
+from forerun.methods.base import Parts, at_least, between
+from forerun.methods.hidden import HeadDrafter, Heads, Paced
+from forerun.methods.later import torch
+from forerun.steps import Drafter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.costs import Costs
+    from forerun.generation import Generation, Mode
+    from forerun.methods.budget import Budget
+    from forerun.runtime.heads import HiddenLM
+    from forerun.sampling import Verdict
+
+REUSE = ("off", "add", "both", "free")
+
+
+@dataclass(frozen=True)
+class Lyanna(Heads):
+    """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
+    else the best `nodes` of a tree that is so many beams wide.
+
+    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft, "both"
+    drafts from it beside the fresh draft, "free" drafts from it alone, without the head, where it holds `least` places
+    or more (the paper's Figure 6), "off" drops it. The figure's tree has a `width` of 2: the best children of all beams
+    go on, others end as leaves.
+    """
+
+    reuse: str = "add"
+    weight: float = 0.25
+    least: int = 2
+    name: ClassVar[str] = "lyanna"
+    head: ClassVar[str | None] = "lyanna"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("least", self.least, 1)
+        between("weight", self.weight, 0, 10)
+        if self.reuse not in REUSE:
+            raise ValueError(f"reuse must be {', '.join(REUSE[:-1])} or {REUSE[-1]}, not {self.reuse!r}")
+
+    def build(self, parts: Parts) -> Drafter:
+        assert parts.head is not None
+        return LyannaDrafter(
+            parts.head.fresh(),
+            *self.shape,
+            self.reuse,
+            self.weight,
+            self.least,
+            self.costs_for(parts),
+            self.steps,
+            self.drawing,
+        )
+
+
+@dataclass(frozen=True)
+class PacerLyanna(Paced, Lyanna):
+    """Lyanna, `depth` and `nodes` being limits: each step goes as deep, in blocks of `block` states, and takes as many
+    tokens as its most probable paths are worth, by the head's calibration and what forwards cost here."""
+
+    depth: int = 16
+    nodes: int = 16
+    block: int = 4
+    name: ClassVar[str] = "pacer-lyanna"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("block", self.block, 1)
+        if self.reuse == "both":
+            raise ValueError(
+                "pacer-lyanna knows no value of a second draft: reuse must be off, add or free, not 'both'"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,6 +133,8 @@ class LyannaDrafter(HeadDrafter):
         block: int = 1,
         drawing: str | None = None,
     ) -> None:
+        from forerun.methods.budget import Budgets
+
         super().__init__(head, depth, width, nodes, drawing)
         self.reuse, self.weight, self.least = reuse, weight, least
         self.budgets = Budgets(head, costs_for, block, nodes) if costs_for is not None else None
@@ -97,16 +162,18 @@ class LyannaDrafter(HeadDrafter):
                 return [guessed[0]]
         logits = StepLogits(self, seqs, fresh, deep, old, budget)
         origins = ["reused" if is_free else "draft" for is_free in free]
-        quick = logits.chains if self.head.chains is not None else None
-        drafts = self.grow(seqs, logits, deep, budget, origins, quick)
+        drafts = self.grow(seqs, logits, deep, budget, origins)
         logits.close()
         for row in fresh:
             self._keep(seqs[row], drafts[row], logits.drafted(row), left[row])
         if self.reuse == "both" and any(left):
+            from forerun.methods import beams
+
             again = [min(pair) for pair in zip(limits, left, strict=True)]
             branches = StepLogits(self, seqs, [], again, old)
             roots = [seq.tokens[-1] for seq in seqs]
-            more = grow(roots, branches, self.head.hot, again, self.width, self.nodes, origins=["reused"] * len(seqs))
+            tree = again, self.width, self.nodes
+            more = beams.grow(roots, branches, self.head.hot, *tree, origins=["reused"] * len(seqs))
             drafts = [draft.merge(own) for draft, own in zip(drafts, more, strict=True)]
         return drafts
 
@@ -165,13 +232,6 @@ class StepLogits:
         if self.head.information is not None:
             return found + self.head.information(tokens)
         return found.repeat(1, tokens.shape[1], 1)  # whatever the token before, the logits are the same
-
-    def chains(self, roots: Sequence[int], depth: int) -> Tensor:
-        """Chains [B, depth] of argmax tokens, as `grow` would make them of the logits one by one."""
-        assert self.head.chains is not None
-        for k in range(depth):
-            self._reach(k)
-        return self.head.chains(torch.stack([self._summed(k, len(roots)) for k in range(depth)]), roots=roots)
 
     def drafted(self, row: int) -> Tensor:
         """A fresh row's new logits [n, S], as many as it would have alone: its next draft must not depend on others."""

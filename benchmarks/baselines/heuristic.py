@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.generation import Generation
-from forerun.lengths import Bounds, LengthPolicy, LengthRule, Look
+from forerun.methods import Parts
+from forerun.methods.base import Sampling, at_least
+from forerun.methods.chain import Drafting
+from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 from forerun.sampling import Verdict
+
+
+@dataclass(frozen=True)
+class Heuristic(Sampling, Drafting):
+    """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
+
+    gamma: int = 5
+    name: ClassVar[str] = "heuristic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("gamma", self.gamma, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        return HeuristicSchedule(self.gamma)
 
 
 class HeuristicSchedule(LengthPolicy):
@@ -18,7 +38,7 @@ class HeuristicSchedule(LengthPolicy):
 
     Transformers' "heuristic" differs in that lengths outlive a call; both start at 20. Ours: a draft without tokens
     changes nothing. Transformers also stops at improbable tokens (assistant_confidence_threshold), which is a rule of
-    its own here: `forerun.lengths.confidence`.
+    its own here: `forerun.methods.confidence`.
     """
 
     def __init__(self, gamma: int) -> None:
@@ -31,7 +51,7 @@ class HeuristicSchedule(LengthPolicy):
     def drop(self, seq: Generation) -> None:
         self.lengths.pop(seq.id, None)
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
         return _Lengths({seq.id: self.lengths[seq.id] for seq in seqs})
 
     def observe(
@@ -44,7 +64,7 @@ class HeuristicSchedule(LengthPolicy):
                 self.lengths[seq.id] = max(1, self.lengths[seq.id] - 1)
 
 
-class _Lengths(LengthRule):
+class _Lengths(StopRule):
     """A length for each sequence."""
 
     def __init__(self, lengths: dict[int, int]) -> None:
@@ -53,8 +73,8 @@ class _Lengths(LengthRule):
     def bounds(self) -> Bounds | None:
         return Bounds(next(iter(self.lengths.values()))) if len(self.lengths) == 1 else None
 
-    def more(self, look: Look) -> list[bool]:
-        return [look.depth < self.lengths[seq.id] for seq in look.seqs]
+    def more(self, state: DraftState) -> list[bool]:
+        return [state.depth < self.lengths[seq.id] for seq in state.seqs]
 
-    def certain(self, depth: int) -> int:
+    def min_more(self, depth: int) -> int:
         return min((length for length in self.lengths.values() if length > depth), default=depth + 1) - depth

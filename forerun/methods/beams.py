@@ -1,9 +1,11 @@
-"""Trees of the most probable paths, for heads that give logits for each place ahead. EAGLE grows its tree so
-(arXiv 2401.15077), EAGLE-2 chooses its nodes so (arXiv 2406.16858)."""
+"""Trees of the most probable paths, and chains of sampled tokens, for heads that give logits for each place ahead.
+
+EAGLE grows its tree so (arXiv 2401.15077), EAGLE-2 chooses its nodes so (arXiv 2406.16858)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor
 
 from forerun.draft import Draft
+from forerun.generation import Generation
+from forerun.races import Race
+from forerun.sampling import RowError, next_tokens
 
 # (depth k from 0, tokens of the beams [B, w], index of each beam's parent among the beams before [B, w]) -> logits
 # [B, w, S] of the tokens behind the beams.
@@ -59,14 +64,12 @@ def grow(
     nodes: int,
     policy: TreePolicy | None = None,
     origins: Sequence[str] = (),
-    quick: Callable[[Sequence[int], int], Tensor] | None = None,
 ) -> list[Draft]:
     """A tree of point masses for each row, at most `limits[r]` deep.
 
     It holds the `nodes` most probable paths among those that `width` beams find. One beam gives a chain of at most
     `nodes` tokens. `logits` is called once for each depth, for all rows and beams; `hot` [S] are its tokens. A `policy`
-    may value paths in its own way and end them sooner. `quick` gives chains of argmax tokens [B, n] behind the roots
-    at once, where there is such a call.
+    may value paths in its own way and end them sooner.
     """
     depth = max(limits)
     if depth < 1:
@@ -74,10 +77,7 @@ def grow(
     origins = origins or ["draft"] * len(roots)
     if width == 1:
         depth = min(depth, nodes)
-        if quick is not None and policy is None:
-            chains = quick(roots, depth)
-        else:
-            chains = _chains(roots, logits, hot, depth, policy)
+        chains = _chains(roots, logits, hot, depth, policy)
         sizes = limits if policy is None else policy.sizes()
         found = zip(roots, chains.tolist(), sizes, origins, strict=True)
         return [Draft.chain(root, row[:size], origin=origin) for root, row, size, origin in found]
@@ -156,3 +156,56 @@ def _paths(
             ends = np.where(going, ends, np.minimum(ends, k + 1))
     tokens, parents, values = (np.concatenate(parts, -1) for parts in zip(*found, strict=True))
     return tokens, parents, values
+
+
+@torch.inference_mode()
+def sample_chains(
+    seqs: Sequence[Generation],
+    logits: Logits,
+    hot: Tensor,
+    vocab_size: int,
+    limits: Sequence[int],
+    origins: Sequence[str],
+    block: bool,
+) -> list[Draft]:
+    """A chain for each sequence, at most `limits[r]` long. Its tokens are drawn by the sequence's own sampler.
+
+    `logits` and `hot` are those of `grow`, `block` is that of Draft. A chain ends where processors leave none of
+    the hot tokens. Where they raise, they will do so for the target's logits too.
+    """
+
+    def text(row: int) -> list[int]:
+        return seqs[row].tokens + chains[row]
+
+    chains: list[list[int]] = [[] for _ in seqs]
+    laws: list[list[Tensor]] = [[] for _ in seqs]
+    tokens = torch.tensor([seq.tokens[-1] for seq in seqs], device=hot.device)
+    beams, names = torch.zeros_like(tokens)[:, None], hot.cpu().numpy()
+    live = list(range(len(seqs)))
+    for k in range(max(limits)):
+        live = [row for row in live if k < limits[row]]
+        if not live:
+            break
+        found = logits(k, tokens[:, None], beams)[:, 0].float()
+        for row in list(live):
+            # One by one: which part of the vocabulary a row's processors see is not for its neighbours to decide.
+            seq, scores, source = seqs[row], found[row : row + 1], seqs[row].source(k)
+            within = seq.sampler.index_free
+            if not within:
+                scores = scores.new_full((1, vocab_size), -torch.inf).index_copy_(1, hot, scores)
+            elif isinstance(source, Race):
+                source = replace(source, names=names, size=vocab_size)
+            try:
+                (chosen,), _, law = next_tokens([seq.sampler], scores, lambda _, row=row: text(row), [source])  # type: ignore[misc]
+            except RowError:
+                live.remove(row)
+                continue
+            tokens[row] = token = int(hot[chosen]) if within else chosen
+            chains[row].append(token)
+            if law is not None and seq.races is None:
+                whole = law[0]
+                laws[row].append(whole.new_zeros(vocab_size).index_copy_(0, hot, whole) if within else whole)
+    return [
+        Draft.chain(seq.tokens[-1], chain, torch.stack(own) if own else None, origin, block)
+        for seq, chain, own, origin in zip(seqs, chains, laws, origins, strict=True)
+    ]

@@ -8,13 +8,18 @@ their scores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
+from typing import ClassVar
 
 from torch import Tensor
 
 from forerun.draft import Draft
 from forerun.generation import Generation
-from forerun.lengths import LengthPolicy, LengthRule, Look
+from forerun.methods import Parts
+from forerun.methods.base import Sampling, at_least, between
+from forerun.methods.chain import Drafting
+from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.probabilities import entropies
 from forerun.sampling import Verdict
 
@@ -22,7 +27,51 @@ from forerun.sampling import Verdict
 OLD_RATE, OLD_THRESHOLD = 0.5, 0.9
 
 
-class EntropyStop(LengthPolicy, LengthRule):
+@dataclass(frozen=True)
+class SVIP(Sampling, Drafting):
+    """Drafts until `1 - sqrt(scale * entropy)` falls below `threshold`; both as in the authors' code."""
+
+    threshold: float = 0.7
+    scale: float = 0.15
+    most: int = 32
+    name: ClassVar[str] = "svip"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("threshold", self.threshold, 0, 1)
+        between("scale", self.scale, 0, 100)
+        at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        return EntropyStop(self.threshold, self.scale, self.most)
+
+
+@dataclass(frozen=True)
+class AdaEDL(Sampling, Drafting):
+    """As SVIP, with a threshold that moves by about a tenth of `step` a draft to hold the acceptance rate at `goal`.
+
+    All but `threshold`, the first one, and `most` are the paper's values.
+    """
+
+    threshold: float = 0.5
+    scale: float = 0.2
+    goal: float = 0.9
+    step: float = 0.01
+    most: int = 32
+    name: ClassVar[str] = "adaedl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("threshold", "goal", "step"):
+            between(name, getattr(self, name), 0, 1)
+        between("scale", self.scale, 0, 100)
+        at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        return AdaptiveEntropyStop(self.threshold, self.scale, self.goal, self.step, self.most)
+
+
+class EntropyStop(LengthPolicy, StopRule):
     """SVIP (arXiv 2411.18462): stops after a token where `1 - sqrt(scale * H) < threshold`, and after `most` tokens.
 
     As in the authors' code, the token at which it stops is sent to the target like the others.
@@ -31,18 +80,18 @@ class EntropyStop(LengthPolicy, LengthRule):
     def __init__(self, threshold: float, scale: float, most: int) -> None:
         self.threshold, self.scale, self.most = threshold, scale, most
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> LengthRule:
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
         return self
 
     def threshold_of(self, seq: Generation) -> float:
         return self.threshold
 
-    def more(self, look: Look) -> list[bool]:
-        if look.depth >= self.most:
-            return [False] * len(look.tokens)
+    def more(self, state: DraftState) -> list[bool]:
+        if state.depth >= self.most:
+            return [False] * len(state.tokens)
         return [
             1 - sqrt(self.scale * entropy) >= self.threshold_of(seq)
-            for seq, entropy in zip(look.seqs, entropies(look.scores), strict=True)
+            for seq, entropy in zip(state.seqs, entropies(state.scores), strict=True)
         ]
 
 

@@ -1,1 +1,0 @@
-"""Drafters: where proposals come from."""

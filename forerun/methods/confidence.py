@@ -1,0 +1,105 @@
+"""Stopping where the draft model itself finds its tokens improbable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from forerun.methods.base import Parts, Sampling, at_least, between
+from forerun.methods.chain import Drafting
+from forerun.methods.later import probabilities
+from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+
+if TYPE_CHECKING:
+    from forerun.generation import Generation
+
+
+@dataclass(frozen=True)
+class Confidence(Sampling, Drafting):
+    """Drafts until a token's own probability falls below `threshold`."""
+
+    threshold: float = 0.4
+    most: int = 32
+    name: ClassVar[str] = "confidence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("threshold", self.threshold, 0, 1)
+        at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        return ConfidenceStop(self.threshold, self.most)
+
+
+@dataclass(frozen=True)
+class Cumulative(Sampling, Drafting):
+    """Drafts until the product of the tokens' own probabilities falls below `threshold`."""
+
+    threshold: float = 0.3
+    most: int = 32
+    name: ClassVar[str] = "cumulative"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("threshold", self.threshold, 0, 1)
+        at_least("most", self.most, 1)
+
+    def policy(self, parts: Parts) -> LengthPolicy:
+        return CumulativeStop(self.threshold, self.most)
+
+
+class ConfidenceStop(LengthPolicy, StopRule):
+    """Stops after a token whose draft probability is below `threshold`, and after `most` tokens.
+
+    The rule of transformers' assistant_confidence_threshold. There the threshold starts at 0.4 and adapts, here it is
+    fixed. The probability of a greedy token is that under the softmax of its scores.
+    """
+
+    def __init__(self, threshold: float, most: int) -> None:
+        self.threshold, self.most = threshold, most
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+        return self
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.most, least=self.threshold)
+
+    def more(self, state: DraftState) -> list[bool]:
+        if state.depth >= self.most:
+            return [False] * len(state.tokens)
+        last = probabilities.last_probabilities(state.scores, state.tokens)
+        return [each >= self.threshold for each in last]
+
+
+class CumulativeStop(LengthPolicy):
+    """Stops when the product of the draft's own probabilities of its tokens is below `threshold`, and after `most`
+    tokens. The product is the draft's estimate that its whole text is right."""
+
+    def __init__(self, threshold: float, most: int) -> None:
+        self.threshold, self.most = threshold, most
+
+    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+        return ProductRule(self.threshold, self.most)
+
+
+class ProductRule(StopRule):
+    """`CumulativeStop` for one draft. With `together` above 1 that many rows stop together, by their mean product, in
+    which rows that have ended count as 0."""
+
+    def __init__(self, threshold: float, most: int, together: int = 1) -> None:
+        self.threshold, self.most, self.together = threshold, most, together
+        self.products: dict[int, float] = {}
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.most, product=self.threshold * self.together)
+
+    def more(self, state: DraftState) -> list[bool]:
+        if state.depth >= self.most:
+            return [False] * len(state.tokens)
+        last = probabilities.last_probabilities(state.scores, state.tokens)
+        found = [self.products.get(seq.id, 1.0) * each for seq, each in zip(state.seqs, last, strict=True)]
+        self.products = {seq.id: product for seq, product in zip(state.seqs, found, strict=True)}
+        if self.together > 1:
+            return [sum(found) >= self.threshold * self.together] * len(found)
+        return [product >= self.threshold for product in found]

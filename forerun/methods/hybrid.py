@@ -1,0 +1,137 @@
+"""Suffix drafts where they are likely to be right, another method's elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from forerun.draft import Draft
+from forerun.methods.base import Method, Parts, between
+from forerun.methods.guard import Guarded
+from forerun.methods.suffix import Suffix, SuffixDrafter
+from forerun.steps import Drafter, Proposal, observe_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.generation import Generation
+    from forerun.sampling import Verdict
+
+ALONE = ("ar", "suffix", "hybrid")  # methods that `hybrid` has no use for
+
+
+@dataclass(frozen=True)
+class Hybrid(Suffix):
+    """Suffix drafts where their score, the tokens of them that counts say are right, is at least `threshold`; else
+    those of the method `other`: its name, or name and settings as in "cumulative:threshold=0.2:most=8".
+
+    For "auto" that is the method of what is there: of a head, else of a draft model, with its pre-verifier or without.
+    Where nothing is there, suffixes draft alone.
+    """
+
+    threshold: float = 6.0
+    other: str = "auto"
+    name: ClassVar[str] = "hybrid"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("threshold", self.threshold, 0, 1000)
+        if self.other == "auto":
+            return
+        other = self._other()
+        # It needs what the other one needs. Of the class these are no settings.
+        for name in ("needs_draft", "layer", "kind", "head"):
+            object.__setattr__(self, name, getattr(other, name))
+
+    @property
+    def needs_costs(self) -> bool:
+        return self.other != "auto" and self._other().needs_costs
+
+    @property
+    def any_tokenizer(self) -> bool:
+        return self.other == "auto" or self._other().any_tokenizer
+
+    def _other(self) -> Method:
+        """The other method. Raises ValueError for one that is none, and for its settings."""
+        from forerun.methods import METHODS, method, parse_value
+
+        name, *given = str(self.other).split(":")
+        if given and "=" not in given[0]:
+            name += f":{given.pop(0)}"  # of another package
+        names = [each for each in METHODS if each not in ALONE]
+        if name not in names and ":" not in name:
+            raise ValueError(f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}")
+        settings = [each.partition("=") for each in given]
+        keys = [key for key, *_ in settings]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"other gives {twice[0]} twice: {self.other!r}")
+        return method(name, **{key: parse_value(name, key, value) for key, _, value in settings})
+
+    def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Hybrid:
+        if self.other != "auto" or not (draft or head):
+            return self
+        from forerun.methods import default_method
+
+        return replace(self, other=head or default_method(draft, layer))
+
+    def build(self, parts: Parts) -> Drafter:
+        head = parts.head.kind if parts.head is not None else None
+        chosen = self.resolve_defaults(parts.draft is not None, parts.pre_verifier is not None, head)
+        suffixes = self.suffixes(parts)
+        if chosen.other == "auto":
+            return suffixes
+        other = chosen._other().build(parts)
+        return HybridDrafter(suffixes, parts.guarded(other) if parts.guarded is not None else other, self.threshold)
+
+
+class HybridDrafter(Drafter):
+    """Asks the suffixes first. The other drafter is asked for those sequences whose suffix draft scores below
+    `threshold`; to it, the others have simply grown. Where it has no draft, that of the suffixes stands.
+
+    The other one may have a guard of its own, which then judges it by those steps that it drafted for all rows of. In a
+    pause of the guard suffixes draft for all; its plain steps stay plain, as it measures what they cost.
+    """
+
+    def __init__(self, suffixes: SuffixDrafter, other: Drafter, threshold: float) -> None:
+        self.suffixes, self.other, self.threshold = suffixes, other, threshold
+        self.wants_hidden, self.spread = other.wants_hidden, max(suffixes.spread, other.spread)
+        self.feature = other.feature
+        self._asked: set[int] = set()  # the sequences that the other one drafted for in this step
+
+    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        yield from self.suffixes.admit(seq, hidden, chunk)
+        yield from self.other.admit(seq, hidden, chunk)
+
+    def propose(self, seqs: list[Generation]) -> Proposal:
+        drafts: dict[int, Draft] = {}
+        rest = []
+        for seq in seqs:
+            drafts[seq.id], score = self.suffixes.find(seq)
+            if score < self.threshold or not drafts[seq.id].drafted:
+                rest.append(seq)
+        guard = self.other if isinstance(self.other, Guarded) else None
+        if rest and guard is not None and guard.rests(rest):
+            rest = []
+        self._asked = {seq.id for seq in rest}
+        proposal = Proposal([])
+        if rest and guard is not None:
+            proposal = guard.propose(rest, len(seqs))
+        elif rest:
+            proposal = self.other.propose(rest)
+        for seq, draft in zip(rest, proposal.drafts, strict=True):
+            if draft.drafted or (guard is not None and not guard.asked(seq)):
+                drafts[seq.id] = draft
+        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
+
+    def observe(
+        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        # Hidden states come only once, so who wants them sees every step.
+        rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
+        observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
+        self._asked = set()
+
+    def drop(self, seq: Generation) -> None:
+        self.suffixes.drop(seq)
+        self.other.drop(seq)

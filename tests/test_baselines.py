@@ -1,0 +1,241 @@
+"""The methods that serve comparison only, and the door that they and a user's own method come in through."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from commands import run
+from languages import SIZE, VOCAB, cycle, model, moves
+from toys import BASELINES, LAYERS, noisy_copy, random_layer, tiny
+
+import forerun
+from benchmarks.baselines.lookup import Lookup
+from benchmarks.baselines.medusa import Medusa, MedusaConfig, MedusaHead
+from forerun import Decoder
+from forerun.bench.plan import parse_methods
+from forerun.draft import Draft
+from forerun.methods import METHODS, Method, Parts, method, parse_value
+from forerun.model import CausalLM
+from forerun.steps import Drafter, Proposal
+
+PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
+
+
+def greedy(chosen: Method, **parts: Any) -> Any:
+    target = tiny("llama")
+    plain = Decoder(target).generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    decoder = Decoder(target, None, parts.pop("draft", None), chosen, False, **parts)
+    done = decoder.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    assert [row.tokens for row in done] == [row.tokens for row in plain]
+    return done
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_greedy_output_is_the_targets(name: str) -> None:
+    target = tiny("llama")
+    draft = noisy_copy(target, 0.03)
+    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
+    chosen = method(BASELINES[name])
+    assert chosen.name == name and name not in METHODS
+    done = greedy(chosen, draft=draft, pre_verifier=layer)
+    assert sum(row.stats.drafted for row in done) > 0
+
+
+@torch.no_grad()
+def medusa(folder: Path, target: Any, places: list[dict[int, int]], vocab: int = VOCAB, size: int = SIZE) -> str:
+    """A head in a folder, each of whose blocks turns states into others."""
+    config = MedusaConfig(size, size, len(places), vocab, CausalLM(target).fingerprint)
+    head = MedusaHead(config)
+    head.hot.copy_(torch.arange(vocab))
+    for up, down, pairs in zip(head.up, head.down, places, strict=True):
+        # A block adds down(silu(up(h))) to h, and silu of a large number is that number.
+        up.weight.copy_(2 * torch.eye(size))
+        down.weight.copy_((moves(pairs)[:size, :size] - torch.eye(size)) / 2)
+    head.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_medusas_places(tmp_path: Path) -> None:
+    """Block k stands for k places after the last state that is known, whose next token is known too."""
+    turn = 12
+    target = model(cycle(range(turn)))
+    folder = medusa(tmp_path, target, [{i: (i + k) % turn for i in range(turn)} for k in range(1, 6)])
+    decoder = Decoder(target, method=Medusa(depth=5, folder=folder), guard=False)
+    done = decoder.generate([11, 0], max_new_tokens=60, ignore_eos=True)
+    assert done.stats.acceptance_by_position == (1.0,) * 5
+    assert done.tokens == Decoder(target).generate([11, 0], max_new_tokens=60, ignore_eos=True).tokens
+    with pytest.raises(ValueError, match="belongs to another target"):
+        greedy(Medusa(folder=folder))
+    with pytest.raises(ValueError, match="needs its head"):
+        Medusa()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
+    target = tiny("llama")
+    folder = medusa(tmp_path, target, [{i: i + 1 for i in range(20)}] * 3, vocab=40, size=32)
+    done = greedy(Medusa(width=width, folder=folder))
+    assert sum(row.stats.drafted for row in done) > 0
+
+
+# The door
+
+OWN = '''
+    """A method of a user's, in one file."""
+
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    from forerun.draft import Draft
+    from forerun.methods import Method, Parts
+    from forerun.steps import Drafter, Proposal
+
+
+    @dataclass(frozen=True)
+    class Again(Method):
+        """Proposes the last `count` tokens again."""
+
+        count: int = 4
+        name: ClassVar[str] = "again"
+
+        def __post_init__(self) -> None:
+            if self.count < 1:
+                raise ValueError(f"count must be at least 1, not {self.count}")
+
+        def build(self, parts: Parts) -> Drafter:
+            return AgainDrafter(self.count)
+
+
+    class AgainDrafter(Drafter):
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def propose(self, seqs: list) -> Proposal:
+            return Proposal([Draft.chain(seq.tokens[-1], seq.tokens[-self.count :][: seq.room - 1]) for seq in seqs])
+
+
+    @dataclass(frozen=True)
+    class Nameless(Method):
+        def build(self, parts: Parts) -> Drafter:
+            return AgainDrafter(1)
+
+
+    @dataclass(frozen=True)
+    class Unbuilt(Method):
+        name: ClassVar[str] = "unbuilt"
+
+
+    @dataclass(frozen=True)
+    class Bare:
+        name: ClassVar[str] = "bare"
+
+
+    @dataclass(frozen=True)
+    class Needy(Method):
+        size: int
+        name: ClassVar[str] = "needy"
+
+        def build(self, parts: Parts) -> Drafter:
+            return AgainDrafter(self.size)
+
+
+    NUMBER = 3
+'''
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the working folder, which is not where Python looks for modules."""
+    (tmp_path / "my_methods.py").write_text(dedent(OWN))
+    (tmp_path / "my_broken.py").write_text("import nowhere_to_be_found\n")
+    (tmp_path / "my_mistake.py").write_text("def (\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("my_methods", "my_broken", "my_mistake"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "my_methods:Again"
+
+
+def test_a_method_from_outside_decodes(outside: str) -> None:
+    done = greedy(method(outside, count=6))
+    assert sum(row.stats.drafted for row in done) > 0
+    target = tiny("llama")
+    sampled = [
+        Decoder(target, method=chosen).generate(PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3).tokens
+        for chosen in (METHODS["ar"](), method(outside))
+    ]
+    assert sampled[0] == sampled[1]
+
+
+def test_load_takes_its_name_and_the_object(outside: str) -> None:
+    named = forerun.load(tiny("llama"), method=outside, count=3)
+    assert (named.method.name, named.method.count) == ("again", 3)  # type: ignore[attr-defined]
+    given = forerun.load(tiny("llama"), method=method(outside, count=2))
+    assert given.generate([5, 6, 7], max_new_tokens=9, ignore_eos=True).stats.drafted > 0
+    assert forerun.load(tiny("llama"), method=Lookup(4)).method == Lookup(4)
+
+
+def test_the_command_line_takes_it(outside: str) -> None:
+    assert parse_value(outside, "count", "5") == 5
+    chosen = parse_methods([outside, "suffix"], [f"{outside}.count=5"], None, {})
+    assert chosen[outside] == method(outside, count=5) and list(chosen) == ["ar", outside, "suffix"]
+    hybrid: Any = method("hybrid", other=f"{outside}:count=2")
+    assert hybrid._other() == method(outside, count=2)
+    method_args = ("--method", outside, "--method-arg", "count=2")
+    done = run("generate", "def f(", "--target", "embedded", *method_args, "--json", "--max-new-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["method"] == "again"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nowhere", {}, "unknown method 'nowhere'; there are ar, sd, .*, and others as package.module:Class"),
+        ("no_such_module:Thing", {}, "the module 'no_such_module' cannot be imported: No module named"),
+        ("my_broken:Thing", {}, "the module 'my_broken' cannot be imported: No module named 'nowhere_to_be_found'"),
+        ("my_mistake:Thing", {}, "the module 'my_mistake' cannot be imported: invalid syntax"),
+        (":Thing", {}, "the module '' cannot be imported"),
+        ("my_methods:Nothing", {}, "the module 'my_methods' has no 'Nothing'"),
+        ("my_methods:NUMBER", {}, "'my_methods:NUMBER' is no method: that is a frozen dataclass"),
+        ("my_methods:AgainDrafter", {}, "'my_methods:AgainDrafter' is no method: that is a frozen dataclass"),
+        ("my_methods:Nameless", {}, "is no method: it lacks name"),
+        ("my_methods:Unbuilt", {}, "is no method: it lacks build"),
+        ("my_methods:Bare", {}, "is no method: it lacks needs_draft, greedy_only, .*, build"),
+        ("my_methods:Needy", {}, "method 'my_methods:Needy' needs its setting 'size'"),
+        ("my_methods:Again", {"gamma": 3}, "has no setting 'gamma'; it has count"),
+        ("my_methods:Again", {"count": 0}, "count must be at least 1, not 0"),
+    ],
+)
+def test_what_is_no_method_is_refused(outside: str, name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        method(name, **options)
+
+
+def test_objects_that_are_no_methods_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Half:
+        name: ClassVar[str] = "half"
+
+        def build(self, parts: Parts) -> Drafter:
+            raise AssertionError
+
+    for given, message in ((Half(), "it lacks needs_draft"), (Lookup, r"as Lookup\(\), not as a class"), (3, "frozen")):
+        with pytest.raises(ValueError, match=message):
+            forerun.load(tiny("llama"), method=given)  # type: ignore[arg-type]
+
+
+def test_a_drafter_needs_no_more_than_its_proposals() -> None:
+    class Silent(Drafter):
+        def propose(self, seqs: Any) -> Proposal:
+            return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
+
+    made = Silent()
+    assert (made.wants_hidden, made.feature, made.spread) == (False, "head", 0)
+    assert list(made.admit(None, None, 8)) == []  # type: ignore[arg-type]
