@@ -4,35 +4,36 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS),--upgrade --upgrade-strategy eager)
+INSTALLED := $(VENV)/installed-by-$(or $(notdir $(CONSTRAINTS)),nothing)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --upgrade pyproject.toml
 
 .PHONY: demo serve test sanitize quality format update clean
 
-demo: $(VENV)/installed
+demo: $(INSTALLED)
 	$(BIN)/forerun demo
 
-serve: $(VENV)/installed-serve
+serve: $(INSTALLED)-serve
 	$(BIN)/forerun fetch smollm2 || true
 	$(BIN)/forerun serve
 
-test: $(VENV)/installed-dev
+test: $(INSTALLED)-dev
 	$(BIN)/pytest -n auto --dist worksteal
 
 # Tests of C under AddressSanitizer and UBSan. They fail where C is not in use, and end at the first fault.
 SANITIZED := $(addprefix tests/test_,tiles.py native_chain.py native_heads.py native_sizes.py bits.py cache.py allocation.py)
-sanitize: $(VENV)/installed-dev
+sanitize: $(INSTALLED)-dev
 	CC=gcc FORERUN_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 FORERUN_TESTS_NEED_C=1 \
 	$(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED)
 
-quality: $(VENV)/installed-dev
+quality: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/installed-dev
+format: $(INSTALLED)-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -45,17 +46,19 @@ update: $(BIN)/python
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+# Installing by other constraints makes what was installed before stale.
+$(INSTALLED): $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) --editable .
+	rm -f $(VENV)/installed-by-*
 	touch $@
 
-$(VENV)/installed-serve: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+$(INSTALLED)-serve: $(INSTALLED)
 	$(INSTALL) --editable ".[serve,grammar]"
-	touch $@ $(VENV)/installed
+	touch $@
 
-$(VENV)/installed-dev: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+$(INSTALLED)-dev: $(INSTALLED)
 	$(INSTALL) --editable ".[dev]"
-	touch $@ $(VENV)/installed
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -444,8 +444,8 @@ class Decoder:
         return self.driver().engine
 
     def driver(self) -> Driver:
-        """The engine and its callers. Another one is made when a setting has changed, and for a model with layers of
-        other packages when all calls have ended; calls that are under way go on with theirs."""
+        """The engine and its callers. Another one is made when a setting has changed, and for each call to a model with
+        layers of other packages; calls that are under way go on with theirs."""
         tried = [self.method, *([self.sampling_method] if self.sampling_method is not None else [])]
         with self._making:
             for each in tried:
@@ -457,7 +457,7 @@ class Decoder:
             parts = [self.costs, self.pre_verifier, self.head, self.pools]  # held, so that ids stay theirs
             made = self._made
             same = made is not None and made[1] == settings and all(map(is_, made[2], parts))
-            if made is not None and same and not (foreign and made[0].ended):
+            if made is not None and same and not (foreign and made[0].called):
                 return made[0]
             self.close()
             driver = Driver(

@@ -23,9 +23,9 @@ class Driver:
         self._called = False
 
     @property
-    def ended(self) -> bool:
-        """Whether there were calls and all of them have ended."""
-        return self._called and not self._boxes
+    def called(self) -> bool:
+        """Whether there was a call."""
+        return self._called
 
     def run(self, requests: Iterable[Request]) -> Run:
         """Queues requests; raises what `Engine.add` does, and then none of them is queued."""

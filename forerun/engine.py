@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.draft import Draft
-from forerun.failures import UNATTRIBUTABLE
+from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.generation import Generation, Request
 from forerun.logprobs import Logprob, logprobs_of
 from forerun.model import CausalLM
@@ -27,6 +27,7 @@ __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 _LOG = logging.getLogger("forerun.engine")
 
 CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
+PATIENCE = 128  # steps of the most rows that passed before more are tried
 SCORED = 128  # most tokens of a chunk whose logits are wanted
 
 
@@ -76,6 +77,9 @@ class Engine:
         self._prefilling: tuple[Generation, Iterator[int]] | None = None
         self._rate = 256 / chunk_seconds  # tokens of prefill a second, until it is measured
         self._number = 0
+        # Rows that run together: fewer where more have failed although each passes alone, as for want of memory.
+        self._most: int | None = None
+        self._failed_together, self._steps_at_most = False, 0
         self._begun: dict[int, Generation] = {}  # taken from the queue, their last step not yet in the outbox
         self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the step under way
         self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
@@ -149,6 +153,7 @@ class Engine:
                 self._before.clear()
                 for seq in seqs:
                     seq.suspect = False
+                self._passed(len(seqs))
         except BaseException as error:
             stepped = set(self._before)
             self._undo()
@@ -177,13 +182,27 @@ class Engine:
         suspect ends."""
         first = seqs[0]
         if len(seqs) == 1 and (first.suspect or first.error is not None):
-            first.error = error
+            first.error, self._failed_together = error, False
             self.waiting.remove(first)
             self.outbox.append(Step(first.id, self._number, 0, finish_reason="error", error=error))
             return
         _LOG.warning("decoding of %d requests failed; each is tried again alone", len(seqs), exc_info=error)
         for seq in seqs:
             seq.suspect = True
+        if len(seqs) > 1:
+            if self._failed_together:  # each of them passed alone, so it is their number
+                self._most = max(1, len(seqs) // 2)
+            self._failed_together, self._steps_at_most = True, 0
+
+    def _passed(self, rows: int) -> None:
+        """Counts a step that passed; more rows are tried again when PATIENCE steps of the most rows have."""
+        if self._most is None:
+            return
+        self._steps_at_most += rows >= self._most
+        if self._steps_at_most >= PATIENCE:
+            self._most, self._steps_at_most = 2 * self._most, 0
+            if self._most >= self.max_rows:
+                self._most, self._failed_together = None, False
 
     def _step(self, seqs: list[Generation]) -> None:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
@@ -193,10 +212,13 @@ class Engine:
         logits = self.target.forward(ids, drafts)
         forwarded = perf_counter()
         verdicts, scores = judge(seqs, drafts, logits)
+        spoilt = _without_drafts(seqs, drafts)
         self.target.commit(ids, [verdict.path for verdict in verdicts])
         verified = perf_counter()
         counts = [
-            0 if seq.error else seq.extend(committed(draft, verdict), partial(scores_behind, found, verdict))
+            0
+            if seq.error or seq in spoilt
+            else seq.extend(committed(draft, verdict), partial(scores_behind, found, verdict))
             for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
         ]
         logprobs = [
@@ -207,6 +229,9 @@ class Engine:
         self._add_features(seqs, verdicts)
         ended = [seq for seq in seqs if seq.finish_reason is not None]
         self._leave(ended)
+        self._leave(spoilt)
+        for seq in spoilt:
+            self.waiting.appendleft(self._begun.pop(seq.id))
         self._number += 1
         shared = {
             "number": self._number,
@@ -308,7 +333,8 @@ class Engine:
 
     def _next_fits(self) -> bool:
         """Whether the first of those that wait may be admitted: none while a suspect runs, which is stepped alone."""
-        if not self.waiting or len(self.running) >= self.max_rows or any(seq.suspect for seq in self.running):
+        most = min(self.max_rows, self._most or self.max_rows)
+        if not self.waiting or len(self.running) >= most or any(seq.suspect for seq in self.running):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))
 
@@ -392,6 +418,18 @@ def _report(seq: Generation, target: CausalLM) -> None:
     except Exception as error:
         seq.error = error
         raise
+
+
+def _without_drafts(seqs: list[Generation], drafts: list[Draft]) -> list[Generation]:
+    """Sequences whose scores are not numbers, perhaps for a drafted token only: in one forward it may spoil those
+    before it too. They are to be run again, without drafts from now on."""
+    found = []
+    for seq, draft in zip(seqs, drafts, strict=True):
+        if isinstance(seq.error, NotNumbersError) and len(draft) > 1:
+            seq.cut(len(seq.tokens), None)
+            seq.request = replace(seq.request, plain=True)
+            found.append(seq)
+    return found
 
 
 def _score(seq: Generation, scored: list[Logprob], logits: Tensor) -> None:

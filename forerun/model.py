@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from forerun.support import check_model, context_of
 
 __all__ = ["CausalLM", "LeanForward", "Rows", "context_of", "fingerprint", "same_model"]
 
+_LOG = logging.getLogger("forerun")
 _T = TypeVar("_T")
 _PROMPT = 0  # the only sequence of a prompt cache
 
@@ -112,6 +114,10 @@ class CausalLM(Rows):
         """What was measured here, or by the first of the processes that share a model."""
         return found
 
+    def unanimous(self, flag: bool) -> bool:
+        """Whether all processes that share a model say so."""
+        return flag
+
     @property
     def exact(self) -> str:
         """ "bitwise" where a token's logits have the same bits whatever is run beside it, else "rounding"."""
@@ -186,7 +192,7 @@ class CausalLM(Rows):
         if _PROMPT not in cache:
             cache.add(_PROMPT, len(tokens))
         # In a chunk with a token that gives NaN, those before it get NaN too.
-        known = cache.mend(_PROMPT) and hear is None and salt == self._prompt_salt
+        known = self.unanimous(cache.mend(_PROMPT)) and hear is None and salt == self._prompt_salt
         held = common(self._prompt_tokens, tokens) if known else 0
         stored = None
         if self.prefixes is not None and hear is None:
@@ -260,8 +266,11 @@ class CausalLM(Rows):
         """Puts a text into the store, unless some of it is no number."""
         assert self.prefixes is not None
         parts = [part for pair in stored if pair is not None for part in pair]
-        if self.agreed(are_numbers(parts if hidden is None else [*parts, hidden])):
-            self.prefixes.put(tokens, stored, hidden, salt)
+        if self.unanimous(are_numbers(parts if hidden is None else [*parts, hidden])):
+            try:
+                self.prefixes.put(tokens, stored, hidden, salt)
+            except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is one
+                _LOG.warning("a text is not kept for later prompts: %r", error)  # no fault of the request
 
     @torch.inference_mode()
     def forget_prompt(self) -> None:

@@ -16,6 +16,8 @@ from hashlib import blake2b
 import numpy as np
 from torch import Tensor
 
+from forerun.failures import NotNumbersError
+
 # What a token has beyond this runs alone. What all have up to it runs as one, which chooses among them if it wins: so
 # the many tokens that are hardly probable take no time of their own.
 FLOOR = 2.0**-12
@@ -49,7 +51,7 @@ class Race:
         """The winner's place among probabilities [V]. Raises ValueError for a distribution of NaN or of nothing."""
         p = probabilities.float().cpu().numpy()
         if not p.sum() > 0.0:
-            raise ValueError("no token can be sampled: the model's scores are not numbers, or all of them are -inf")
+            raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
         ahead = np.flatnonzero(p > FLOOR)
         numbers = self.uniforms(np.append(ahead if self.names is None else self.names[ahead], _REST))
         low = np.minimum(p, np.float32(FLOOR))

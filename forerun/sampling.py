@@ -22,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from forerun.draft import Draft
-from forerun.failures import UNATTRIBUTABLE
+from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.penalties import LogitBias
 from forerun.probabilities import argmax_of, best_of
 from forerun.races import Race
@@ -291,7 +291,7 @@ def _at(number: float, p: np.ndarray) -> int:
 def _last(p: np.ndarray) -> int:
     """The last token that has a probability, where rounding led to the very end."""
     if not p.sum() > 0:
-        raise ValueError("no token can be sampled: the model's scores are not numbers, or all of them are -inf")
+        raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
     return int(np.flatnonzero(p)[-1])
 
 
@@ -357,7 +357,7 @@ def accept_greedy(draft: Draft, argmax: list[int], highest: list[float]) -> Verd
     while True:
         node = path[-1]
         if isnan(highest[node]):  # infinities have an order
-            raise ValueError("no token can be chosen: the model's scores are not numbers")
+            raise NotNumbersError("no token can be chosen: the model's scores are not numbers")
         child = next((c for c in draft.children[node] if draft.tokens[c] == argmax[node]), None)
         if child is None:
             rejected = bool(draft.children[node])

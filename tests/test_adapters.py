@@ -117,17 +117,18 @@ def test_a_decoder_answers_with_the_adapter_that_is_on(drafts: bool) -> None:
     check(model, answer)
 
 
-def test_calls_under_way_share_an_engine_where_there_are_adapters_too() -> None:
+def test_a_stream_under_way_lends_no_other_call_its_keys() -> None:
     model = adapted()
     decoder = Decoder(model.get_base_model(), method=AR())
-    assert decoder.engine is decoder.engine
-    first, second = (decoder.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS)
-    begun = [next(first), next(second)]
-    assert max(chunk.step.rows for chunk in [*begun, *first, *second]) == 2
-    ended = decoder.engine
-    assert decoder.engine is ended  # no call, so what was added to it stays
+    stream = decoder.stream(LONG, max_new_tokens=NEW)
+    next(stream)
+    model.set_adapter("second")
+    assert decoder.generate(LONG, max_new_tokens=NEW).tokens == plainly(model, LONG)
+    stream.close()
+    kept = decoder.engine
+    assert decoder.engine is kept  # no call, so what was added to it stays
     decoder.generate(LONG, max_new_tokens=NEW)
-    assert decoder.engine is not ended
+    assert decoder.engine is not kept
 
 
 def test_plain_models_go_on_with_what_was_computed() -> None:

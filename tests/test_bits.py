@@ -31,7 +31,7 @@ from forerun.runtime.scores import scores
 from forerun.runtime.stored import StoredEmbedding, StoredLinear, is_stored, store
 
 KINDS = ("int4", "int8", "bfloat16")
-METHODS = ("ar", "sd", "lookup", "ouroboros", "lookahead", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")
+METHODS = ("ar", "sd", "suffix", "ouroboros", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -325,11 +325,9 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
     for method in (
         "ar",
         "sd",
-        "lookup",
         "suffix",
         "hybrid",
         "ouroboros",
-        "lookahead",
         "pacer",
         "pacer-ouroboros",
         "lyanna",
@@ -371,7 +369,7 @@ def test_heads_where_integers_are_not_multiplied_exactly(monkeypatch: pytest.Mon
 def test_what_cannot_be(tmp_path: Path) -> None:
     model = tiny("llama")
     with pytest.raises(ValueError, match="weights 'int8' are for models that are loaded by name; this target is an"):
-        load(model, weights="int8", method="lookup")
+        load(model, weights="int8", method="suffix")
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no nn\.Linear in its layers to store as int8"):
         store(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)), "int8")
     with pytest.raises(ValueError, match="unknown weights 'int3'; there are float32, bfloat16, int8, int4 and auto"):

@@ -24,6 +24,7 @@ from forerun.generation import Generation, Request
 from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
 from forerun.model import CausalLM
+from forerun.prefix import PrefixStore
 from forerun.sampling import Sampler
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -398,6 +399,22 @@ def test_a_failure_that_comes_and_goes_ends_nobody() -> None:
     engine.target.forward = small  # type: ignore[method-assign]
     steps = drain(engine)
     assert [tokens_of(steps[id]) for id in ids] == wanted
+    # It learns how many pass together, and does not read all prompts anew at each step.
+    assert engine.target.prefilled <= 4 * sum(map(len, PROMPTS)) + 4 * 12 * len(PROMPTS)
+
+
+def test_a_text_that_cannot_be_kept_is_no_fault_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [alone("sd", Request(prompt, 9)) for prompt in PROMPTS[:3]]
+    engine = Engine(engine_of("sd").target.fresh(2**20), PlainDrafter())
+    monkeypatch.setattr(PrefixStore, "put", lambda *args, **options: (_ for _ in ()).throw(MemoryError()))
+    ids = [engine.add(Request(prompt, 9)) for prompt in PROMPTS[:3]]
+    steps = engine.step()
+    engine.abort(ids[2])
+    found = drain(engine)
+    for step in steps:
+        found[step.id].insert(0, step)
+    assert [tokens_of(found[id]) for id in ids[:2]] == wanted[:2]
+    assert found[ids[2]][-1].finish_reason == "abort"
 
 
 def test_who_is_cleared_is_no_suspect_any_more() -> None:

@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "compat": set(),
     "support": {"compat"},
     "fingerprint": set(),
-    "races": set(),
+    "races": {"failures"},
     "sampling": {"draft", "failures", "penalties", "probabilities", "races"},
     "model": GROUND - {"model", "generation", "logprobs", "races", "blocks"},
     "generation": {"failures", "logprobs", "params", "races", "sampling"},

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 from forerun import Decoder
 from forerun.draft import Draft
 from forerun.engine import Engine
-from forerun.generation import Request
+from forerun.generation import Generation, Request
 from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
 from forerun.model import CausalLM
@@ -28,6 +28,7 @@ from forerun.runtime.family import FamilyForward
 from forerun.runtime.heads import HiddenLM
 from forerun.runtime.stored import store
 from forerun.sampling import Sampler, accept, accept_greedy
+from forerun.steps import Proposal
 
 POISON = 62  # a token whose embedding is NaN
 BAD = [5, 6, POISON, *range(7, 40)]
@@ -99,7 +100,40 @@ def spoil(engine: Engine, id: int) -> None:
             layer.values[held.row(id), :, : held.length(id)] = torch.nan
 
 
+class Fixed(PlainDrafter):
+    """Drafts a chain for sequences whose prompts begin with that token."""
+
+    spread = 8
+
+    def __init__(self, first: int, tokens: list[int]) -> None:
+        self.first, self.tokens = first, tokens
+
+    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+        drafts = [
+            Draft.chain(seq.tokens[-1], self.tokens[: seq.room - 1] if seq.tokens[0] == self.first else [])
+            for seq in seqs
+        ]
+        return Proposal(drafts)
+
+
 # Requests.
+
+
+@forms
+def test_a_drafted_token_that_is_rejected_spoils_nothing(name: str) -> None:
+    target, prompts = form(name), GOOD[:2]
+    engine = Engine(target.fresh(), Fixed(GOOD[0][0], [3, POISON, 4]))
+    assert outputs(engine, prompts) == solo(target, prompts)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_padding_spoils_no_neighbour(lean: bool) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.nan
+    target, prompts = prepare(model) if lean else CausalLM(model), GOOD[:3]
+    wanted = solo(target, prompts)
+    assert outputs(Engine(target.fresh(), Fixed(GOOD[0][0], [3, 4, 5])), prompts) == wanted
 
 
 @forms

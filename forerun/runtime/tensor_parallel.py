@@ -86,6 +86,14 @@ class Ranks:
             distributed.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def all(self, flag: bool) -> bool:
+        """Whether all ranks say so."""
+        own = torch.tensor([flag])
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with network():
+            distributed.all_gather(found, own, group=self.control)
+        return all(map(bool, found))
+
 
 class ShardedLM(CausalLM):
     """A target of which this rank has a share of the weights, and of the keys and values."""
@@ -99,6 +107,9 @@ class ShardedLM(CausalLM):
 
     def agreed(self, found: _T) -> _T:
         return self.ranks.share(found)
+
+    def unanimous(self, flag: bool) -> bool:
+        return self.ranks.all(flag)
 
     def _states(self, inputs: Inputs, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
         lengths = [cache.length(id) for id in cache.ids]

@@ -98,7 +98,9 @@ def _warmed(decoder: Decoder) -> Engine:
     engine = decoder.engine
     engine.add(decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True))
     while engine.busy:
-        engine.step()
+        for step in engine.step():
+            if step.error is not None:
+                raise step.error
     assert engine.target.position_bytes  # known before `add` asks for it in another thread
     return engine
 
