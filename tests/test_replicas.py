@@ -27,8 +27,7 @@ from forerun.scale import fleet as fleets
 from forerun.scale import parts
 from forerun.scale.fleet import Fleet, LostError
 from forerun.scale.parts import Face, Found, Part, decoded
-from forerun.server.app import create_app
-from forerun.server.service import Settings
+from forerun.server.app import Settings, create_app
 from forerun.server.worker import Worker
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -335,14 +334,14 @@ def test_options_of_replicas_are_checked_before_anything_is_loaded() -> None:
 def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
-    async def ask(*args: Any) -> None:
+    async def call(*args: Any) -> None:
         try:
             await asyncio.sleep(600)
         finally:
             ended.append(True)
 
     async def main() -> None:
-        stream = decoded(SimpleNamespace(decoder=object(), ask=ask), [])  # type: ignore[arg-type]
+        stream = decoded(SimpleNamespace(decoder=object(), call=call), [])  # type: ignore[arg-type]
         assert [await anext(stream) for _ in range(2)] == [[], []]
         await stream.aclose()
         await asyncio.sleep(0)

@@ -83,7 +83,7 @@ def batch(
         seconds = 0.0
         if not folder.ended:
             quiet()
-            from forerun.server.loader import Loader
+            from forerun.server.worker import Loader
 
             loader = Loader(absolute(model), method, options, decoding.threads)
 

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Message
 from forerun.decoder import Decoder
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
-from forerun.server.app import create_app
-from forerun.server.service import Settings
+from forerun.server.app import Settings, create_app
 from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.batch")

@@ -21,7 +21,7 @@ from ray.util.annotations import RayDeprecationWarning
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
 from forerun.scale.batch_local import Answerer, window
-from forerun.server.loader import Loader
+from forerun.server.worker import Loader
 
 if TYPE_CHECKING:
     from forerun.decoder import Decoder

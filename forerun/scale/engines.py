@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from ray import serve
@@ -56,16 +57,8 @@ class Engine:
         if self.worker.failed is not None:
             raise RuntimeError("its engine has failed") from self.worker.failed
 
-    def record_routing_stats(self) -> dict[str, float]:
-        engine = self.worker.engine
-        prefixes, cache = engine.target.prefixes, engine.target.cache
-        return {
-            "running": len(engine.running) + engine.prefilling,
-            "waiting": len(engine.waiting),
-            "used": cache.used_bytes,
-            "allocated": engine.kv_memory or cache.allocated_bytes,
-            "hits": 0 if prefixes is None else prefixes.hit_tokens,
-        }
+    def record_routing_stats(self) -> dict[str, int]:
+        return asdict(self.worker.load())
 
 
 class Router(RequestRouter):

@@ -87,7 +87,7 @@ async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found
     """
     yield []
     assert worker.decoder is not None
-    reading = asyncio.ensure_future(worker.ask(remade, parts, worker.decoder))  # a grammar may take seconds
+    reading = asyncio.ensure_future(worker.call(remade, parts, worker.decoder))  # a grammar may take seconds
     try:
         while not (await asyncio.wait([reading], timeout=BEAT))[0]:
             yield []

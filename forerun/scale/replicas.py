@@ -21,9 +21,8 @@ from ray.serve.schema import ApplicationStatus, ReplicaState
 from forerun.scale.cluster import cluster
 from forerun.scale.engines import ServeReplicas, engines
 from forerun.scale.fleet import Fleet
-from forerun.server.app import create_app
-from forerun.server.loader import Loader
-from forerun.server.service import Settings
+from forerun.server.app import Settings, create_app
+from forerun.server.worker import Loader
 from forerun.zoo import EMBEDDED
 
 LOOK = 0.25  # seconds until it is looked again whether a replica has started
