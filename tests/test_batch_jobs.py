@@ -439,7 +439,7 @@ def test_passes_on_ray_find_the_lines_that_end_their_actors(tmp_path: Path, monk
         folder = Folder(out, source, {})
         loader, lines = Loader("none", threads=1), lambda: source.lines(folder.done | folder.failed, {})
         try:
-            batch_ray.run(loader, "none", 1, lines, folder, lambda: None, 2)
+            batch_ray.run(loader, "none", 1, lines, folder, 2)
         finally:
             folder.close()
         return folder

@@ -35,10 +35,7 @@ class Engine:
     async def __init__(self, make: Callable[[], Decoder]) -> None:  # type: ignore[misc]  # Serve awaits it
         self.worker = Worker(make)
         self.worker.start()
-        while not self.worker.ready.is_set():
-            if self.worker.failed is not None:
-                raise self.worker.failed
-            await asyncio.sleep(0.05)
+        await self.worker.wait()
 
     async def face(self) -> Face:
         assert self.worker.decoder is not None

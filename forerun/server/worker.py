@@ -163,6 +163,13 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    async def wait(self) -> None:
+        """Wait until it can decode. Raises what loading raised."""
+        while not self.ready.is_set():
+            if self.failed is not None:
+                raise self.failed
+            await asyncio.sleep(0.05)
+
     async def stop(self, seconds: float = 4) -> None:
         """End the thread after its step, if that comes in time. Jobs that are open get an error."""
         self.give_up(shutting_down())
