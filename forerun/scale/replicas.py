@@ -57,7 +57,7 @@ class Args(BaseModel, extra="forbid"):
         replicas: how many; more than that, up to max_replicas, while requests wait.
         ingresses: copies of the app. Each keeps its own count of what is in flight.
         cpus, gpus, threads: of a replica.
-        serve: fields of `forerun.server.service.Settings`: api_key, max_seconds, ...
+        serve: fields of `forerun.server.app.Settings`: api_key, max_seconds, ...
     """
 
     target: str = EMBEDDED
