@@ -1,4 +1,4 @@
-"""The socket, taken before anything long begins: this file imports neither torch nor uvicorn."""
+"""The socket, taken before anything long begins."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import socket
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises ValueError for an address that cannot be had."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = found[0]
-        listener = socket.create_server(address[:2], family=family, backlog=1024)  # type: ignore[arg-type]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(1024)
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ValueError(f"cannot listen on {host}:{port}: {reason}") from None
-    listener.setblocking(False)
-    return listener
+        raise ValueError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from None
+    found.setblocking(False)
+    return found
