@@ -15,10 +15,9 @@ import uvicorn
 from toys import noisy_copy, tiny, tiny_tokenizer
 
 from forerun.decoder import Decoder
-from forerun.server.app import create_app
+from forerun.server.app import Service, Settings, create_app
 from forerun.server.listening import listen
 from forerun.server.run import _Protocol
-from forerun.server.service import Service, Settings
 from forerun.server.worker import Worker
 
 NAME = "tiny"

@@ -26,7 +26,7 @@ from forerun.decoder import Decoder
 from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, Line, read_line, scan
 from forerun.scale.batch_folder import Folder
 from forerun.server import schemas
-from forerun.server.loader import Loader
+from forerun.server.worker import Loader
 
 COMMAND = [sys.executable, "-m", "forerun", "batch"]
 PROMPTS = [f"for i in range({i}): print" for i in range(24)]
@@ -239,7 +239,7 @@ def test_what_our_engine_cannot_answer_is_asked_again(
     source = write(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
     out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "max_rows": 2}
     with monkeypatch.context() as patch:
-        patch.setattr("forerun.server.loader.Loader", Breaking)
+        patch.setattr("forerun.server.worker.Loader", Breaking)
         for _ in range(2):  # the second time the one line is asked again, and fails again
             with pytest.raises(typer.Exit) as ended:
                 batch(source, out, **run)  # type: ignore[arg-type]
@@ -439,7 +439,7 @@ def test_passes_on_ray_find_the_lines_that_end_their_actors(tmp_path: Path, monk
         folder = Folder(out, source, {})
         loader, lines = Loader("none", threads=1), lambda: source.lines(folder.done | folder.failed, {})
         try:
-            batch_ray.run(loader, "none", 1, lines, folder, lambda: None, 2)
+            batch_ray.run(loader, "none", 1, lines, folder, 2)
         finally:
             folder.close()
         return folder

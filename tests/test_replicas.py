@@ -27,8 +27,7 @@ from forerun.scale import fleet as fleets
 from forerun.scale import parts
 from forerun.scale.fleet import Fleet, LostError
 from forerun.scale.parts import Face, Found, Part, decoded
-from forerun.server.app import create_app
-from forerun.server.service import Settings
+from forerun.server.app import Settings, create_app
 from forerun.server.worker import Worker
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -48,9 +47,7 @@ class Engines:
         for worker in self.workers.values():
             worker.start()
         for worker in self.workers.values():
-            while not worker.ready.is_set():
-                assert worker.failed is None, worker.failed
-                await asyncio.sleep(0.01)
+            await worker.wait()
         assert worker.decoder is not None
         return Face.of(worker.decoder, worker.engine)
 
@@ -81,9 +78,7 @@ class Engines:
 async def client(worker: Worker, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(worker, Settings(NAME, **settings))
     async with app.router.lifespan_context(app):
-        while not worker.ready.is_set():
-            assert worker.failed is None, worker.failed
-            await asyncio.sleep(0.01)
+        await worker.wait()
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://fleet", timeout=120) as found:
             yield found
@@ -182,7 +177,7 @@ def test_answers_that_lose_their_replicas_are_those_of_one_engine(quick: None) -
         )
         assert cut >= 0
     assert found[-1]["choices"][0]["finish_reason"] == "stop"
-    assert all(each.seed is not None for _, parts in engines.asked for each in parts if each.params.temperature)
+    assert all(each.own["seed"] is not None for _, parts in engines.asked for each in parts if each.params.temperature)
 
 
 def test_without_a_seed_it_goes_on_as_well_with_one_that_was_drawn(quick: None) -> None:
@@ -202,7 +197,7 @@ def test_without_a_seed_it_goes_on_as_well_with_one_that_was_drawn(quick: None) 
     *events, usage = chunks(ask(fleet, act))
     assert usage["usage"]["completion_tokens"] == 2 * body["max_tokens"]
     assert [each["choices"][0]["finish_reason"] for each in events].count("length") == 2
-    seeds = {(each.seed, each.stream) for _, parts in engines.asked for each in parts}
+    seeds = {(each.own["seed"], each.own["stream"]) for _, parts in engines.asked for each in parts}
     assert len(seeds) == 2 and None not in {seed for seed, _ in seeds}
     assert len(fleet.recovered) == fleet.resumed > 0
 
@@ -335,14 +330,14 @@ def test_options_of_replicas_are_checked_before_anything_is_loaded() -> None:
 def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
-    async def ask(*args: Any) -> None:
+    async def call(*args: Any) -> None:
         try:
             await asyncio.sleep(600)
         finally:
             ended.append(True)
 
     async def main() -> None:
-        stream = decoded(SimpleNamespace(decoder=object(), ask=ask), [])  # type: ignore[arg-type]
+        stream = decoded(SimpleNamespace(decoder=object(), call=call), [])  # type: ignore[arg-type]
         assert [await anext(stream) for _ in range(2)] == [[], []]
         await stream.aclose()
         await asyncio.sleep(0)

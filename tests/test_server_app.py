@@ -14,11 +14,10 @@ from serving import NAME, live, make_decoder, post
 
 from forerun.failures import TargetLostError
 from forerun.server import answers, run
-from forerun.server.app import STATIC, create_app
+from forerun.server.app import STATIC, Settings, create_app
 from forerun.server.errors import ApiError
-from forerun.server.protocol import CompletionBody
 from forerun.server.run import _Protocol
-from forerun.server.service import Settings
+from forerun.server.schemas import CompletionBody
 from forerun.server.worker import Worker
 
 

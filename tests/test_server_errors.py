@@ -16,7 +16,7 @@ import pytest
 from serving import NAME, Live, live, make_decoder, post
 
 from forerun.grammar import FormError, Grammar
-from forerun.server.guards import Bodies, Key
+from forerun.server.middleware import ApiKey, BodyLimit
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -369,7 +369,7 @@ def test_a_panic_while_a_body_is_read_ends_that_request_alone(server: Live, monk
     def panics(*args: Any) -> Any:
         raise Panic
 
-    monkeypatch.setattr("forerun.server.asking.encode_prompts", panics)
+    monkeypatch.setattr("forerun.server.requests.encode_prompts", panics)
     assert refusal(post(server, PLAIN, {"prompt": "a"}), 500)
     monkeypatch.undo()
     assert post(server, PLAIN, {"prompt": "a", "max_tokens": 2}).status_code == 200
@@ -404,7 +404,7 @@ def test_keys_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     async def send(message: Any) -> None:
         pass
 
-    guard = Key(app, "secret", frozenset())
+    guard = ApiKey(app, "secret", frozenset())
     for given in (b"", b"Bearer s", b"Bearer secre", b"Bearer " + b"s" * 5000, b"Bearer secret", b"Bearer \xff"):
         scope = {"type": "http", "path": given.decode("latin-1"), "headers": [(b"authorization", given)]}
         asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
@@ -424,9 +424,9 @@ def test_a_body_that_never_ends() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError
 
-    asyncio.run(Bodies(app, 1000, 0.1)({"type": "http", "path": "/", "headers": []}, receive, send))
+    asyncio.run(BodyLimit(app, 1000, 0.1)({"type": "http", "path": "/", "headers": []}, receive, send))
     assert told[0]["status"] == 408
-    asyncio.run(Bodies(app, 3, 10)({"type": "http", "path": "/", "headers": []}, receive, send))
+    asyncio.run(BodyLimit(app, 3, 10)({"type": "http", "path": "/", "headers": []}, receive, send))
     assert told[2]["status"] == 413
 
 

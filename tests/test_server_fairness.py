@@ -17,9 +17,9 @@ from toys import tiny_tokenizer
 
 from forerun import engine
 from forerun.logprobs import Logprob
-from forerun.server import answers, asking, logprobs, schemas
+from forerun.server import answers, logprobs, requests, schemas
 from forerun.server.errors import ApiError
-from forerun.server.logprobs import SLICE, Spelled, Spelling
+from forerun.server.logprobs import SLICE, LogprobsJson, TokenTexts
 from forerun.server.worker import READERS, Job
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -45,8 +45,8 @@ class Reading:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go, self.read = threading.Event(), list[Any]()
-        self._ask = asking.ask_completion
-        patch.setattr(asking, "ask_completion", self)
+        self._ask = requests.prepare_completion
+        patch.setattr(requests, "prepare_completion", self)
 
     def __call__(self, body: Any, decoder: Any) -> Any:
         self.read.append(body.prompt)
@@ -80,10 +80,10 @@ def test_what_nobody_waits_for_any_more_is_not_read(server: Live, reading: Readi
         for path in (PLAIN, "/tokenize"):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(server.url + path, json={"prompt": "gone"}, timeout=0.5, trust_env=False)
-            until(lambda: worker._asks == READERS)
+            until(lambda: worker._calls == READERS)
         reading.go.set()
         assert all(each.result().status_code == 200 for each in heavy)
-    until(lambda: not worker._asks)
+    until(lambda: not worker._calls)
     assert "gone" not in reading.read and not server.service.open
 
 
@@ -125,7 +125,7 @@ def test_many_log_probabilities_leave_others_their_turns(is_chat: bool, monkeypa
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        spelled = Spelled(Spelling(tokenizer), is_chat)
+        spelled = LogprobsJson(TokenTexts(tokenizer), is_chat)
         await spelled.add(MANY)
         task.cancel()
         return spelled.take(), turns

@@ -17,8 +17,8 @@ from forerun.methods import method
 from forerun.model import CausalLM
 from forerun.prefix import PrefixStore
 from forerun.scale.parts import Part, remade
-from forerun.server.asking import ask_completion
-from forerun.server.protocol import CompletionBody
+from forerun.server.requests import prepare_completion
+from forerun.server.schemas import CompletionBody
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(5, 65))
@@ -139,6 +139,6 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
 
 def test_a_salt_goes_along_to_replicas() -> None:
     decoder = make_decoder()
-    (asked,) = ask_completion(CompletionBody(prompt="the cat", cache_salt="one"), decoder).requests
+    (asked,) = prepare_completion(CompletionBody(prompt="the cat", cache_salt="one"), decoder).requests
     (found,) = remade([Part.of(asked, 1)], decoder)
     assert asked.salt == found.salt == "one"

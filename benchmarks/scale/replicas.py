@@ -40,10 +40,9 @@ from forerun.bench.report import versions
 from forerun.scale.engines import engines
 from forerun.scale.fleet import Fleet
 from forerun.scale.replicas import fleet
-from forerun.server.app import create_app
+from forerun.server.app import Settings, create_app
 from forerun.server.listening import listen
-from forerun.server.loader import Loader
-from forerun.server.service import Settings
+from forerun.server.worker import Loader
 
 STORE = 100 * 10**6  # bytes of each node's object store
 

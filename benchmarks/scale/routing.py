@@ -25,10 +25,8 @@ import httpx
 from forerun.bench.report import versions
 from forerun.scale.fleet import Fleet
 from forerun.scale.parts import Face, Found, Part, decoded
-from forerun.server.app import create_app
-from forerun.server.loader import Loader
-from forerun.server.service import Settings
-from forerun.server.worker import Worker
+from forerun.server.app import Settings, create_app
+from forerun.server.worker import Loader, Worker
 
 
 class Here:

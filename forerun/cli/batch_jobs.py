@@ -83,7 +83,7 @@ def batch(
         seconds = 0.0
         if not folder.ended:
             quiet()
-            from forerun.server.loader import Loader
+            from forerun.server.worker import Loader
 
             loader = Loader(absolute(model), method, options, decoding.threads)
 
@@ -116,18 +116,18 @@ def _run(
 
         from forerun.scale import batch_local
 
-        with _progress(folder, total) as on_record:
-            return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder, on_record))
+        with _progress(folder, total):
+            return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder))
     from forerun.scale import batch_ray
     from forerun.scale.cluster import cluster
 
-    with cluster(address, 256 * 2**20), _progress(folder, total) as on_record:
-        return batch_ray.run(loader, shown, max_rows, lines, folder, on_record, actors)
+    with cluster(address, 256 * 2**20), _progress(folder, total):
+        return batch_ray.run(loader, shown, max_rows, lines, folder, actors)
 
 
 @contextmanager
-def _progress(folder: Any, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal, a line now and then elsewhere. Yields what is to be called after each record."""
+def _progress(folder: Any, total: int) -> Iterator[None]:
+    """Show a bar on a terminal, a line now and then elsewhere."""
     begun = last = perf_counter()
 
     def figures() -> str:
@@ -142,7 +142,8 @@ def _progress(folder: Any, total: int) -> Iterator[Callable[[], None]]:
             say(f"{folder.counts.records} of {total} lines, {figures()}")
 
     if not sys.stderr.isatty():
-        yield print_line
+        folder.on_record = print_line
+        yield
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -150,7 +151,8 @@ def _progress(folder: Any, total: int) -> Iterator[Callable[[], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("loading", total=total, completed=folder.counts.records)
-        yield lambda: bar.update(task, completed=folder.counts.records, description=figures())
+        folder.on_record = lambda: bar.update(task, completed=folder.counts.records, description=figures())
+        yield
 
 
 def _show(summary: dict[str, Any], out: Path) -> None:

@@ -102,10 +102,9 @@ def serve(
 
     found = listen(host, port)
     quiet(decoding.threads)
-    from forerun.server.loader import Loader
+    from forerun.server.app import Settings
     from forerun.server.run import leave, serve
-    from forerun.server.service import Settings
-    from forerun.server.worker import Worker
+    from forerun.server.worker import Loader, Worker
 
     serving = Settings(
         model=shown_name(model, model_name),

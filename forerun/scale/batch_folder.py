@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ class Folder:
     Attributes:
         done: numbers of the lines whose record is final; failed: of those that failed in this run.
         counts: of all records, new: of those of this run.
+        on_record: called after each record.
     """
 
     def __init__(self, path: Path, source: Input, settings: dict[str, Any]) -> None:
@@ -74,6 +75,7 @@ class Folder:
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self.counts, self.new = Counts(), Counts()
+        self.on_record: Callable[[], None] = lambda: None
         self._file: BinaryIO | None = None
         self._in_part, self._synced = 0, perf_counter()
         if path.exists() and not path.is_dir():
@@ -179,6 +181,7 @@ class Folder:
         self.failed.add(line.number)
         self.counts.failed += 1
         self.new.failed += 1
+        self.on_record()
 
     def _record(self, line: Line | BadLine, response: bytes, why: tuple[str, str] | None) -> bytes:
         number, id = line.number, f"batch_req_{self._source.fingerprint[:12]}_{line.number}"
@@ -203,6 +206,7 @@ class Folder:
         found = json.loads(record)
         self.counts.add(found)
         self.new.add(found)
+        self.on_record()
 
     def _claim(self) -> None:
         """The folder becomes the job's with its first record, and what failed before no longer counts."""

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Message
 from forerun.decoder import Decoder
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
-from forerun.server.app import create_app
-from forerun.server.service import Settings
+from forerun.server.app import Settings, create_app
 from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.batch")
@@ -41,21 +40,13 @@ class Answerer:
         """`make` loads the decoder; it is called in the thread that computes. `model`: its name in answers."""
         self.worker = Worker(make)
         self._app = create_app(self.worker, Settings(model=model, max_seconds=AGES))
-        self._open, self._again = AsyncExitStack(), asyncio.Lock()
+        self._again = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        failed = asyncio.Event()
-        self.worker.on_failure = failed.set
-        await self._open.enter_async_context(self._app.router.lifespan_context(self._app))
-        waits = [asyncio.ensure_future(each.wait()) for each in (self.worker.ready, failed)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waits:
-                each.cancel()
-        if self.worker.failed is not None:
-            await self._open.aclose()
-            raise self.worker.failed
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._app.router.lifespan_context(self._app))
+            await self.worker.wait()
+            self._open = stack.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -86,15 +77,12 @@ class Answerer:
 
 
 async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
-    """One request, as a web server hands it to an app."""
+    """Hand one request to an app, as a web server would; its reader never goes away."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status, request_id, parts = 0, "", []
 
     async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()  # the reader never goes away
-        raise AssertionError
+        return messages.pop() if messages else await asyncio.get_running_loop().create_future()
 
     async def send(message: Message) -> None:
         nonlocal status, request_id
@@ -104,38 +92,21 @@ async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
         else:
             parts.append(message.get("body", b""))
 
-    scope: dict[str, Any] = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-        "client": None,
-        "server": None,
-    }
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": url, "root_path": "", "query_string": b""}
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     try:
-        await app(scope, receive, send)
+        await app(scope | {"headers": headers}, receive, send)
     except Exception:
         if not status:
             raise
-        _LOG.exception("a line failed")  # what the server would say in its log, behind its 500
+        _LOG.exception("a line failed")  # as the server's log would say after its 500
     return status, request_id, b"".join(parts)
 
 
 async def run(
-    make: Callable[[], Decoder],
-    model: str,
-    max_rows: int,
-    lines: Iterable[Line | BadLine],
-    folder: Folder,
-    on_record: Callable[[], None],
+    make: Callable[[], Decoder], model: str, max_rows: int, lines: Iterable[Line | BadLine], folder: Folder
 ) -> float:
-    """Answers lines on one engine; its rows are filled again as they become free. Returns seconds without loading.
+    """Answer lines on one engine; its rows are filled again as they become free. Return the seconds without loading.
 
     Raises what `make` raises, and what ends the engine's thread.
     """
@@ -149,7 +120,6 @@ async def run(
                     folder.refuse(line)
                 else:
                     folder.answer(line, *await answerer.ask(line.url, line.body))
-                on_record()
 
         tasks = [asyncio.ensure_future(work()) for _ in range(window(max_rows))]
         try:

@@ -21,7 +21,7 @@ from ray.util.annotations import RayDeprecationWarning
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
 from forerun.scale.batch_local import Answerer, window
-from forerun.server.loader import Loader
+from forerun.server.worker import Loader
 
 if TYPE_CHECKING:
     from forerun.decoder import Decoder
@@ -95,7 +95,6 @@ def run(
     max_rows: int,
     lines: Callable[[], Iterable[Line | BadLine]],
     folder: Folder,
-    on_record: Callable[[], None],
     actors: int | None,
 ) -> float:
     """Answers lines on the cluster that Ray is connected to; returns seconds, loading included.
@@ -120,17 +119,17 @@ def run(
 
     while not folder.ended:
         assert level < 3
-        asked = _next((line for line in lines() if lost[line.number] == level), folder, on_record)
+        asked = _next((line for line in lines() if lost[line.number] == level), folder)
         before, last = settled(), ""
         if not asked:
             level += 1
             continue
         try:
             if level == 2 or failures:  # one after the other also says why nothing came
-                _alone(loader, model, asked[:ALONE], folder, on_record)
+                _alone(loader, model, asked[:ALONE], folder)
             else:
                 block = 1 if level else BLOCK
-                _pass(loader, model, max_rows, asked, block, folder, on_record, _fitting(wanted, each))
+                _pass(loader, model, max_rows, asked, block, folder, _fitting(wanted, each))
                 lost.update(line.number for line in asked if not folder.has(line.number))
         except RayError as error:
             last = _why(error)
@@ -141,13 +140,12 @@ def run(
     return perf_counter() - begun
 
 
-def _next(lines: Iterable[Line | BadLine], folder: Folder, on_record: Callable[[], None]) -> list[Line]:
+def _next(lines: Iterable[Line | BadLine], folder: Folder) -> list[Line]:
     """Lines for one pass. Bad ones on the way get their record."""
     asked, size = list[Line](), 0
     for line in lines:
         if isinstance(line, BadLine):
             folder.refuse(line)
-            on_record()
             continue
         asked.append(line)
         size += len(line.body)
@@ -164,7 +162,7 @@ def _gpus(actors: int) -> float:
     return min(1.0, float(ray.cluster_resources().get("GPU", 0)) / actors)
 
 
-def _alone(loader: Loader, model: str, lines: list[Line], folder: Folder, on_record: Callable[[], None]) -> None:
+def _alone(loader: Loader, model: str, lines: list[Line], folder: Folder) -> None:
     """Asks one actor one line after the other; a line that ends it too often has failed. Raises RayError where the
     actor does not begin."""
     new = ray.remote(num_cpus=loader.threads or 1, num_gpus=_gpus(1))(Engine).remote
@@ -181,7 +179,6 @@ def _alone(loader: Loader, model: str, lines: list[Line], folder: Folder, on_rec
                 actor = None
                 if tries == TRIES:
                     folder.fail(line, _why(error))
-        on_record()
 
 
 def _fitting(actors: int, threads: int) -> int:
@@ -198,7 +195,6 @@ def _pass(
     lines: list[Line],
     block: int,
     folder: Folder,
-    on_record: Callable[[], None],
     actors: int,
 ) -> None:
     """Hands all lines out once, in blocks of so many. A block that an actor takes with it when it dies is left out."""
@@ -231,4 +227,3 @@ def _pass(
             line = by_number[found["number"]]
             if not folder.has(line.number):
                 folder.answer(line, found["status"], found["request_id"], found["answer"])
-                on_record()

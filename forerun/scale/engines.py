@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from ray import serve
@@ -34,10 +35,7 @@ class Engine:
     async def __init__(self, make: Callable[[], Decoder]) -> None:  # type: ignore[misc]  # Serve awaits it
         self.worker = Worker(make)
         self.worker.start()
-        while not self.worker.ready.is_set():
-            if self.worker.failed is not None:
-                raise self.worker.failed
-            await asyncio.sleep(0.05)
+        await self.worker.wait()
 
     async def face(self) -> Face:
         assert self.worker.decoder is not None
@@ -56,16 +54,8 @@ class Engine:
         if self.worker.failed is not None:
             raise RuntimeError("its engine has failed") from self.worker.failed
 
-    def record_routing_stats(self) -> dict[str, float]:
-        engine = self.worker.engine
-        prefixes, cache = engine.target.prefixes, engine.target.cache
-        return {
-            "running": len(engine.running) + engine.prefilling,
-            "waiting": len(engine.waiting),
-            "used": cache.used_bytes,
-            "allocated": engine.kv_memory or cache.allocated_bytes,
-            "hits": 0 if prefixes is None else prefixes.hit_tokens,
-        }
+    def record_routing_stats(self) -> dict[str, int]:
+        return asdict(self.worker.load())
 
 
 class Router(RequestRouter):

@@ -11,14 +11,14 @@ from dataclasses import replace
 from itertools import count, groupby
 from secrets import randbits
 from time import monotonic, perf_counter
-from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import Protocol
 
-from forerun.engine import Engine, Step
+from forerun.engine import Step
 from forerun.generation import Request
 from forerun.scale.parts import Face, Found, Part
 from forerun.scale.routing import beginning, choose
-from forerun.server.errors import ApiError
+from forerun.server.errors import ApiError, decoding_failed, queue_full, shutting_down
+from forerun.server.metrics import Load
 from forerun.server.worker import Job, Worker
 
 _LOG = logging.getLogger("forerun.server")
@@ -86,7 +86,7 @@ class Fleet(Worker):
         self.loads: Counter[str] = Counter()  # requests in flight
         self.resumed, self.recovered = 0, deque[float](maxlen=1000)
         self._away: dict[str, float] = {}  # until when one is not asked
-        self._hits: dict[str, float] = {}
+        self._hits: dict[str, int] = {}
         self._new_ids, self._tasks = count(), dict[Job, list[asyncio.Task[None]]]()
 
     def start(self) -> None:
@@ -104,24 +104,20 @@ class Fleet(Worker):
 
     async def stop(self, seconds: float = 4) -> None:
         self._connecting.cancel()
-        self.give_up(ApiError(503, "the server is shutting down", code="shutting_down"))
-        self._asking.shutdown(wait=False, cancel_futures=True)
+        self.give_up(shutting_down())
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def engine(self) -> Engine:
-        """What `forerun.server.metrics` reads of an engine, summed up."""
-        found: Counter[str] = Counter()
+    def load(self) -> Load:
+        """Sum up what is known of the replicas."""
+        total: Counter[str] = Counter()
         for name, figures in self._replicas.figures().items():
-            found.update(figures)  # type: ignore[arg-type]
-            self._hits[name] = figures.get("hits", 0)  # also of those that are gone: it is a counter
-        cache = SimpleNamespace(used_bytes=found["used"], allocated_bytes=found["allocated"])
-        target = SimpleNamespace(cache=cache, prefixes=SimpleNamespace(hit_tokens=sum(self._hits.values())))
-        rows = {each: range(int(found[each])) for each in ("running", "waiting")}
-        return cast(Engine, SimpleNamespace(**rows, prefilling=False, target=target, kv_memory=None))
+            total.update({each: int(value) for each, value in figures.items()})
+            self._hits[name] = int(figures.get("hits", 0))  # also of those that are gone: it is a counter
+        return Load(**{**total, "hits": sum(self._hits.values())})
 
     @property
     def ended(self) -> bool:
-        return not self._asks
+        return not self._calls
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
         job, room, face = Job(begun), self.face.room, self.face
@@ -132,7 +128,7 @@ class Fleet(Worker):
                 message = f"the prompt and its new tokens need {face.reserve(request)} positions of keys and values"
                 raise ApiError(400, f"{message}; a replica holds {face.positions}", "max_tokens")
         if room is not None and len(self._jobs) + len(requests) > room * max(1, len(self._there())):
-            raise ApiError(503, "the queue is full; try again later", code="queue_full")
+            raise queue_full()
         seed, tasks = randbits(61), []
         for _, same in groupby(enumerate(requests), key=lambda each: list(each[1].tokens)):
             parts = {index: Part.of(request, seed) for index, request in same}
@@ -180,7 +176,7 @@ class Fleet(Worker):
                     self._place(group)
                     continue
                 try:
-                    await self._read(job, group)
+                    await self._read(group)
                     continue
                 except LostError as error:
                     self._lose(group, str(error))
@@ -194,10 +190,10 @@ class Fleet(Worker):
                 self._release(group, len(group.parts))
                 group.name = None
         except ApiError as error:
-            self._end(job, error)
+            self.fail(job, error)
         except Exception as error:
             _LOG.exception("a request failed")
-            self._end(job, ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding"))
+            self.fail(job, decoding_failed(error))
         finally:
             self._release(group, len(group.parts))
 
@@ -211,7 +207,7 @@ class Fleet(Worker):
             raise ApiError(500, f"decoding failed: {group.lost} replicas were lost with it", code="replica_lost")
         self.resumed += 1
 
-    async def _read(self, job: Job, group: _Group) -> None:
+    async def _read(self, group: _Group) -> None:
         """Takes what a replica gives."""
         assert group.name is not None
         order, stream = list(group.parts), self._replicas.decode(group.name, group.rest())
@@ -229,27 +225,15 @@ class Fleet(Worker):
                     self.recovered.append(at - resumed_from)
                     resumed_from = None
                 for which, step in found:
-                    self._take(job, group, order[which], step, at)
+                    self._take(group, order[which], step, at)
         finally:
             await stream.aclose()
         if group.parts:
             raise LostError("its answer broke off")
 
-    def _take(self, job: Job, group: _Group, index: int, step: Step, at: float) -> None:
-        id = group.ids[index]
-        step = replace(step, id=id)
-        self.on_step(step, at)
+    def _take(self, group: _Group, index: int, step: Step, at: float) -> None:
         group.emitted[index] += step.tokens
         if step.finish_reason is not None:
             self._release(group, 1)
             del group.parts[index]
-        if id not in job.open:
-            return
-        if step.finish_reason is not None:
-            del job.open[id], self._jobs[id]
-        job.put((index, step, at))
-
-    def _end(self, job: Job, error: ApiError) -> None:
-        if job.open:
-            self.cancel(job)
-            job.put(error)
+        self._deliver([replace(step, id=group.ids[index])], at)

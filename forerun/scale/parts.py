@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import SimpleNamespace
@@ -21,6 +21,8 @@ from forerun.server.worker import Worker
 
 BEAT = 2.0  # seconds without a step, behind which a replica says that it is there
 
+_OWN = ("eos", "seed", "stream", "plain", "logprobs", "prompt_logprobs", "salt")
+
 Found = list[tuple[int, Step]]  # which part, and its step
 
 
@@ -30,54 +32,39 @@ class Part:
 
     Attributes:
         tokens: the prompt.
-        emitted: what came behind it, on replicas that are gone.
-        params: what the request was made of; the other attributes are those of `Request`, and win.
+        params: what the request was made of; own: its attributes that win over those.
+        emitted: what came after the prompt, on replicas that are gone.
     """
 
     tokens: tuple[int, ...]
     params: SamplingParams
-    eos: frozenset[int]
-    seed: int | None
-    stream: int
-    plain: bool
-    logprobs: int | None
-    prompt_logprobs: bool
-    salt: str
+    own: Mapping[str, Any]
     emitted: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, request: Request, seed: int) -> Part:
         """`seed`: for what is sampled and has none, as it could not go on elsewhere."""
         assert request.params is not None
-        own = request.seed if request.sampler.greedy or request.seed is not None else seed
-        same = ("eos", "stream", "plain", "logprobs", "prompt_logprobs", "salt")
-        more: dict[str, Any] = {name: getattr(request, name) for name in same}
-        return cls(tokens=tuple(request.tokens), params=request.params, seed=own, **more)
+        own = {name: getattr(request, name) for name in _OWN}
+        if own["seed"] is None and not request.sampler.greedy:
+            own["seed"] = seed
+        return cls(tuple(request.tokens), request.params, own)
 
 
 def remade(parts: Sequence[Part], decoder: Decoder) -> list[Request]:
     """The requests of parts with one prompt and one body. Raises what `forerun.requests.requests` does.
 
     They are made for the prompt alone: so penalties and grammars count what was emitted as output. Then they go on
-    behind it. Seeds need nothing: what is sampled depends on the position.
+    after it. Seeds need nothing: what is sampled depends on the position.
     """
     first = parts[0]
     made = requests([first.tokens] * len(parts), first.params, decoder.target, decoder.tokenizer)
-    return [
-        replace(
-            each,
-            tokens=[*part.tokens, *part.emitted],
-            max_new_tokens=each.max_new_tokens - len(part.emitted),
-            eos=part.eos,
-            seed=part.seed,
-            stream=part.stream,
-            plain=part.plain,
-            logprobs=part.logprobs,
-            prompt_logprobs=part.prompt_logprobs and not part.emitted,
-            salt=part.salt,
-        )
-        for each, part in zip(made, parts, strict=True)
-    ]
+    found = []
+    for request, part in zip(made, parts, strict=True):
+        own = {**part.own, "prompt_logprobs": part.own["prompt_logprobs"] and not part.emitted}
+        left = request.max_new_tokens - len(part.emitted)
+        found.append(replace(request, tokens=[*part.tokens, *part.emitted], max_new_tokens=left, **own))
+    return found
 
 
 async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
@@ -87,7 +74,7 @@ async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found
     """
     yield []
     assert worker.decoder is not None
-    reading = asyncio.ensure_future(worker.ask(remade, parts, worker.decoder))  # a grammar may take seconds
+    reading = asyncio.ensure_future(worker.call(remade, parts, worker.decoder))  # a grammar may take seconds
     try:
         while not (await asyncio.wait([reading], timeout=BEAT))[0]:
             yield []

@@ -21,9 +21,8 @@ from ray.serve.schema import ApplicationStatus, ReplicaState
 from forerun.scale.cluster import cluster
 from forerun.scale.engines import ServeReplicas, engines
 from forerun.scale.fleet import Fleet
-from forerun.server.app import create_app
-from forerun.server.loader import Loader
-from forerun.server.service import Settings
+from forerun.server.app import Settings, create_app
+from forerun.server.worker import Loader
 from forerun.zoo import EMBEDDED
 
 LOOK = 0.25  # seconds until it is looked again whether a replica has started
@@ -58,7 +57,7 @@ class Args(BaseModel, extra="forbid"):
         replicas: how many; more than that, up to max_replicas, while requests wait.
         ingresses: copies of the app. Each keeps its own count of what is in flight.
         cpus, gpus, threads: of a replica.
-        serve: fields of `forerun.server.service.Settings`: api_key, max_seconds, ...
+        serve: fields of `forerun.server.app.Settings`: api_key, max_seconds, ...
     """
 
     target: str = EMBEDDED

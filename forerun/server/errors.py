@@ -16,10 +16,17 @@ RETRY = 5  # seconds, for Retry-After
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+# What goes wrong with 500 and 504 would go wrong again, and OpenAI's clients try twice more.
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    500: {"x-should-retry": "false"},
+    503: {"Retry-After": str(RETRY)},
+    504: {"x-should-retry": "false"},
+}
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer."""
+    """An error that a client gets in place of an answer."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -30,28 +37,35 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        headers = {"Retry-After": str(RETRY)} if self.status == 503 else {}
-        if self.status in (500, 504):  # it would go wrong again, and OpenAI's clients try twice more
-            headers["x-should-retry"] = "false"
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), self.status, headers)
+    def response(self, **headers: str) -> Response:
+        return JSONResponse(self.body(), self.status, _HEADERS.get(self.status, {}) | headers)
 
 
-def too_late() -> ApiError:
+def timed_out() -> ApiError:
     return ApiError(504, "the answer took too long", code="timeout")
 
 
+def queue_full() -> ApiError:
+    return ApiError(503, "the queue is full; try again later", code="queue_full")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+def decoding_failed(error: BaseException) -> ApiError:
+    return ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding")
+
+
 def bounded(text: str) -> str:
-    """One line of at most `LONGEST` characters, which any encoding can hold."""
+    """Return one line of at most `LONGEST` characters, which any encoding can hold."""
     line = " ".join(text[: 4 * LONGEST].split()).encode("utf-8", "replace").decode()
     return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
 
 
 @contextmanager
-def blamed(param: str | None) -> Iterator[None]:
-    """Turns a ValueError into status 400 for a field of the request."""
+def blame(param: str | None) -> Iterator[None]:
+    """Turn a ValueError into status 400 for a field of the request."""
     try:
         yield
     except ValueError as error:
@@ -59,33 +73,28 @@ def blamed(param: str | None) -> Iterator[None]:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Everything that goes wrong gets the one shape; 422 is never said."""
+    """Give everything that goes wrong the one shape; 422 never appears."""
 
-    async def own(request: Request, error: Any) -> Response:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
         return error.response()
 
-    async def invalid(request: Request, error: Any) -> Response:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         return _from_pydantic(error).response()
 
-    async def plain(request: Request, error: Any) -> Response:
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
         param = "body" if error.status_code == 400 else None
-        response = ApiError(error.status_code, str(error.detail), param).response()
-        response.headers.update(error.headers or {})
-        return response
+        return ApiError(error.status_code, str(error.detail), param).response(**error.headers or {})
 
-    async def broken(request: Request, error: Exception) -> Response:
-        response = ApiError(500, "the server failed; its log says why").response()
-        response.headers["Connection"] = "close"  # as uvicorn is about to do
-        return response
-
-    app.add_exception_handler(ApiError, own)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, plain)
-    app.add_exception_handler(Exception, broken)
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return ApiError(500, "the server failed; its log says why").response(Connection="close")  # as uvicorn does
 
 
 def _from_pydantic(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong, without the input that pydantic would echo."""
+    """Name the first thing that is wrong, without the input that pydantic would echo."""
     first = error.errors()[0]
     where = [str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int)]
     param = ".".join(where) or "body"

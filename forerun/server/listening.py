@@ -6,7 +6,7 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ValueError for an address that cannot be had."""
+    """Return a socket that listens. Raises ValueError for an address that cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -15,9 +15,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.server.app import create_app
-from forerun.server.errors import ApiError
-from forerun.server.service import Service, Settings
+from forerun.server.app import Service, Settings, create_app
+from forerun.server.errors import shutting_down
 from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")
@@ -77,6 +76,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
         self.service, self.drain = service, drain
+        self._draining: asyncio.Task[None] | None = None
         service.worker.on_failure = self._stop
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -90,18 +90,17 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:
-        if not self.should_exit and not hasattr(self, "_draining"):
+        if not self.should_exit and self._draining is None:
             _LOG.info("shutting down; running requests have %g seconds", self.drain)
             self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
-        worker = self.service.worker
         try:
             async with asyncio.timeout(self.drain):
                 while self.service.open:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            worker.give_up(ApiError(503, "the server is shutting down", code="shutting_down"))
+            self.service.worker.give_up(shutting_down())
         self._stop()
 
     def _stop(self) -> None:
@@ -117,7 +116,7 @@ def serve(
     log_level: str = "info",
     log_json: bool = False,
 ) -> None:
-    """Serves on a socket until a signal ends it. The worker gets its decoder behind the first answers of /health.
+    """Serve on a socket until a signal ends it. The worker gets its decoder after the first answers of /health.
 
     Raises what the worker fails with.
     """
@@ -144,7 +143,7 @@ def serve(
 
 
 def leave(worker: Worker) -> None:
-    """Ends the process where its worker is in a long step, or still loading: nothing is lost, and Python would wait or
+    """End the process where its worker is in a long step, or still loading: nothing is lost, and Python would wait or
     crash."""
     if not worker.ended:
         sys.stderr.flush()
@@ -152,7 +151,7 @@ def leave(worker: Worker) -> None:
 
 
 def set_up_log(level: str, as_json: bool) -> None:
-    """Our lines and uvicorn's on stderr."""
+    """Log our lines and uvicorn's on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name in ("forerun", "uvicorn"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import perf_counter, sleep
 from typing import Any, TypeVar
@@ -15,15 +16,47 @@ from forerun.engine import Engine, QueueFullError, Step
 from forerun.failures import UNATTRIBUTABLE
 from forerun.generation import Request
 from forerun.grammar import FormError
-from forerun.server.errors import ApiError
+from forerun.server.errors import ApiError, decoding_failed, queue_full, shutting_down
 from forerun.server.memory import default_kv_memory
+from forerun.server.metrics import Load
 
 _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")
 
-MOST_ASKS = 256  # bodies that are read or wait for it
+MOST_CALLS = 256  # bodies that are read or wait for it
 READERS = 4  # threads that read them: a long text, or a schema that takes seconds, does not hold up the others
 TRIES = 3  # steps that may fail one after the other, with no request to blame, before all are given up
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads a decoder where it is called: in the thread that computes, or on another node.
+
+    Attributes:
+        method: a name, its settings, or None for `forerun.load`'s choice.
+        options: other arguments of `forerun.load`.
+        threads: of torch, for the thread that calls.
+        is_shared: clients do not know each other. So nothing that was decoded for one is drafted for another: rejected
+            drafts, which a client may ask for, would be words of other clients' answers.
+    """
+
+    target: str
+    method: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    is_shared: bool = False
+
+    def __call__(self) -> Decoder:
+        import torch
+
+        from forerun.api import load
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        decoder = load(self.target, method=self.method, **self.options)
+        if self.is_shared:
+            decoder.pools = None
+        return decoder
 
 
 class Job:
@@ -58,8 +91,9 @@ class Job:
         return not (self.open or self._steps or self._error)
 
     async def take(self, seconds: float) -> list[tuple[int, Step, float]]:
-        """All steps that are there, or the next ones; none where none came in time. Raises the ApiError that ended it,
-        behind the last steps. One waits at a time. A queue of asyncio's would cost several times as much a step."""
+        """Return all steps that are there, or the next ones; none where none came in time. Raises the ApiError that
+        ended it, after the last steps. One waits at a time. A queue of asyncio's would cost several times as much a
+        step."""
         if not self._steps and self._error is None:
             loop = asyncio.get_running_loop()
             self._wanted = loop.create_future()
@@ -75,15 +109,13 @@ class Job:
         return found
 
 
-def _told(error: BaseException) -> ApiError:
-    """What is said of an error that ended a request alone."""
-    if isinstance(error, FormError):
-        return ApiError(400, str(error), "response_format")
-    return ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding")
+def to_api_error(error: BaseException) -> ApiError:
+    """Return what a client gets for an error that ended its request alone."""
+    return ApiError(400, str(error), "response_format") if isinstance(error, FormError) else decoding_failed(error)
 
 
-def _contained(function: Callable[..., _T], *args: Any) -> _T:
-    """Calls a function. A panic of a library in Rust, which no handler of exceptions would catch, becomes a
+def _contain(function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function. A panic of a library in Rust, which no handler of exceptions would catch, becomes a
     RuntimeError."""
     try:
         return function(*args)
@@ -93,8 +125,8 @@ def _contained(function: Callable[..., _T], *args: Any) -> _T:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def _warmed(decoder: Decoder) -> Engine:
-    """The engine, behind a few steps: the first ones try out and build what later ones use."""
+def _warm_engine(decoder: Decoder) -> Engine:
+    """Return the engine after a few steps: the first ones try out and build what later ones use."""
     engine = decoder.engine
     engine.add(decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True))
     while engine.busy:
@@ -110,9 +142,9 @@ class Worker:
 
     Attributes:
         decoder: None until it is loaded.
-        failed: what loading raised.
+        failed: what loading raised, or what ended the thread.
         on_step: called for every step before its job gets it, with when it came.
-        on_failure: called when that was raised.
+        on_failure: called when `failed` is set.
     """
 
     def __init__(self, make: Callable[[], Decoder]) -> None:
@@ -125,20 +157,27 @@ class Worker:
         self._engine: Engine | None = None
         self._jobs: dict[int, Job] = {}
         self._wake, self._stopping = Event(), False
-        self._asks = 0  # that wait for a thread for them, or are in one
-        self._asking = ThreadPoolExecutor(READERS, "forerun-asking")
+        self._calls = 0  # that wait for a reader, or are in one
+        self._readers = ThreadPoolExecutor(READERS, "forerun-reader")
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    async def wait(self) -> None:
+        """Wait until it can decode. Raises what loading raised."""
+        while not self.ready.is_set():
+            if self.failed is not None:
+                raise self.failed
+            await asyncio.sleep(0.05)
+
     async def stop(self, seconds: float = 4) -> None:
-        """Ends the thread behind its step, if that comes in time. Jobs that are open get an error."""
-        self.give_up(ApiError(503, "the server is shutting down", code="shutting_down"))
+        """End the thread after its step, if that comes in time. Jobs that are open get an error."""
+        self.give_up(shutting_down())
         self._stopping = True
         self._wake.set()
-        self._asking.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join, seconds if self.ready.is_set() else 0)
 
     @property
@@ -147,31 +186,35 @@ class Worker:
             raise ApiError(503, "the model is being loaded", code="loading")
         return self._engine
 
+    def load(self) -> Load:
+        """Return what there is to do; nothing before the engine is ready."""
+        return Load.of(self.engine) if self.ready.is_set() else Load()
+
     @property
     def ended(self) -> bool:
         """Whether none of its threads does anything."""
-        return not self._thread.is_alive() and not self._asks
+        return not self._thread.is_alive() and not self._calls
 
-    async def ask(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls what takes long, in a thread for that. Raises ApiError where too many wait for one. Where nobody waits
+    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call what takes long, in a thread for that. Raises ApiError where too many wait for one. Where nobody waits
         for it any more, it is not begun."""
-        if self._asks >= MOST_ASKS:
+        if self._calls >= MOST_CALLS:
             raise ApiError(503, "too many requests are being read; try again later", code="queue_full")
-        asked = self._asking.submit(_contained, function, *args)
-        self._asks += 1
-        asked.add_done_callback(lambda _: self._call(self._answered))
-        return await asyncio.wrap_future(asked)
+        called = self._readers.submit(_contain, function, *args)
+        self._calls += 1
+        called.add_done_callback(lambda _: self._post(self._called))
+        return await asyncio.wrap_future(called)
 
-    def _answered(self) -> None:
-        self._asks -= 1
+    def _called(self) -> None:
+        self._calls -= 1
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
-        """Queues all requests of a body that came at `begun`, or none. Raises ApiError where the queue is full or never
+        """Queue all requests of a body that came at `begun`, or none. Raises ApiError where the queue is full or never
         could hold them."""
         job, engine = Job(begun), self.engine
-        room = None if engine.max_queue is None else engine.max_rows + engine.max_queue
-        if room is not None and len(requests) > room:
-            raise ApiError(400, f"{len(requests)} answers at once; this server holds {room}", "n")
+        capacity = None if engine.max_queue is None else engine.max_rows + engine.max_queue
+        if capacity is not None and len(requests) > capacity:
+            raise ApiError(400, f"{len(requests)} answers at once; this server holds {capacity}", "n")
         try:
             for index, request in enumerate(requests):
                 id = engine.new_id()
@@ -179,7 +222,7 @@ class Worker:
                 engine.add(request, id)
         except QueueFullError:
             self.cancel(job)
-            raise ApiError(503, "the queue is full; try again later", code="queue_full") from None
+            raise queue_full() from None
         except ValueError as error:
             self.cancel(job)
             raise ApiError(400, str(error), "max_tokens") from None
@@ -187,18 +230,23 @@ class Worker:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Ends what has not ended; its rows are free with the next step."""
+        """End what has not ended; its rows are free with the next step."""
         for id in job.open:
             self._jobs.pop(id, None)
             self.engine.abort(id)
         job.open.clear()
         self._wake.set()
 
-    def give_up(self, error: ApiError) -> None:
-        """Ends all jobs with an error."""
-        for job in set(self._jobs.values()):
+    def fail(self, job: Job, error: ApiError) -> None:
+        """End a job with an error, unless it has ended."""
+        if job.open:
             self.cancel(job)
             job.put(error)
+
+    def give_up(self, error: ApiError) -> None:
+        """End all jobs with an error."""
+        for job in set(self._jobs.values()):
+            self.fail(job, error)
 
     def _deliver(self, steps: list[Step], at: float) -> None:
         for step in steps:
@@ -206,19 +254,18 @@ class Worker:
             job = self._jobs.get(step.id)
             if job is None:
                 continue
-            index = job.open[step.id]
             if step.error is not None:
                 _LOG.error("a request failed: %r", step.error)
-                self.cancel(job)
-                job.put(_told(step.error))
+                self.fail(job, to_api_error(step.error))
                 continue
+            index = job.open[step.id]
             if step.finish_reason is not None:
                 del job.open[step.id], self._jobs[step.id]
             job.put((index, step, at))
 
-    # In the thread.
+    # In the threads.
 
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
@@ -230,18 +277,13 @@ class Worker:
             if decoder.kv_memory is not None:
                 _LOG.info("keys and values may take %.2f GiB", decoder.kv_memory / 2**30)
             self.decoder = decoder
-            self._engine = _warmed(self.decoder)
-        except BaseException as error:  # SystemExit of a library too: the server must not wait for ever
-            self.failed = error
-            self._call(self.on_failure)
-            return
-        self._call(self.ready.set)
-        try:
+            self._engine = _warm_engine(decoder)
+            self._post(self.ready.set)
             self._decode(self._engine)
-        except BaseException as error:  # without its thread the server could only keep its clients waiting
+        except BaseException as error:  # SystemExit too: without its thread the server could only keep clients waiting
             self.failed = error
-            self._call(self.give_up, ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding"))
-            self._call(self.on_failure)
+            self._post(self.give_up, decoding_failed(error))
+            self._post(self.on_failure)
 
     def _decode(self, engine: Engine) -> None:
         failures = 0
@@ -260,7 +302,7 @@ class Worker:
                 _LOG.exception("a step of the engine failed")
                 if failures == TRIES:
                     failures = 0
-                    self._call(self.give_up, ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding"))
+                    self._post(self.give_up, decoding_failed(error))
                 sleep(0.05)
                 continue
-            self._call(self._deliver, steps, perf_counter())
+            self._post(self._deliver, steps, perf_counter())
