@@ -46,7 +46,7 @@ them. `python benchmarks/run.py --data DATA --only chat` makes the runs, `page.p
 10-90 % its spread. `by place` is the share of drafts that reached a place and were accepted there. The last columns are
 where the time of decoding went. In batches the guard is on, as it is wherever else forerun decodes: drafts are left out
 while they do not pay. In the other tables it is off, so that what is slower shows. All else is as in every bench: see
-README's "Measure".
+[measure.md](../measure.md).
 """
 
 DRAWN = ("greedy", "temperature-1", "heads", "batch-4")  # runs with pictures
@@ -69,7 +69,7 @@ CPU. Greedy output of a model this small loops, which flatters every method. All
 `speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompts in the same round,
 10-90 % its spread. The guard is off, so that what is slower shows. `hf-forward/ar` and `hf-forward/sd` are our methods
 on transformers' own forwards: what drafting gains there is not our forwards' doing. All else is as in every bench: see
-README's "Measure".
+[measure.md](../measure.md).
 """
 FRONTS = {"chat": (CHAT_FRONT, CHAT), "embedded": (EMBEDDED_FRONT, EMBEDDED)}
 

@@ -1,4 +1,4 @@
-"""README's figures are those of the JSON files that it was written from."""
+"""The figures of README and of docs/results/README.md are those of the JSON files that they were written from."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from typing import Any
 
 import pytest
 
+from forerun.methods import METHODS
+
 ROOT = Path(__file__).parents[1]
 CELL = re.compile(r"(?P<rate>\d+) \((?P<speedup>\d+\.\d+)\)")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of README, with a method a row.
+    """A table of a page, with a method a row.
 
     Attributes:
-        header: of its columns behind the first, as they stand there.
+        page: where it is.
+        header: of its columns after the first, as they stand there.
         sources: for each of these the file below benchmarks/, and the dataset in it.
         rows: the method of each row, by the row's first cell. `hf-lookup` is one with any settings.
     """
 
+    page: str
     header: tuple[str, ...]
     sources: tuple[tuple[str, str], ...]
     rows: dict[str, str]
@@ -42,18 +46,22 @@ def own(*names: str) -> dict[str, str]:
 
 CODE, TALK = ("stdlib-test", "humaneval"), ("test.jsonl", "humaneval", "gsm8k")
 OURS = ("ar", "sd", "cumulative", "confidence", "pacer", "lookup", "suffix", "hybrid", "ouroboros")
+README, RESULTS = "README.md", "docs/results/README.md"
 TABLES = [
     Table(
+        README,
         ("own prompts", "HumanEval as chat", "GSM8K as chat"),
         columns(TALK, "chat/greedy.json"),
-        {"llama.cpp": "llama-cpp", "llama.cpp, prompt lookup (2 tokens behind 3)": "llama-cpp-lookup/2/3"} | own(*OURS),
+        {"llama.cpp": "llama-cpp", "llama.cpp, prompt lookup (2 tokens after 3)": "llama-cpp-lookup/2/3"} | own(*OURS),
     ),
     Table(
+        RESULTS,
         ("0.7, top-p 0.9: own prompts", "HumanEval", "GSM8K", "1: own prompts", "HumanEval", "GSM8K"),
         columns(TALK, "chat/nucleus.json", "chat/temperature-1.json"),
         own("ar", "sd", "cumulative", "pacer", "lookup", "suffix", "hybrid"),
     ),
     Table(
+        RESULTS,
         ("128 tokens: stdlib", "HumanEval", "512 tokens: stdlib", "HumanEval", "temperature 1: stdlib", "HumanEval"),
         columns(CODE, "embedded/greedy.json", "embedded/greedy-512.json", "embedded/temperature-1.json"),
         {
@@ -66,17 +74,19 @@ TABLES = [
         | own(*OURS, "pacer-ouroboros", "lyanna", "pacer-lyanna"),
     ),
     Table(
+        RESULTS,
         ("batches of 4: stdlib", "HumanEval"),
         columns(CODE, "embedded/batch-4.json"),
         own(*OURS, "pacer-ouroboros", "lyanna", "pacer-lyanna"),
     ),
 ]
-# What else is in README's tables: words, and no figures.
-WORDS = (("who proposes", "settings"), ("what the target is", "verified logits"))
+# Tables of words, without figures.
+WORDS = {README: {("read",), ("who proposes", "settings")}, RESULTS: {("what it has", "processor")}}
+Pages = dict[str, dict[tuple[str, ...], dict[str, list[str]]]]
 
 
 def tables(text: str) -> dict[tuple[str, ...], dict[str, list[str]]]:
-    """Every table of a page: its header behind the first column, and the cells of each row by its first."""
+    """Every table of a page: its header after the first column, and the cells of each row by its first."""
     found = {}
     for match in re.finditer(r"^\|.*\n\|[-:|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
         header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in match[0].splitlines())
@@ -121,22 +131,31 @@ def wrong(table: Table, rows: dict[str, list[str]]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def page() -> dict[tuple[str, ...], dict[str, list[str]]]:
-    return tables((ROOT / "README.md").read_text(encoding="utf-8"))
+def pages() -> Pages:
+    return {page: tables((ROOT / page).read_text(encoding="utf-8")) for page in (README, RESULTS)}
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.header[0])
-def test_figures_are_those_of_the_files(table: Table, page: dict[tuple[str, ...], dict[str, list[str]]]) -> None:
-    assert wrong(table, page[table.header]) == []
+def test_figures_are_those_of_the_files(table: Table, pages: Pages) -> None:
+    assert wrong(table, pages[table.page][table.header]) == []
 
 
-def test_every_table_is_looked_at(page: dict[tuple[str, ...], dict[str, list[str]]]) -> None:
-    assert page.keys() == {table.header for table in TABLES} | set(WORDS)
+@pytest.mark.parametrize("page", WORDS)
+def test_every_table_is_looked_at(page: str, pages: Pages) -> None:
+    assert pages[page].keys() == {table.header for table in TABLES if table.page == page} | WORDS[page]
 
 
-def test_a_wrong_figure_is_found(page: dict[tuple[str, ...], dict[str, list[str]]]) -> None:
+def test_methods_are_those_of_the_package(pages: Pages) -> None:
+    assert {name.strip("`") for name in pages[README]["who proposes", "settings"]} == METHODS.keys()
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / README).read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_a_wrong_figure_is_found(pages: Pages) -> None:
     table = TABLES[0]
-    rows = {name: list(cells) for name, cells in page[table.header].items()}
+    rows = {name: list(cells) for name, cells in pages[table.page][table.header].items()}
     rate, ratio = (float(each) for each in re.findall(r"[\d.]+", rows["`sd`"][0]))
     rows["`sd`"][0] = f"{rate + 1:.0f} ({ratio + 0.01:.2f})"
     rows["`lookup`"][0] = "fast"
