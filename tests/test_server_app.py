@@ -70,6 +70,26 @@ def test_a_model_that_cannot_be_loaded() -> None:
     asyncio.run(ask())
 
 
+def test_a_model_that_loads_but_cannot_decode() -> None:
+    async def ask() -> None:
+        def make() -> Any:
+            decoder = make_decoder()
+            decoder.target.forward = broken  # type: ignore[method-assign]
+            return decoder
+
+        def broken(*args: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        worker, ended = Worker(make), asyncio.Event()
+        worker.on_failure = ended.set
+        worker.start()
+        await asyncio.wait_for(ended.wait(), 60)
+        assert str(worker.failed) == "the device is gone" and not worker.ready.is_set()
+        await worker.stop()
+
+    asyncio.run(ask())
+
+
 def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
     with live(idle=1) as server:
