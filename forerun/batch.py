@@ -140,7 +140,7 @@ def facts(inputs: Inputs, lengths: Sequence[int], new: int, which: str = "all") 
         if inputs.tokens is not None:
             # A row is padded with a token of its own: one that gives NaN would spoil others, as masks do not hide NaN.
             own = inputs.tokens[place]
-            found[row][1 : 1 + new] = [*own, *[own[-1]] * (new - count)]
+            found[row][1 : 1 + new] = [*own, *[own[-1] if own else 0] * (new - count)]
         found[row][1 + new : 1 + new + count] = [length + depth for depth in depths]
     return [row[1 : 1 + new] for row in found] if which == "tokens" else found
 
