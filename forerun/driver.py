@@ -20,16 +20,11 @@ class Driver:
         self.engine = engine
         self._turn = Lock()
         self._boxes: dict[int, deque[Step]] = {}
-        self._called = False
-
-    @property
-    def called(self) -> bool:
-        """Whether there was a call."""
-        return self._called
+        self.called = False  # whether there was a call
 
     def run(self, requests: Iterable[Request]) -> Run:
         """Queues requests; raises what `Engine.add` does, and then none of them is queued."""
-        run, self._called = Run(self), True
+        run, self.called = Run(self), True
         try:
             for index, request in enumerate(requests):
                 id = self.engine.new_id()  # the box is there before the first step

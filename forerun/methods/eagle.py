@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.draft import Draft
-from forerun.methods.base import Parts, at_least
+from forerun.methods.base import Parts
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
 from forerun.methods.later import torch
 from forerun.steps import Drafter
@@ -43,10 +43,6 @@ class PacerEagle(Paced, Eagle):
     nodes: int = 16
     block: int = 1
     name: ClassVar[str] = "pacer-eagle"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("block", self.block, 1)
 
 
 class EagleDrafter(HeadDrafter):

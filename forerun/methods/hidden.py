@@ -73,10 +73,14 @@ class Heads(Sampling):
         return self.depth
 
 
-class Paced:
+class Paced(Heads):
     """What methods have in common that choose each step's depth and number of nodes by costs and calibration."""
 
     block: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("block", self.block, 1)
 
     @property
     def steps(self) -> int:

@@ -77,7 +77,6 @@ class PacerLyanna(Paced, Lyanna):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("block", self.block, 1)
         if self.reuse == "both":
             raise ValueError(
                 "pacer-lyanna knows no value of a second draft: reuse must be off, add or free, not 'both'"
