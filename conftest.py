@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from forerun.runtime.native import library
+from forerun.backends.native import library
 
 _home = tempfile.TemporaryDirectory(prefix="forerun-tests-")
 os.environ["FORERUN_HOME"] = _home.name

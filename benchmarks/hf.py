@@ -12,13 +12,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.peers import ASSISTED, HF_LOOKUP, peer_settings, takes_rows
-from forerun.api import Decoder
+from forerun.api.load import Decoder
+from forerun.api.loading import load_model
 from forerun.bench.models import build_decoders
 from forerun.bench.plan import Plan
 from forerun.bench.runners import Outcome, Run
-from forerun.loading import load_model
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 
 
 class Forwards:

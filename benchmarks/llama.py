@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.hf import end_tokens
 from benchmarks.peers import is_llama, peer_settings
+from forerun.backends.gguf import find
 from forerun.bench.runners import Loaded, Outcome, Run
-from forerun.gguf import find
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.zoo import resolve
 
 STEP = 256  # what its context's size is a multiple of

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forerun.api import Decoder
+from forerun.api.load import Decoder
 from forerun.bench.runners import forget_phrases
-from forerun.generation import Request
-from forerun.params import SamplingParams
+from forerun.engine.sequence import Request
+from forerun.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from benchmarks.load import (
     middle,
     rows_over_time,
 )
-from forerun.api import Decoder
+from forerun.api.load import Decoder
 from forerun.bench.datasets import Prompt
 from forerun.bench.measure import WARM_UP, turned
 from forerun.bench.models import load_decoders, load_prompts

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from benchmarks.command import run
 from benchmarks.hf import end_tokens
-from forerun.api import Decoder
+from forerun.api.load import Decoder
+from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.report import provenance
 from forerun.cli.bench import bench, planned, progress
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
 from forerun.files import write_text
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
-from forerun.runtime.facts import facts_of
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 
 Truth = tuple[list[int], list[Tensor]]  # a text, and the logits [V] behind each of its tokens, from steps of one token
 

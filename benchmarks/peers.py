@@ -158,8 +158,8 @@ def checked(plan: Plan) -> Plan:
     if "hf-ar" in plan.methods:
         plan = replace(plan, reference="hf-ar")
     if plan.draft is not None and any(name.startswith(ASSISTED) for name in plan.methods):
-        from forerun.loading import load_config
-        from forerun.model import context_of
+        from forerun.api.loading import load_config
+        from forerun.model.causal_lm import context_of
 
         target, draft = (
             load_config(source, part, trust_remote_code=plan.trust_remote_code)
@@ -180,7 +180,7 @@ def check_llama(name: str, target: str, batch: int, device: str | None) -> None:
         raise ValueError(f"method {name!r} decodes one prompt at a time here: leave it out or set --batch 1")
     if device is not None and device != "cpu":
         raise ValueError(f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}")
-    from forerun.gguf import find
+    from forerun.backends.gguf import find
 
     if find(resolve(target, "target")) is None:
         raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")

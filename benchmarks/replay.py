@@ -4,7 +4,8 @@
 
 RUN is a folder of `forerun bench --out`. Its records say what each step was: rows, tokens that the target looked at,
 forwards of the draft. COSTS.json has milliseconds by tokens, {"target": {"1": ms, ...}, "draft": {...}, ...}, with the
-fields of `forerun.costs.Costs`; without it the costs are those that the run measured. Forwards are all that takes time.
+fields of `forerun.engine.costs.Costs`; without it the costs are those that the run measured. Forwards are all that
+takes time.
 Methods that go by costs went by those of the machine that they ran on.
 """
 
@@ -17,12 +18,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.api.profiles import costs_of
 from forerun.bench.records import Record, parse
 from forerun.bench.report import summary
-from forerun.costs import Costs
+from forerun.engine.costs import Costs
 from forerun.files import read_text
 from forerun.methods import Method, drop_removed, is_method, method
-from forerun.profiles import costs_of
 
 USUAL_BLOCK = 4  # tokens a call of Pacer's layer, where it chooses for itself
 

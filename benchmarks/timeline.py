@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import run
-from forerun.api import Decoder
+from forerun.api.load import Decoder
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.profile import PHASES
 from forerun.bench.runners import forget_phrases
 from forerun.bench.timeline import Activity, profiled
 from forerun.cli.bench import bench, planned
-from forerun.engine import Step
-from forerun.params import SamplingParams
+from forerun.engine.engine import Step
+from forerun.sampling.params import SamplingParams
 
 SKIPPED, PROFILED = 4, 3  # steps: those before, and those under the profiler, of which the last is shown
 KINDS = {"product": "#7b2cbf", "attention": "#f3722c", "other": "#90be6d"}

@@ -5,7 +5,7 @@ import argparse
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 import forerun
-from forerun.loading import load_model, load_tokenizer
+from forerun.api.loading import load_model, load_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--target", default="embedded", help="folder or hub id; by default the embedded pair's target")

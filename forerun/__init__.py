@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.api import Chunk, Completion, Decoder, load
-    from forerun.engine import Engine
-    from forerun.generation import Request
-    from forerun.hf import custom_generate
-    from forerun.params import SamplingParams
+    from forerun.api.custom_generate import custom_generate
+    from forerun.api.load import Chunk, Completion, Decoder, load
+    from forerun.engine.engine import Engine
+    from forerun.engine.sequence import Request
+    from forerun.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["Chunk", "Completion", "Decoder", "Engine", "Request", "SamplingParams", "custom_generate", "load"]
 _HOMES = {
-    "Engine": "forerun.engine",
-    "Request": "forerun.generation",
-    "SamplingParams": "forerun.params",
-    "custom_generate": "forerun.hf",
+    "Engine": "forerun.engine.engine",
+    "Request": "forerun.engine.sequence",
+    "SamplingParams": "forerun.sampling.params",
+    "custom_generate": "forerun.api.custom_generate",
 }
 
 
@@ -26,5 +26,5 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in __all__:
-        return getattr(importlib.import_module(_HOMES.get(name, "forerun.api")), name)
+        return getattr(importlib.import_module(_HOMES.get(name, "forerun.api.load")), name)
     raise AttributeError(f"module 'forerun' has no attribute {name!r}")

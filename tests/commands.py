@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_IMPORTS = ("torch", "transformers", "forerun.api", "forerun.bench.session", "forerun.cli.commands")
+_IMPORTS = ("torch", "transformers", "forerun.api.load", "forerun.bench.session", "forerun.cli.commands")
 
 
 def run(

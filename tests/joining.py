@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 
 
 def join_all(lm: CausalLM, rows: Mapping[int, Sequence[int]], chunk: int = 512, reserve: int = 0) -> None:

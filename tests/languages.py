@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from forerun.model import CausalLM, fingerprint
-from forerun.nn.heads import HiddenConfig, HiddenDrafter
-from forerun.nn.pre_verifier import PreVerifier, PreVerifierConfig
+from forerun.heads.heads import HiddenConfig, HiddenDrafter
+from forerun.heads.pre_verifier import PreVerifier, PreVerifierConfig
+from forerun.model.causal_lm import CausalLM, fingerprint
 
 VOCAB, SIZE = 24, 64
 CONTEXT = 512

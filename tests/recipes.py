@@ -9,7 +9,7 @@ from typing import Any
 
 from toys import noisy_copy, tiny, tiny_tokenizer
 
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 from forerun.train.run import Run
 
 TEMPLATE = (

@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 from toys import noisy_copy, tiny, tiny_tokenizer
 
-from forerun.decoder import Decoder
+from forerun.api.decoder import Decoder
 from forerun.server.app import Service, Settings, create_app
 from forerun.server.listening import listen
 from forerun.server.run import _Protocol

@@ -12,9 +12,9 @@ from toys import VOCAB, noisy_copy, tiny
 from transformers import PreTrainedModel
 
 import forerun
-from forerun.decoder import Decoder
+from forerun.api.decoder import Decoder
 from forerun.methods import AR, SD
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT reads it
 

@@ -15,15 +15,15 @@ from test_cache import LAYERS, Pair
 from toys import noisy_copy
 
 from forerun import Decoder
-from forerun import cache as cache_module
-from forerun.cache import BLOCK
-from forerun.engine import Engine
-from forerun.generation import Request
+from forerun.backends import prepare
+from forerun.backends.hot import prepare_draft
+from forerun.backends.stored import store
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Request
 from forerun.methods import method
-from forerun.model import CausalLM
-from forerun.runtime import prepare
-from forerun.runtime.hot import prepare_draft
-from forerun.runtime.stored import store
+from forerun.model import kv_cache as cache_module
+from forerun.model.causal_lm import CausalLM
+from forerun.model.kv_cache import BLOCK
 from forerun.server.memory import free_memory
 
 NEVER = 10**9

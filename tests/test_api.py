@@ -23,10 +23,10 @@ from transformers import (
 )
 
 import forerun
-from forerun.api import Decoder
+from forerun.api.load import Decoder
 from forerun.methods import METHODS, method
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 from forerun.train.tokenizer import train_tokenizer
 
 LINES = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "class A:\n    pass\n"] * 4

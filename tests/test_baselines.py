@@ -20,10 +20,10 @@ from benchmarks.baselines.lookup import Lookup
 from benchmarks.baselines.medusa import Medusa, MedusaConfig, MedusaHead
 from forerun import Decoder
 from forerun.bench.plan import parse_methods
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods import METHODS, Method, Parts, method, parse_value
-from forerun.model import CausalLM
-from forerun.steps import Drafter, Proposal
+from forerun.model.causal_lm import CausalLM
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
 
@@ -93,9 +93,9 @@ OWN = '''
     from dataclasses import dataclass
     from typing import ClassVar
 
-    from forerun.draft import Draft
+    from forerun.engine.draft import Draft
     from forerun.methods import Method, Parts
-    from forerun.steps import Drafter, Proposal
+    from forerun.engine.step import Drafter, Proposal
 
 
     @dataclass(frozen=True)
@@ -118,7 +118,8 @@ OWN = '''
             self.count = count
 
         def propose(self, seqs: list) -> Proposal:
-            return Proposal([Draft.chain(seq.tokens[-1], seq.tokens[-self.count :][: seq.room - 1]) for seq in seqs])
+            chains = [seq.tokens[-self.count :][: seq.remaining - 1] for seq in seqs]
+            return Proposal([Draft.chain(seq.tokens[-1], chain) for seq, chain in zip(seqs, chains, strict=True)])
 
 
     @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import pytest
 import typer
 from serving import make_decoder, models
 
-from forerun.api import load
+from forerun.api.decoder import Decoder
+from forerun.api.load import load
 from forerun.cli.batch_jobs import batch
-from forerun.decoder import Decoder
 from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, Line, read_line, scan
 from forerun.scale.batch_folder import Folder
 from forerun.server import schemas

@@ -22,8 +22,8 @@ from tokenizers.processors import TemplateProcessing
 from toys import noisy_copy, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
-from forerun import profiles
-from forerun.api import Decoder
+from forerun.api import profiles
+from forerun.api.load import Decoder
 from forerun.bench import report, runners
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
 from forerun.bench.measure import group_records, margins
@@ -33,11 +33,11 @@ from forerun.bench.records import Record, Records, first_difference, parse
 from forerun.bench.report import explained, parted, results, spread, summary
 from forerun.bench.runners import Loaded, Outcome, Run, decoder_run
 from forerun.bench.session import _claim, _surroundings, bench
-from forerun.engine import Step
+from forerun.engine.engine import Step
+from forerun.engine.stats import Stats, Times, summarise, times, total, work
 from forerun.methods import AR, SD, Method, method
-from forerun.metrics import Stats, Times, summarise, times, total, work
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 from forerun.train.tokenizer import END_OF_TEXT
 
 PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]

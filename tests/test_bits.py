@@ -15,20 +15,20 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from forerun import load
-from forerun.batch import Inputs
-from forerun.cache import KVCache
-from forerun.draft import Draft
-from forerun.loading import load_model
-from forerun.model import CausalLM
-from forerun.runtime import native, prepare
-from forerun.runtime import scores as scores_module
-from forerun.runtime.bits import Blocks, joined, pack, quantise, stored
-from forerun.runtime.exact import Fixed, is_invariant
-from forerun.runtime.family import FamilyForward
-from forerun.runtime.native import library
-from forerun.runtime.native_family import NativeForward
-from forerun.runtime.scores import scores
-from forerun.runtime.stored import StoredEmbedding, StoredLinear, is_stored, store
+from forerun.api.loading import load_model
+from forerun.backends import native, prepare
+from forerun.backends import scores as scores_module
+from forerun.backends.bits import Blocks, joined, pack, quantise, stored
+from forerun.backends.exact import Fixed, is_invariant
+from forerun.backends.family import FamilyForward
+from forerun.backends.native import library
+from forerun.backends.native_family import NativeForward
+from forerun.backends.scores import scores
+from forerun.backends.stored import StoredEmbedding, StoredLinear, is_stored, store
+from forerun.engine.draft import Draft
+from forerun.model.batch import Inputs
+from forerun.model.causal_lm import CausalLM
+from forerun.model.kv_cache import KVCache
 
 KINDS = ("int4", "int8", "bfloat16")
 METHODS = ("ar", "sd", "suffix", "ouroboros", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun import cache as cache_module
-from forerun.batch import Inputs, lay_out
-from forerun.cache import BLOCK, KVCache
+from forerun.model import kv_cache as cache_module
+from forerun.model.batch import Inputs, lay_out
+from forerun.model.kv_cache import BLOCK, KVCache
 
 LAYERS, HEADS, DIM = 2, 2, 3
 

@@ -20,17 +20,17 @@ from toys import tiny_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import forerun
+from forerun.api.decoder import Decoder
 from forerun.bench.datasets import Prompt, read_prompts, tokenised
 from forerun.bench.models import load_prompts
 from forerun.bench.plan import Plan, parse_methods
-from forerun.chat import chat_prompt, turn_ends
 from forerun.cli.generate import chat, generate
 from forerun.cli.talk import Talk, ask
 from forerun.cli.writing import Answer, Reading
-from forerun.decoder import Decoder
 from forerun.files import home
 from forerun.methods import AR
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
+from forerun.text.chat import chat_prompt, turn_ends
 
 END = 2
 USER = {"role": "user", "content": "hello"}

@@ -12,8 +12,8 @@ import torch
 from recipes import losses, make_run, save_pair
 
 from forerun import load
-from forerun.decoder import Decoder
-from forerun.loading import load_model
+from forerun.api.decoder import Decoder
+from forerun.api.loading import load_model
 from forerun.train.chat_data import ChatRecipe, apart, code_questions, is_sound, make_chats
 from forerun.train.corpus import STRETCH
 from forerun.train.draft import DraftRecipe, train_draft

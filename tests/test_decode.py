@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,16 +31,16 @@ from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.baselines.lookahead import Lookahead
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
-from forerun.draft import Draft
-from forerun.engine import Drafter, Proposal, Step
-from forerun.generation import Generation, Request
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Drafter, Proposal, Step
+from forerun.engine.sequence import Request, Sequence
+from forerun.engine.stats import summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouroboros, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.metrics import summarise
-from forerun.races import Races
-from forerun.sampling import Sampler, Verdict
+from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.seeded import SeededStream
 
 V, ROWS, NEW, JOINT = 4, 2000, 5, 3
 FITS, BROKEN = 1e-4, 1e-6
@@ -69,7 +70,7 @@ class RandomTrees(PlainDrafter):
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         return Proposal([random_tree(9, V, self.generator, root=seq.tokens[-1]) for seq in seqs])
 
 
@@ -80,7 +81,7 @@ class ChainsAndTrees(ChainDrafter):
         super().__init__(model, FixedLength(2))
         self.trees = RandomTrees()
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         chains, trees = super().propose(seqs).drafts, self.trees.propose(seqs).drafts
         return Proposal([chain.merge(tree) for chain, tree in zip(chains, trees, strict=True)])
 
@@ -160,7 +161,7 @@ class StopWhenUnsure(LengthPolicy, StopRule):
     def __init__(self, least: float, gamma: int = 4) -> None:
         self.least, self.gamma = least, gamma
 
-    def begin(self, seqs: list[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: list[Sequence], rows: int) -> StopRule:
         return self
 
     def more(self, state: DraftState) -> list[bool]:
@@ -185,7 +186,7 @@ class DropsTheLast(ChainDrafter):
         super().__init__(model, policy)
         self.points = points
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts = []
         for draft in super().propose(seqs).drafts:
             root, *tokens = draft.tokens
@@ -211,7 +212,7 @@ def test_a_drafter_that_may_drop_keeps_the_distribution_if_all_its_drafts_are_po
     assert fit(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), "all")) > FITS
 
 
-def greedy(prompts: Sequence[Sequence[int]], new: int, **options: Any) -> list[Request]:
+def greedy(prompts: abc.Sequence[abc.Sequence[int]], new: int, **options: Any) -> list[Request]:
     return [Request(list(prompt), new, **options) for prompt in prompts]
 
 
@@ -236,7 +237,7 @@ def test_tau_of_drafts_that_agree_always_never_and_sometimes(draft: str, gamma: 
         assert 1.2 < stats.tau < gamma + 0.8 and 0.1 < stats.alpha < 0.9
 
 
-def check_steps(rows: Sequence[Sequence[Step]]) -> None:
+def check_steps(rows: abc.Sequence[abc.Sequence[Step]]) -> None:
     """The counts of a step explain its tokens."""
     for own in rows:
         assert [step.finish_reason is not None for step in own] == [False] * (len(own) - 1) + [True]
@@ -275,7 +276,7 @@ class EndsWith(StoppingCriteria):
         return torch.tensor([tuple(row[-2:].tolist()) == self.pair for row in input_ids])
 
 
-def cut(prompt: Sequence[int], output: Sequence[int], eos: int, pair: tuple[int, int]) -> tuple[list[int], str]:
+def cut(prompt: abc.Sequence[int], output: abc.Sequence[int], eos: int, pair: tuple[int, int]) -> tuple[list[int], str]:
     """What is left of plain output, and why it ends."""
     for count, token in enumerate(output, 1):
         if token == eos or (*prompt, *output[:count])[-2:] == pair:
@@ -309,7 +310,7 @@ def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject)
 
 @pytest.mark.parametrize("drafter", METHODS)
 def test_a_row_does_not_depend_on_its_neighbours_seeds_or_ends(drafter: str) -> None:
-    def sampled(rows: Sequence[int]) -> list[list[int]]:
+    def sampled(rows: abc.Sequence[int]) -> list[list[int]]:
         requests = [Request(PROMPTS[row % 4], 5 + 3 * row, Sampler(False), seed=7, stream=row) for row in rows]
         built = METHODS[drafter].build(Parts(TableLM(TARGET), TableLM(DRAFT)))
         return [tokens_of(steps) for steps in decode(TableLM(TARGET), built, requests)]
@@ -338,7 +339,9 @@ def test_streams_of_neighbouring_seeds_do_not_overlap() -> None:
     options = {"temperature": 1.0, "max_new_tokens": 12}
     texts = [tuple(row.tokens) for seed in range(4) for row in decoder.generate([[5, 6]] * 4, seed=seed, **options)]
     assert len(set(texts)) == len(texts)
-    keys = {Races(seed, stream).at(position) for seed in range(20) for stream in range(20) for position in range(20)}
+    keys = {
+        SeededStream(seed, stream).at(position) for seed in range(20) for stream in range(20) for position in range(20)
+    }
     assert len(keys) == 8000
 
 
@@ -373,7 +376,7 @@ def test_a_drafter_sees_what_became_of_its_drafts() -> None:
 
     class Listening(ChainDrafter):
         def observe(
-            self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+            self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
         ) -> None:
             super().observe(seqs, drafts, verdicts, hidden)
             rows = zip(seqs, drafts, verdicts, strict=True)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from forerun import Decoder
 from forerun.methods import METHODS, method
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 
 VOCAB, ROWS, JOINT = 6, 700, 3
 PROMPT = [1, 2, 3, 2, 1, 2]

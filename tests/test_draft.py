@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
 
 
 @st.composite

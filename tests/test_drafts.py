@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from toys import noisy_copy, random_layer, tiny, tiny_tokenizer
 from transformers import GenerationConfig
 
 from forerun import Decoder
-from forerun.generation import Generation, Request
-from forerun.loading import load_model, load_pre_verifier
+from forerun.api.loading import load_model, load_pre_verifier
+from forerun.engine.sequence import Request, Sequence
+from forerun.heads.pre_verifier import UNKNOWN, law_of
+from forerun.heads.quick import QuickPreVerifier
 from forerun.methods import AR, Pacer, method
 from forerun.methods.pacer import PacerStop
-from forerun.model import CausalLM
-from forerun.nn.pre_verifier import UNKNOWN, law_of
-from forerun.nn.quick import QuickPreVerifier
-from forerun.params import SamplingParams
-from forerun.sampling import Sampler, Verdict
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.sampler import Sampler, Verdict
 from forerun.train.pre_verifier import Recipe, of_conversations, train_pre_verifier
 from forerun.train.rollout import FIELDS, roll_out
 from forerun.train.texts import Conversation, Texts, of_chats
@@ -49,10 +49,10 @@ def test_laws_in_decoding_are_those_of_training(
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
     asked: list[tuple[int, ...]] = []
-    told: list[Sequence[tuple[float, float]]] = []
+    told: list[abc.Sequence[tuple[float, float]]] = []
     law, begin = PacerStop.law, QuickPreVerifier.begin
 
-    def noted(self: PacerStop, seq: Generation) -> tuple[float, float]:
+    def noted(self: PacerStop, seq: Sequence) -> tuple[float, float]:
         asked.append(tuple(seq.tokens))
         return law(self, seq)
 
@@ -102,7 +102,7 @@ def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
     """As in a guard's pause. And a layer that does not see laws keeps none."""
     for names in (LAWS, ("history",)):
         policy = PacerStop(random_layer(inputs=names), torch.nn.Embedding(4, 4), 1, 9, 0.5)
-        seqs = [Generation(Request([1, 2], 30), id) for id in range(2)]
+        seqs = [Sequence(Request([1, 2], 30), id) for id in range(2)]
         for seq in seqs:
             policy.admit(seq)
         assert [policy.law(seq) for seq in seqs] == [UNKNOWN] * 2

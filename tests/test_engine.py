@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -18,14 +19,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
-from forerun.engine import Engine, QueueFullError, Step
+from forerun.engine.engine import Engine, QueueFullError, Step
+from forerun.engine.sequence import Request, Sequence
 from forerun.failures import TargetLostError
-from forerun.generation import Generation, Request
 from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
-from forerun.model import CausalLM
-from forerun.prefix import PrefixStore
-from forerun.sampling import Sampler
+from forerun.model.causal_lm import CausalLM
+from forerun.model.prefix_store import PrefixStore
+from forerun.sampling.sampler import Sampler
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
@@ -198,7 +199,7 @@ class NeverStops(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def failing(prompt: Sequence[int], how: str, greedy: bool) -> Request:
+def failing(prompt: abc.Sequence[int], how: str, greedy: bool) -> Request:
     if how == "processor":
         return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([Fails(len(prompt) + 6)])), seed=1)
     return Request(prompt, 20, Sampler(greedy), criteria=StoppingCriteriaList([NeverStops(len(prompt) + 6)]), seed=1)
@@ -271,7 +272,7 @@ def test_what_is_undone_is_no_output_to_learn_from() -> None:
     reasons: list[str | None] = []
     drop = engine.drafter.drop
 
-    def noted(seq: Generation) -> None:
+    def noted(seq: Sequence) -> None:
         reasons.append(seq.finish_reason)
         drop(seq)
 
@@ -391,7 +392,7 @@ def test_a_failure_that_comes_and_goes_ends_nobody() -> None:
     ids = [engine.add(Request(prompt, 12)) for prompt in PROMPTS]
     forward = engine.target.forward
 
-    def small(ids: Sequence[int], drafts: Any) -> Any:
+    def small(ids: abc.Sequence[int], drafts: Any) -> Any:
         if len(ids) > 2:
             raise MemoryError
         return forward(ids, drafts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from functools import cache
 
 import pytest
@@ -12,12 +12,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
-from forerun.draft import Draft
-from forerun.engine import Proposal
-from forerun.generation import Generation, Request
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Proposal
+from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Cumulative, Hybrid, Method, Pacer, Suffix
 from forerun.methods.ar import PlainDrafter
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 
 pytestmark = pytest.mark.versions
 
@@ -92,15 +92,15 @@ def test_greedy_output_equals_transformers(architecture: str, method: str, confi
 class KnowsTheAnswer(PlainDrafter):
     """Trees that hold the right continuation behind wrong siblings, so that what is accepted is never a prefix."""
 
-    def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
+    def __init__(self, outputs: abc.Sequence[abc.Sequence[int]]) -> None:
         self.outputs = outputs
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         return Proposal([self._tree(seq, self.outputs[seq.id][len(seq.output) :]) for seq in seqs])
 
-    def _tree(self, seq: Generation, answer: Sequence[int]) -> Draft:
+    def _tree(self, seq: Sequence, answer: abc.Sequence[int]) -> Draft:
         tokens, parents, right = [seq.tokens[-1]], [-1], 0
-        for token in answer[: min(1 + len(seq.tokens) % 4, seq.room - 1)]:
+        for token in answer[: min(1 + len(seq.tokens) % 4, seq.remaining - 1)]:
             wrong = [(token + shift) % VOCAB for shift in (1, 2)]
             tokens += [wrong[0], token, wrong[1], (token + 5) % VOCAB]
             parents += [right, right, right, len(tokens) - 4]  # the last is a child of the first wrong one

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from toys import ARCHITECTURES, tiny
 
-from forerun.model import CausalLM
-from forerun.runtime import prepare
-from forerun.runtime.family import FamilyForward
-from forerun.runtime.lean import lean_forward
-from forerun.runtime.native import library
-from forerun.runtime.native_family import NativeForward
-from forerun.runtime.recorded import Recorded
-from forerun.runtime.stored import store
+from forerun.backends import prepare
+from forerun.backends.family import FamilyForward
+from forerun.backends.lean import lean_forward
+from forerun.backends.native import library
+from forerun.backends.native_family import NativeForward
+from forerun.backends.recorded import Recorded
+from forerun.backends.stored import store
+from forerun.model.causal_lm import CausalLM
 
 PROMPT, CHAINS = [5, 6, 7, 8, 3, 2, 1], [[9, 4, 3], [3]]
 

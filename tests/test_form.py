@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ggufs import small, write
 
-import forerun.api
+import forerun.api.load
 from forerun.cli import form
 from forerun.cli.form import asked_form, check_form, form_of_kind
 from forerun.cli.generate import chat, generate
@@ -77,7 +77,7 @@ def test_output_follows_them(tmp_path: Path, capsys: Any) -> None:
 def test_bad_forms_are_refused_before_the_model_is_loaded(
     options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forerun.api, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(forerun.api.load, "load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=message) as error:
         generate("x", **options)
     assert "\n" not in str(error.value)

@@ -16,11 +16,11 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
-from forerun.gguf import find, gguf_config, gguf_tokenizer, load_gguf, reader
-from forerun.gguf.config import configuration
-from forerun.runtime.bits import Dense, quantise, stored
-from forerun.runtime.scores import scores
-from forerun.runtime.stored import StoredEmbedding, StoredLinear
+from forerun.backends.bits import Dense, quantise, stored
+from forerun.backends.gguf import find, gguf_config, gguf_tokenizer, load_gguf, reader
+from forerun.backends.gguf.config import configuration
+from forerun.backends.scores import scores
+from forerun.backends.stored import StoredEmbedding, StoredLinear
 
 HALF_STEP = 2**-8  # of bfloat16, relative to the number
 OWN = ("Q4_0", "Q4_1", "Q8_0")  # types whose blocks stay as they are

@@ -32,18 +32,19 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from benchmarks.baselines.lookahead import Lookahead
 from benchmarks.baselines.lookup import Lookup
-from forerun import Decoder, SamplingParams, formats
-from forerun.draft import Draft
-from forerun.engine import Drafter, Proposal
-from forerun.generation import Generation, Request
+from forerun import Decoder, SamplingParams
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Drafter, Proposal
+from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import Chain, ChainDrafter, FixedLength
-from forerun.model import CausalLM
-from forerun.sampling import Sampler, next_tokens
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling import response_format as formats
+from forerun.sampling.sampler import Sampler, next_tokens
 
 llguidance = pytest.importorskip("llguidance")
-grammar = pytest.importorskip("forerun.grammar")
+grammar = pytest.importorskip("forerun.sampling.grammar")
 
 FITS, BROKEN = 1e-4, 1e-6
 
@@ -111,7 +112,7 @@ class RandomTrees(PlainDrafter):
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         return Proposal([random_tree(9, 6, self.generator, root=seq.tokens[-1]) for seq in seqs])
 
 
@@ -127,7 +128,7 @@ class Blind(ChainDrafter):
         generators = [chain.seq.generator for chain in now]
         return next_tokens([Sampler(False)] * len(now), logits, lambda row: now[row].text(), generators)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         found = super().propose(seqs)
         if not self.cut:
             return found
@@ -352,7 +353,7 @@ def test_a_whole_text_ends_without_an_end_token(most: int, reason: str) -> None:
 
 def test_an_open_text_ends_where_the_model_ends_it() -> None:
     class EndsSoon(PlainDrafter):
-        def propose(self, seqs: list[Generation]) -> Proposal:
+        def propose(self, seqs: list[Sequence]) -> Proposal:
             return Proposal([Draft.chain(seq.tokens[-1], [1, END, 3]) for seq in seqs])
 
     table = torch.zeros(6, 6, 6)

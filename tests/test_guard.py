@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +17,16 @@ from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, rando
 import forerun
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
-from forerun.draft import Draft
-from forerun.engine import Drafter, Proposal, Step
-from forerun.generation import Generation, Request
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Drafter, Proposal, Step
+from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.methods.guard import CHECK, FIRST, LONGEST, SHARE, Guarded, Pace
+from forerun.methods.guard import CHECK, FIRST, LONGEST, SHARE, Guarded, SpeedTracker
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.model import CausalLM
-from forerun.sampling import Sampler, Verdict
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Sampler, Verdict
 
 GAMMA = 4
 TARGET = random_table(8, 5)
@@ -51,12 +51,14 @@ class Ticking(TableLM):
         super().__init__(table)
         self.clock, self.each, self.more, self.prompts = clock, each, more, 0
 
-    def prefill(self, tokens: Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
+    def prefill(self, tokens: abc.Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
         self.clock.now += self.each
         self.prompts += 1
         yield from super().prefill(tokens, chunk)
 
-    def _logits(self, ids: Sequence[int], trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    def _logits(
+        self, ids: abc.Sequence[int], trees: abc.Sequence[tuple[abc.Sequence[int], abc.Sequence[int]]]
+    ) -> list[Tensor]:
         self.clock.now += self.each + self.more * (max(len(tokens) for tokens, _ in trees) - 1)
         return super()._logits(ids, trees)
 
@@ -65,7 +67,7 @@ class Bench:
     """A target of one second a forward and a guarded draft beside it, over as many requests as wanted."""
 
     def __init__(self, draft: Tensor = NEVER, each: float = 0.25, gamma: int = GAMMA) -> None:
-        self.pace = Pace(Clock())
+        self.pace = SpeedTracker(Clock())
         clock = self.pace.clock
         assert isinstance(clock, Clock)
         self.clock, self.gamma = clock, gamma
@@ -79,7 +81,7 @@ class Bench:
         return steps
 
 
-def pauses(steps: Sequence[Step]) -> list[int]:
+def pauses(steps: abc.Sequence[Step]) -> list[int]:
     """Lengths of the runs of plain steps before, between and behind drafting ones."""
     runs = [0]
     for step in steps:
@@ -143,7 +145,7 @@ def test_state_survives_calls_and_a_new_text_waits_half_as_long() -> None:
     bench.call(200)
     wait, prompts = bench.pace.wait, bench.draft.prompts
     assert wait > 20
-    bench.pace.hold(wait)
+    bench.pace.pause(wait)
     steps = bench.call(wait - wait // 2)
     assert not any(step.drafted for step in steps)
     # The draft has not even run the prompt of that call.
@@ -186,7 +188,7 @@ def test_a_single_slow_step_decides_nothing() -> None:
     assert calls > 20 and sum(not step.drafted for step in steps) <= 1
 
 
-def by_number(rows: Iterable[Sequence[Step]]) -> list[list[Step]]:
+def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:
     """The steps that shared a forward, in their order."""
     found: dict[int, list[Step]] = {}
     for step in (step for steps in rows for step in steps):
@@ -217,29 +219,29 @@ def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
 
 def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
     def left(*rows: int) -> int:
-        pace = Pace(Clock())
-        pace.hold(128)
+        pace = SpeedTracker(Clock())
+        pace.pause(128)
         for count in rows:
             pace.begin(count)
         return pace.wait
 
     assert [left(1), left(2), left(16), left(*[16] * 16)] == [64, 96, 124, 92]
     # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
-    pace = Pace(Clock())
-    pace.hold(100)
+    pace = SpeedTracker(Clock())
+    pace.pause(100)
     guarded = Guarded(Bursts(9), pace)
-    seqs = [Generation(Request([0], 9), id) for id in range(3)]
+    seqs = [Sequence(Request([0], 9), id) for id in range(3)]
     for seq in seqs:
         list(guarded.admit(seq, None, 8))
     assert pace.wait == 50  # the first took all that may be taken off
     guarded.drop(seqs[0])
-    pace.hold(60)
-    list(guarded.admit(Generation(Request([0], 9), 7), None, 8))
+    pace.pause(60)
+    list(guarded.admit(Sequence(Request([0], 9), 7), None, 8))
     assert pace.wait == 50
 
 
 def test_greedy_and_sampled_steps_have_paces_of_their_own() -> None:
-    greedy, sampled = Pace(Clock()), Pace(Clock())
+    greedy, sampled = SpeedTracker(Clock()), SpeedTracker(Clock())
     drafter = Guarded(ChainDrafter(TableLM(NEVER), FixedLength(2)), greedy, sampled)
     rows = decode(TableLM(TARGET), drafter, [Request([0], 2, Sampler(False)), Request([0], 5)])
     # Two steps of two rows are the first looks of one, the rest those of the other; the last has no room for a draft.
@@ -252,16 +254,16 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     class OneByOne(TableLM):
         busy = False
 
-        def prefill(self, tokens: Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
+        def prefill(self, tokens: abc.Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
             assert not self.busy
             self.busy = True
             yield from super().prefill(tokens, chunk)
             self.busy = False
 
     guarded = Guarded(ChainDrafter(OneByOne(TARGET), FixedLength(2)), Scheduled(lambda: True, True))
-    late, prompt = Generation(Request([0, 1, 2], 9), 0), Generation(Request([3, 2, 1, 0, 1, 2], 9), 1)
+    late, prompt = Sequence(Request([0, 1, 2], 9), 0), Sequence(Request([3, 2, 1, 0, 1, 2], 9), 1)
     assert not list(guarded.admit(late, None, 2)) and guarded.paces[True].paused
-    guarded.paces[True].hold(0)
+    guarded.paces[True].pause(0)
     admission = iter(guarded.admit(prompt, None, 2))
     assert next(admission) == 2
     proposal = guarded.propose([late])
@@ -283,7 +285,7 @@ def test_a_draft_that_is_late_is_charged() -> None:
     bench = Bench()
     bench.call(200)
     failures = bench.pace.failures
-    bench.pace.hold(2)
+    bench.pace.pause(2)
     bench.draft.each = 5.0
     steps = bench.call(20)
     # The first trial ends at once, with a step that counts as twice as long as those before, and the prompt.
@@ -295,54 +297,54 @@ def test_a_draft_that_is_late_is_charged() -> None:
 
 def test_prompts_of_drafts_have_to_be_earned() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = SpeedTracker(clock)
 
     class Slow(PlainDrafter):
-        def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
             clock.now += 3
             yield 1
             clock.now += 2
 
     guarded = Guarded(Slow(), pace)
     for id in range(2):  # nothing is known of steps of one row when the first one comes
-        for _ in guarded.admit(Generation(Request([0], 9), id), None, 8):
+        for _ in guarded.admit(Sequence(Request([0], 9), id), None, 8):
             clock.now += 100  # steps of others
-        pace.saw(2, 2, 0.5, drafted=False)
+        pace.record(2, 2, 0.5, drafted=False)
     assert pace._earned == -5 / 0.5
     # What was lost so counts when drafting fails: a pause of 16 times as much.
     pace.failures = 1
-    pace.saw(2, 2, 1.0, drafted=True)
+    pace.record(2, 2, 1.0, drafted=True)
     assert pace.wait == (10 + 1) * FIRST
 
 
 def test_prompts_of_a_pause_are_no_loss_of_drafting() -> None:
     """Heads run every prompt as its states come, so the time is spent whether drafting is tried again or not."""
     clock = Clock()
-    pace = Pace(clock)
+    pace = SpeedTracker(clock)
 
     class Head(PlainDrafter):
         wants_hidden = True
 
-        def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
             clock.now += 3
             return ()
 
-    pace.saw(1, 1, 1.0, drafted=False)
-    pace.hold(4)
+    pace.record(1, 1, 1.0, drafted=False)
+    pace.pause(4)
     guarded = Guarded(Head(), pace)
-    list(guarded.admit(Generation(Request([0], 9), 0), None, 8))
+    list(guarded.admit(Sequence(Request([0], 9), 0), None, 8))
     assert pace.paused and pace._earned == 0
 
 
 def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
     def behind(tokens: int, late: float) -> int:
-        pace = Pace(Clock())
+        pace = SpeedTracker(Clock())
         pace.failures = 4
-        pace.saw(1, 1, 1.0, drafted=False)
+        pace.record(1, 1, 1.0, drafted=False)
         pace.charge(1, late, late=True)
-        pace.saw(1, tokens, 1.0, drafted=True)
+        pace.record(1, tokens, 1.0, drafted=True)
         for seconds in (1.5, 9.0, 9.0):  # of which no more counts than twice what is usual
-            pace.saw(1, 0, seconds, drafted=True)
+            pace.record(1, 0, seconds, drafted=True)
         assert pace.paused
         return pace.failures
 
@@ -355,11 +357,11 @@ class Bursts(PlainDrafter):
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts = []
         for seq in seqs:
             text = [0, *seq.tokens]
-            for _ in range(min(GAMMA, seq.room - 1)):
+            for _ in range(min(GAMMA, seq.remaining - 1)):
                 text.append(int(TARGET[text[-2], text[-1]].argmax()))
             says = len(seq.tokens) // self.length % 2
             drafts.append(Draft.chain(seq.tokens[-1], text[len(seq.tokens) + 1 :] if says else []))
@@ -367,7 +369,7 @@ class Bursts(PlainDrafter):
 
 
 def test_bursts_are_taken_whole_and_silence_costs_nothing() -> None:
-    pace = Pace(Clock())
+    pace = SpeedTracker(Clock())
     assert isinstance(pace.clock, Clock)
     target = Ticking(TARGET, pace.clock, 1.0, 0.1)
 
@@ -382,7 +384,7 @@ def test_bursts_are_taken_whole_and_silence_costs_nothing() -> None:
 
 def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs() -> None:
     """So no step of its silence is called a draft, whatever it takes, and none is spent on a look."""
-    pace = Pace(Clock())
+    pace = SpeedTracker(Clock())
     assert isinstance(pace.clock, Clock)
     target = Ticking(TARGET, pace.clock, 1.0)
     decode(target, Guarded(Bursts(10_000), pace), [Request([0], 50)])
@@ -401,12 +403,12 @@ class Recorder(ChainDrafter):
         self.admitted: list[int] = []
         self.observed: list[tuple[int, bool]] = []
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self.admitted.append(len(seq.output))
         yield from super().admit(seq, hidden, chunk)
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
         self.observed.append((max(draft.drafted for draft in drafts), hidden is not None))
@@ -415,7 +417,7 @@ class Recorder(ChainDrafter):
             assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
 
 
-class Scheduled(Pace):
+class Scheduled(SpeedTracker):
     """Drafts where it is told to, with time at random."""
 
     def __init__(self, draw: Callable[[], bool], pauses: bool, seed: int = 0) -> None:
@@ -458,7 +460,7 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
         assert not draft.rows
     # The real pace, under a clock that jumps.
     ticks = random.Random(data.draw(st.integers(0, 99)))
-    pace = Pace(lambda: ticks.expovariate(1.0))  # which goes backwards as well
+    pace = SpeedTracker(lambda: ticks.expovariate(1.0))  # which goes backwards as well
     for _ in range(2):
         assert outputs(Guarded(Recorder(draft, FixedLength(3)), pace)) == expected
 
@@ -494,13 +496,13 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
     target, draft, prompt, new = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1], 5
-    generator, pace = torch.Generator().manual_seed(0), Pace(Clock())
+    generator, pace = torch.Generator().manual_seed(0), SpeedTracker(Clock())
     assert isinstance(pace.clock, Clock)
     models = Ticking(target, pace.clock, 1.0), Ticking(draft, pace.clock, 0.35)
     outputs, drafted = [], []
     for _ in range(2000):
         pace.wait = min(pace.wait, 3)
-        drafter = Guarded(ChainDrafter(models[1], FixedLength(2)), Pace(pace.clock), pace)
+        drafter = Guarded(ChainDrafter(models[1], FixedLength(2)), SpeedTracker(pace.clock), pace)
         (steps,) = decode(models[0], drafter, [Request(prompt, new, Sampler(False), generator=generator)])
         drafted += [step.drafted > 0 for step in steps]
         outputs.append(tokens_of(steps)[:3])
@@ -517,7 +519,7 @@ def jumpy(decoder: Decoder, seed: int) -> Decoder:
         return now[0]
 
     class Paces(dict):  # type: ignore[type-arg]
-        def setdefault(self, key: Any, default: Pace) -> Pace:
+        def setdefault(self, key: Any, default: SpeedTracker) -> SpeedTracker:
             default.clock = clock
             return super().setdefault(key, default)
 
@@ -601,7 +603,7 @@ def test_transformers_generate(sample: bool) -> None:
         options = {"max_new_tokens": 8, "do_sample": sample, "pad_token_id": 0, "draft": draft, "guard": guard}
         torch.manual_seed(0)
         target.generate(prompt, custom_generate=forerun.custom_generate, **options)
-        decoder = vars(target)[forerun.hf._KEPT].decoder
+        decoder = vars(target)[forerun.api.custom_generate._KEPT].decoder
         assert any(pace._looks for pace in decoder._paces.values()) == expected
         for pace in decoder._paces.values():
             pace._looks = 0
@@ -615,7 +617,7 @@ class Looking(LengthPolicy, StopRule):
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self
 
     def more(self, state: DraftState) -> list[bool]:
@@ -623,7 +625,7 @@ class Looking(LengthPolicy, StopRule):
         return [state.depth < 3] * len(state.tokens)
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         assert hidden is not None and [len(each) for each in hidden] == [len(draft) for draft in drafts]
         self.seen.append(tuple(draft.drafted for draft in drafts))

@@ -33,11 +33,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import forerun
-from forerun.compat import CACHE_NAMES, cache_argument
-from forerun.hf import _KEPT
+from forerun.api.custom_generate import _KEPT
+from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import SD, Cumulative, Pacer
-from forerun.model import CausalLM
-from forerun.nn.pre_verifier import PreVerifier
+from forerun.model.causal_lm import CausalLM
+from forerun.model.compat import CACHE_NAMES, cache_argument
 
 pytestmark = pytest.mark.versions
 
@@ -131,7 +131,7 @@ def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, asked = tiny("llama"), []
-    monkeypatch.setattr("forerun.decoder.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
+    monkeypatch.setattr("forerun.api.decoder.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
     wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft()).tolist()
     layer().save_pretrained(tmp_path)
     for method, given in (("pacer", layer()), ("pacer", tmp_path), (None, str(tmp_path))):

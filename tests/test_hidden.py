@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,15 @@ from toys import decode, p_value, random_head, tiny, tiny_tokenizer, tokens_of
 
 import forerun
 from forerun import Decoder
-from forerun.costs import Costs
-from forerun.draft import Draft
-from forerun.generation import Generation, Request
-from forerun.loading import load_head
+from forerun.api.loading import load_head
+from forerun.backends.costs import head_costs
+from forerun.backends.heads import HiddenLM, head_rows
+from forerun.backends.lean import lean_forward
+from forerun.backends.recorded import Recorded
+from forerun.engine.costs import Costs
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Request, Sequence
+from forerun.heads.heads import HiddenDrafter, hot_set
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.beams import grow
@@ -28,13 +34,8 @@ from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
 from forerun.methods.split import Split
-from forerun.model import CausalLM
-from forerun.nn.heads import HiddenDrafter, hot_set
-from forerun.runtime.costs import head_costs
-from forerun.runtime.heads import HiddenLM, head_rows
-from forerun.runtime.lean import lean_forward
-from forerun.runtime.recorded import Recorded
-from forerun.sampling import Sampler, Verdict
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Sampler, Verdict
 from forerun.zoo.quantise import save_quantised
 
 EVEN = torch.arange(3)
@@ -48,7 +49,7 @@ def features_of(target: CausalLM, tokens: list[int], feature: str = "head") -> T
     return heard[0][0]
 
 
-def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: Sequence[int] | None, chunk: int = 64) -> int:
+def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[int] | None, chunk: int = 64) -> int:
     return sum(head.prefill(id, features, tokens, chunk))
 
 
@@ -159,7 +160,7 @@ def test_token_information_that_is_too_large_for_a_table(monkeypatch: pytest.Mon
     target = CausalLM(tiny("llama"))
     head, tokens = random_head(target), torch.tensor([[3, 5], [1, 3]])
     table = HiddenLM(head, target, few=False).information(tokens)
-    monkeypatch.setattr("forerun.runtime.information.LARGEST_TABLE", 0)
+    monkeypatch.setattr("forerun.backends.information.LARGEST_TABLE", 0)
     torch.testing.assert_close(HiddenLM(head, target, few=False).information(tokens), table)
 
 
@@ -211,14 +212,14 @@ class TellingHead:
     def guesses(self, id: int, count: int, most: int) -> bool:
         return False
 
-    def __init__(self, seqs: Sequence[Generation]) -> None:
+    def __init__(self, seqs: abc.Sequence[Sequence]) -> None:
         self.curves = [[0.0, 1.0, 0.9]]
         self.seqs = {seq.id: seq for seq in seqs}
         self.lengths: dict[int, int] = {}
         self.runs = 0
 
     def prefill(
-        self, id: int, features: Tensor, tokens: Sequence[int] | None, chunk: int, reserve: int
+        self, id: int, features: Tensor, tokens: abc.Sequence[int] | None, chunk: int, reserve: int
     ) -> Iterator[int]:
         self.lengths[id] = 0
         assert tokens is not None and reserve >= self.seqs[id].limit
@@ -227,7 +228,9 @@ class TellingHead:
             yield len(features[start : start + chunk])
         self.runs = 0
 
-    def extend(self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> Tensor:
+    def extend(
+        self, ids: abc.Sequence[int], states: abc.Sequence[Tensor], tokens: abc.Sequence[abc.Sequence[int]]
+    ) -> Tensor:
         self.runs += 1
         for id, own, behind in zip(ids, states, tokens, strict=True):
             places = [int(state) for state in own[:, 0]]
@@ -239,7 +242,7 @@ class TellingHead:
     def length(self, id: int) -> int:
         return self.lengths[id]
 
-    def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+    def crop(self, ids: abc.Sequence[int], lengths: abc.Sequence[int]) -> None:
         self.lengths |= zip(ids, lengths, strict=True)
 
     def drop(self, id: int) -> None:
@@ -258,7 +261,7 @@ class TellingLyanna(TellingHead):
     def predicted(self, state: Tensor) -> Tensor:
         return state % 100 + 1 + 100 * self.runs
 
-    def roll(self, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
+    def roll(self, ids: abc.Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
         for id in ids:
             self.lengths[id] += steps
         return [states + k for k in range(1, steps + 1)]
@@ -269,7 +272,7 @@ class TellingLyanna(TellingHead):
     def information(self, tokens: Tensor) -> Tensor:
         return self.bigrams[tokens]
 
-    def chain(self, token: int, logits: Sequence[Tensor]) -> list[int]:
+    def chain(self, token: int, logits: abc.Sequence[Tensor]) -> list[int]:
         """The tokens that such logits give behind a token."""
         found = [token]
         for own in logits:
@@ -277,12 +280,12 @@ class TellingLyanna(TellingHead):
         return found[1:]
 
 
-def admit(drafter: HeadDrafter, seq: Generation, chunk: int = 2) -> list[int]:
+def admit(drafter: HeadDrafter, seq: Sequence, chunk: int = 2) -> list[int]:
     positions = torch.arange(len(seq.tokens) - 1, dtype=torch.float64)[:, None]
     return list(drafter.admit(seq, positions, chunk))
 
 
-def answer(drafter: HeadDrafter, seq: Generation, draft: Draft, path: list[int], token: int) -> None:
+def answer(drafter: HeadDrafter, seq: Sequence, draft: Draft, path: list[int], token: int) -> None:
     """The target accepts a path of nodes and goes on with a token."""
     begun = len(seq.tokens) - 1
     hidden = torch.full((len(draft), 1), -1.0, dtype=torch.float64)
@@ -291,11 +294,11 @@ def answer(drafter: HeadDrafter, seq: Generation, draft: Draft, path: list[int],
     drafter.observe([seq], [draft], [Verdict(path, token, len(path), True)], [hidden])
 
 
-def sequence(tokens: Sequence[int], id: int = 0, new: int = 30, **request: Any) -> Generation:
-    return Generation(Request(list(tokens), new, **request), id)
+def sequence(tokens: abc.Sequence[int], id: int = 0, new: int = 30, **request: Any) -> Sequence:
+    return Sequence(Request(list(tokens), new, **request), id)
 
 
-def lyanna(seqs: Sequence[Generation], reuse: str, width: int = 1, **settings: Any) -> LyannaDrafter:
+def lyanna(seqs: abc.Sequence[Sequence], reuse: str, width: int = 1, **settings: Any) -> LyannaDrafter:
     head: Any = TellingLyanna(seqs)
     return LyannaDrafter(head, DEPTH, width, 12 if width > 1 else DEPTH, reuse, **settings)
 
@@ -404,7 +407,7 @@ def test_neighbours_change_nothing() -> None:
         # The run that a state is from depends on neighbours, the position and the tokens do not.
         drafter.head.table = TellingLyanna.table[:1].expand(99, -1, -1)  # type: ignore[attr-defined]
         found: dict[int, list[list[int]]] = {id: [] for id in chosen}
-        running: list[Generation] = []
+        running: list[Sequence] = []
         for step in range(8):
             come = [seqs[id] for id in chosen if id % 4 == step]
             for seq in come:
@@ -436,7 +439,7 @@ class TellingEagle(TellingHead):
         self.kept: list[Tensor] = []
         return torch.ones_like(state)
 
-    def branch(self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
+    def branch(self, ids: abc.Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
         found = states * VOCAB + tokens[..., None]
         self.kept.append(found[..., 0])
         kept = torch.cat(self.kept, -1)  # [B, P + w]
@@ -773,7 +776,7 @@ def test_reused_logits_are_those_of_the_earlier_step(feature: str) -> None:
     seen: list[tuple[int, int, Tensor]] = []
 
     class Watched(LyannaDrafter):
-        def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
+        def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
             old, (seq,) = self.old.get(seqs[0].id), seqs
             if old is not None:
                 texts.append(list(seq.tokens))
@@ -826,7 +829,7 @@ def test_requests_of_all_modes_in_one_batch(way: str) -> None:
         Request(prompt, 7 + 5 * i, **mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]
     ]
 
-    def run(requests: Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
+    def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
         decoder = Decoder(target, None, None, chosen, guard=False, head=head)
         decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
         drafter = decoder.engine.drafter

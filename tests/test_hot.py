@@ -11,10 +11,10 @@ from toys import COSTS, noisy_copy, p_value, random_layer, tiny, tiny_tokenizer
 
 import forerun
 from forerun import Decoder
+from forerun.backends.hot import HOT_FILE, HotHead, hot_tokens, prepare_draft, save_hot
+from forerun.backends.stored import store
 from forerun.methods import method
-from forerun.model import CausalLM
-from forerun.runtime.hot import HOT_FILE, HotHead, hot_tokens, prepare_draft, save_hot
-from forerun.runtime.stored import store
+from forerun.model.causal_lm import CausalLM
 
 PROMPTS = [[1, 2, 3, 9, 2], [30, 31, 4], [7]]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from math import log, prod, sqrt
 
 import pytest
@@ -31,16 +32,16 @@ from forerun import Decoder
 from forerun.bench.datasets import Prompt
 from forerun.bench.plan import Plan, parse_methods
 from forerun.bench.session import bench
-from forerun.draft import Draft
-from forerun.engine import Engine, Step
-from forerun.generation import Generation, Request
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Engine, Step
+from forerun.engine.sequence import Request, Sequence
+from forerun.engine.stats import summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts, method
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.metrics import summarise
-from forerun.model import CausalLM
-from forerun.probabilities import argmax_of, entropies
-from forerun.sampling import Sampler, Verdict
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.probabilities import argmax_of, entropies
+from forerun.sampling.sampler import Sampler, Verdict
 
 V, FITS = 8, 1e-4
 TARGET = random_table(V, 1, 1.3)
@@ -59,7 +60,7 @@ ORACLES: dict[str, Method] = {"oracle": Oracle(), "seeing-oracle": SeeingOracle(
 ALL = RULES | ORACLES
 
 
-def requests(sampler: Sampler, limits: Sequence[int] = LIMITS, **options) -> list[Request]:
+def requests(sampler: Sampler, limits: abc.Sequence[int] = LIMITS, **options) -> list[Request]:
     """One of each prompt, each with as much room as its limit says."""
     return [
         Request(
@@ -69,8 +70,8 @@ def requests(sampler: Sampler, limits: Sequence[int] = LIMITS, **options) -> lis
     ]
 
 
-def sequences(count: int) -> list[Generation]:
-    return [Generation(Request(prompt, 30), id) for id, prompt in enumerate(PROMPTS[:count])]
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence(Request(prompt, 30), id) for id, prompt in enumerate(PROMPTS[:count])]
 
 
 def plain(asked: Iterable[Request]) -> list[list[int]]:
@@ -90,7 +91,7 @@ def built(chosen: Method, truth: Truth | None = None) -> ChainDrafter:
     return drafter
 
 
-def run(drafter: ChainDrafter, asked: Sequence[Request]) -> list[list[Step]]:
+def run(drafter: ChainDrafter, asked: abc.Sequence[Request]) -> list[list[Step]]:
     rows = decode(TableLM(TARGET), drafter, asked)
     # Nothing is left of sequences that have ended.
     states = [state for state in vars(drafter.policy).values() if isinstance(state, dict)]
@@ -98,7 +99,7 @@ def run(drafter: ChainDrafter, asked: Sequence[Request]) -> list[list[Step]]:
     return rows
 
 
-def waste(rows: Sequence[Sequence[Step]]) -> set[int]:
+def waste(rows: abc.Sequence[abc.Sequence[Step]]) -> set[int]:
     """How many tokens were drafted for nothing."""
     return {step.drafted - step.accepted for row in rows for step in row}
 
@@ -121,20 +122,20 @@ class Watched(LengthPolicy):
     def drafts(self) -> dict[int, list[tuple[list[int], int, int]]]:
         return {id: [draft for own, *draft in self.seen if own == id] for id, *_ in self.seen}
 
-    def admit(self, seq: Generation) -> None:
+    def admit(self, seq: Sequence) -> None:
         self.policy.admit(seq)
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.policy.drop(seq)
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         rule = self.policy.begin(seqs, rows)
         if not self.hasty:
             return Slow(rule)
         return rule
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         self.policy.observe(seqs, drafts, verdicts, hidden)
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
@@ -142,7 +143,7 @@ class Watched(LengthPolicy):
             self.seen.append((seq.id, draft.tokens, verdict.accepted, seq.limit))
 
 
-def distributions(text: Sequence[int], drafted: Sequence[int], sampler: Sampler) -> list[torch.Tensor]:
+def distributions(text: abc.Sequence[int], drafted: abc.Sequence[int], sampler: Sampler) -> list[torch.Tensor]:
     """The draft's distribution of each drafted token, from its table."""
     text = [0, *text]
     found = []
@@ -162,7 +163,7 @@ class Rule:
     def __init__(self, name: str) -> None:
         self.name, self.threshold, self.rate, self.length = name, 0.5, 0.9, 3
 
-    def more(self, tokens: Sequence[int], found: Sequence[torch.Tensor]) -> bool:
+    def more(self, tokens: abc.Sequence[int], found: abc.Sequence[torch.Tensor]) -> bool:
         probabilities = [float(each[token]) for each, token in zip(found, tokens, strict=True)]
         if self.name == "heuristic":
             return len(tokens) < self.length
@@ -188,7 +189,7 @@ class Rule:
 SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(False), "top-p": Sampler(False, TOP_P)}
 
 
-def check(name: str, prompt: Sequence[int], output: Sequence[int], drafts, sampler: Sampler) -> set[int]:
+def check(name: str, prompt: abc.Sequence[int], output: abc.Sequence[int], drafts, sampler: Sampler) -> set[int]:
     """Every draft of a sequence ends where the rule says; the lengths of the drafts."""
     rule, text, at, lengths = Rule(name), [*prompt, *output], len(prompt), set()
     for (root, *drafted), accepted, limit in drafts:
@@ -290,7 +291,7 @@ def verdict(accepted: int, drafted: int) -> Verdict:
     return Verdict(list(range(accepted + 1)), 0, min(accepted + 1, drafted), accepted < drafted)
 
 
-def judged(policy: LengthPolicy, seqs: Sequence[Generation], *rows: tuple[int, int]) -> None:
+def judged(policy: LengthPolicy, seqs: abc.Sequence[Sequence], *rows: tuple[int, int]) -> None:
     """Verdicts (accepted, drafted) of each sequence."""
     drafts = [Draft.chain(0, [0] * drafted) for _, drafted in rows]
     policy.observe(seqs, drafts, [verdict(*row) for row in rows], None)
@@ -337,7 +338,7 @@ def test_the_heuristic_schedule() -> None:
     for seq in seqs[:2]:
         policy.admit(seq)
 
-    def lengths(*asked: Generation) -> list[int]:
+    def lengths(*asked: Sequence) -> list[int]:
         rule, going = policy.begin(asked, len(asked)), dict.fromkeys((seq.id for seq in asked), 0)
         for depth in range(1, 20):
             on = rule.more(DraftState(asked, [[0] * depth] * len(asked), torch.zeros(len(asked), V)))
@@ -429,7 +430,7 @@ def test_the_truth_is_remembered_and_enlarged_where_it_is_too_short(name: str, m
     find = truth.find
     truth.find = lambda seq: asked.append("target") or find(seq)
 
-    def outputs(limits: Sequence[int], **options) -> tuple[list[list[int]], tuple[int, int], int]:
+    def outputs(limits: abc.Sequence[int], **options) -> tuple[list[list[int]], tuple[int, int], int]:
         """The output, how often target and draft were asked for it beforehand, and the most rejected tokens."""
         asked.clear()
         rows = run(built(ALL[name], truth), requests(Sampler(), limits, **options))
@@ -550,12 +551,12 @@ def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
         decoder.generate([1, 2, 3], temperature=1.0)
     assert ALL[name].greedy_only and not SD().greedy_only
     drafter = built(ALL[name])
-    seq = Generation(requests(Sampler(False))[0])
+    seq = Sequence(requests(Sampler(False))[0])
     with pytest.raises(ValueError, match=r"greedy decoding alone .* changes the distribution"):
         list(drafter.admit(seq, None, 8))
     drafter.drop(seq)
     with pytest.raises(ValueError, match="nothing finds it"):
-        list(built(ALL[name], Truth()).admit(Generation(requests(Sampler())[0]), None, 8))
+        list(built(ALL[name], Truth()).admit(Sequence(requests(Sampler())[0]), None, 8))
 
 
 @pytest.mark.parametrize(

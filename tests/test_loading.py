@@ -25,17 +25,18 @@ from transformers import (
 )
 
 import forerun
-from forerun import Decoder, loading
-from forerun.claims import check_model
+from forerun import Decoder
+from forerun.api import loading
+from forerun.api.loading import check_tokenizers, load_config, load_head, load_model, load_pre_verifier
 from forerun.cli import main
-from forerun.generation import Generation, Request
-from forerun.loading import check_tokenizers, load_config, load_head, load_model, load_pre_verifier
+from forerun.engine.sequence import Request, Sequence
+from forerun.heads.heads import HiddenDrafter
+from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, SD
 from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.model import CausalLM
-from forerun.nn.heads import HiddenDrafter
-from forerun.nn.pre_verifier import PreVerifier
-from forerun.sampling import Sampler
+from forerun.model.causal_lm import CausalLM
+from forerun.model.claims import check_model
+from forerun.sampling.sampler import Sampler
 from forerun.zoo.quantise import WEIGHTS, save_quantised
 
 PROMPTS = ["the cat sat", "def add(a", "for"]
@@ -155,7 +156,7 @@ def test_distributions_of_a_draft_have_the_targets_length_and_no_mass_where_it_h
     base = tiny("llama", vocab=300)
     for size, theirs in ((320, 300), (300, 320)):
         drafter = ChainDrafter(CausalLM(resized(base, theirs)), FixedLength(3), size)
-        seq = Generation(Request([5, 6, 7], 20, Sampler(greedy=False)))
+        seq = Sequence(Request([5, 6, 7], 20, Sampler(greedy=False)))
         assert sum(drafter.admit(seq, None, 8)) == 2
         q = drafter.propose([seq]).drafts[0].q
         assert q is not None and q.shape == (3, size)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.baselines.lookup import LookupDrafter
-from forerun.generation import Generation, Request
+from forerun.engine.sequence import Request, Sequence
 
 
 def proposed(tokens: list[int], gamma: int = 6, ngram: int = 3, room: int = 20) -> list[int]:
-    seq = Generation(Request(tokens, room))
+    seq = Sequence(Request(tokens, room))
     drafter = LookupDrafter(gamma, ngram)
     drafter.admit(seq, None, 8)
     return drafter.propose([seq]).drafts[0].tokens[1:]
@@ -39,7 +39,7 @@ def test_the_room_limits_the_draft() -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 4))
 def test_indexing_token_by_token_equals_indexing_at_once(tokens: list[int], begin: int, ngram: int) -> None:
     """Beside another sequence, which comes and goes."""
-    seq, other = Generation(Request(tokens[:begin], 100), 0), Generation(Request([3, 2, 1, 0], 9), 1)
+    seq, other = Sequence(Request(tokens[:begin], 100), 0), Sequence(Request([3, 2, 1, 0], 9), 1)
     drafter = LookupDrafter(6, ngram)
     drafter.admit(seq, None, 8)
     for count, token in enumerate(tokens[begin:]):

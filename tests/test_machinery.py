@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from benchmarks.baselines.lookahead import Lookahead
 from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
-from forerun.api import Completion
-from forerun.costs import Costs
-from forerun.engine import Proposal
+from forerun.api.load import Completion
+from forerun.backends.heads import head_rows
+from forerun.engine.costs import Costs
+from forerun.engine.engine import Proposal
+from forerun.engine.stats import Stats, total
 from forerun.methods import AR, Eagle, Lyanna, Method, Ouroboros, Pacer, PacerLyanna, PacerOuroboros
 from forerun.methods.ar import PlainDrafter
-from forerun.metrics import Stats, total
-from forerun.model import CausalLM
-from forerun.runtime.heads import head_rows
+from forerun.model.causal_lm import CausalLM
 from forerun.train.head import measure
 from forerun.train.labels import label
 from forerun.train.texts import of_windows

@@ -35,9 +35,9 @@ from transformers import (
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
-from forerun.draft import Draft
-from forerun.model import CausalLM, fingerprint, same_model
-from forerun.runtime import prepare
+from forerun.backends import prepare
+from forerun.engine.draft import Draft
+from forerun.model.causal_lm import CausalLM, fingerprint, same_model
 
 
 @torch.inference_mode()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,19 +17,19 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
-from forerun.draft import Draft
-from forerun.engine import Engine
-from forerun.generation import Generation, Request
+from forerun.backends import prepare
+from forerun.backends.family import FamilyForward
+from forerun.backends.heads import HiddenLM
+from forerun.backends.stored import store
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import Proposal
 from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
-from forerun.model import CausalLM
-from forerun.probabilities import best_of
-from forerun.runtime import prepare
-from forerun.runtime.family import FamilyForward
-from forerun.runtime.heads import HiddenLM
-from forerun.runtime.stored import store
-from forerun.sampling import Sampler, accept, accept_greedy
-from forerun.steps import Proposal
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.probabilities import best_of
+from forerun.sampling.sampler import Sampler, accept, accept_greedy
 
 POISON = 62  # a token whose embedding is NaN
 BAD = [5, 6, POISON, *range(7, 40)]
@@ -74,14 +75,14 @@ def engine_of(target: CausalLM, prefix_bytes: int = 0, **options: Any) -> Engine
     return Engine(target.fresh(prefix_bytes), PlainDrafter(), **options)
 
 
-def outputs(engine: Engine, prompts: Sequence[Sequence[int]], length: int = 12) -> list[list[int]]:
+def outputs(engine: Engine, prompts: abc.Sequence[abc.Sequence[int]], length: int = 12) -> list[list[int]]:
     ids = [engine.add(Request(prompt, length)) for prompt in prompts]
     steps = drain(engine)
     assert all(steps[id][-1].finish_reason == "length" for id in ids)
     return [tokens_of(steps[id]) for id in ids]
 
 
-def solo(target: CausalLM, prompts: Sequence[Sequence[int]], length: int = 12) -> list[list[int]]:
+def solo(target: CausalLM, prompts: abc.Sequence[abc.Sequence[int]], length: int = 12) -> list[list[int]]:
     return [outputs(engine_of(target), [prompt], length)[0] for prompt in prompts]
 
 
@@ -108,9 +109,9 @@ class Fixed(PlainDrafter):
     def __init__(self, first: int, tokens: list[int]) -> None:
         self.first, self.tokens = first, tokens
 
-    def propose(self, seqs: Sequence[Generation]) -> Proposal:
+    def propose(self, seqs: abc.Sequence[Sequence]) -> Proposal:
         drafts = [
-            Draft.chain(seq.tokens[-1], self.tokens[: seq.room - 1] if seq.tokens[0] == self.first else [])
+            Draft.chain(seq.tokens[-1], self.tokens[: seq.remaining - 1] if seq.tokens[0] == self.first else [])
             for seq in seqs
         ]
         return Proposal(drafts)

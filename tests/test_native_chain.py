@@ -13,19 +13,19 @@ from toys import BASELINES, COSTS, p_value, random_layer
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from forerun import Decoder
-from forerun.generation import Generation, Request
+from forerun.backends.costs import measure_costs
+from forerun.backends.hot import HotHead, prepare_draft
+from forerun.backends.native_chain import LONGEST, PENDING, NativeChain, native_chain
+from forerun.backends.scores import draft_head
+from forerun.backends.stored import store
+from forerun.backends.tiles import has_tiles
+from forerun.engine.sequence import Request, Sequence
 from forerun.methods import Parts, method
 from forerun.methods.chain import Chain, ChainDrafter, FixedLength
 from forerun.methods.confidence import ProductRule
-from forerun.model import CausalLM
-from forerun.races import FLOOR, Races
-from forerun.runtime.costs import measure_costs
-from forerun.runtime.hot import HotHead, prepare_draft
-from forerun.runtime.native_chain import LONGEST, PENDING, NativeChain, native_chain
-from forerun.runtime.scores import draft_head
-from forerun.runtime.stored import store
-from forerun.runtime.tiles import has_tiles
-from forerun.sampling import Drawing, Law, Sampler
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution
+from forerun.sampling.seeded import FLOOR, SeededStream
 
 pytestmark = pytest.mark.skipif(not has_tiles(), reason="this machine has no kernels of ours")
 
@@ -42,7 +42,7 @@ def small(name: str = "llama", kind: str = "int8", hot: bool = False) -> CausalL
 
 
 def with_head(model: CausalLM, head: HotHead) -> CausalLM:
-    model.hot, model.in_one_call = head, native_chain(model._forward, head)
+    model.hot, model.fused_draft = head, native_chain(model._forward, head)
     return model
 
 
@@ -150,7 +150,7 @@ def test_copies_have_buffers_of_their_own() -> None:
     drafted(model, 0, [7], 2, 0.0, 0.0, ())
     other = begun(model.fresh())
     assert drafted(other, 0, [7], 4, 0.0, 0.0, ()) == rolled(begun(small()), 0, [7], 4)[0]
-    assert other.in_one_call is not model.in_one_call
+    assert other.fused_draft is not model.fused_draft
 
 
 def test_a_cache_that_grows_and_other_threads() -> None:
@@ -249,10 +249,10 @@ def test_embeddings_with_padding_are_not_drafted_from(monkeypatch: pytest.Monkey
 
 # Sampled drafts
 
-WARM = Law(0.7, 0.8)
+WARM = SamplingDistribution(0.7, 0.8)
 
 
-def law_of(logits: torch.Tensor, law: Law) -> torch.Tensor:
+def law_of(logits: torch.Tensor, law: SamplingDistribution) -> torch.Tensor:
     """By transformers' own processors."""
     scores = TemperatureLogitsWarper(law.temperature)(None, logits.float())  # type: ignore[arg-type]
     if law.top_p < 1:
@@ -260,9 +260,11 @@ def law_of(logits: torch.Tensor, law: Law) -> torch.Tensor:
     return scores.softmax(-1)
 
 
-@pytest.mark.parametrize("law", [Law(), Law(1.4), WARM, Law(1.0, 1e-6)])
+@pytest.mark.parametrize(
+    "law", [SamplingDistribution(), SamplingDistribution(1.4), WARM, SamplingDistribution(1.0, 1e-6)]
+)
 @pytest.mark.parametrize("hot", [False, True])
-def test_drafts_are_sampled_from_the_distributions_that_are_told(law: Law, hot: bool) -> None:
+def test_drafts_are_sampled_from_the_distributions_that_are_told(law: SamplingDistribution, hot: bool) -> None:
     """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
     numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(4):
@@ -297,17 +299,21 @@ def test_bounds_are_those_of_the_sampled_tokens() -> None:
     assert ended is not None and len(ended[0]) == tokens.index(tokens[1]) + 1
 
 
-@pytest.mark.parametrize(("law", "scale", "more"), [(Law(), 1, 0), (WARM, 1, 0), (Law(), 6, 0), (Law(), 6, 60)])
+@pytest.mark.parametrize(
+    ("law", "scale", "more"),
+    [(SamplingDistribution(), 1, 0), (WARM, 1, 0), (SamplingDistribution(), 6, 0), (SamplingDistribution(), 6, 60)],
+)
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_seed_drafts_what_its_races_say(law: Law, scale: float, more: int, hot: bool) -> None:
-    """The tokens of `forerun.races`, the improbable ones included, which run as one; a target may have `more`."""
+def test_a_seed_drafts_what_its_races_say(law: SamplingDistribution, scale: float, more: int, hot: bool) -> None:
+    """The tokens of `forerun.sampling.seeded`, the improbable ones, which run as one, included; a target may have
+    `more`."""
     model = small(hot=True)
     assert model.hot is not None
     weight, tokens = scale * model.hot.weight.float(), model.hot.tokens
     model = with_head(model, HotHead(weight, torch.zeros(len(weight)), tokens if hot else torch.arange(len(weight))))
     same, low = [], []
     for stream in range(200):
-        races = [Races(5, stream).at(position) for position in range(4)]
+        races = [SeededStream(5, stream).at(position) for position in range(4)]
         one, other = begun(model.fresh()), begun(model.fresh())
         found = one.chain(0, [7], 4, 0.0, 0.0, (), Drawing(law, None, [race.key for race in races], 130 + more))
         assert found is not None and found[1] is None
@@ -325,7 +331,7 @@ def test_a_seed_drafts_what_its_races_say(law: Law, scale: float, more: int, hot
 @pytest.mark.parametrize(("verification", "hot"), [("block", False), ("token", True), ("block", True)])
 def test_output_of_sampled_calls_follows_the_targets_distribution(verification: str, hot: bool) -> None:
     """Three tokens, of which two are drafted by a model of another law, or one where the rule ends the draft."""
-    model, law, joint = begun(small()), Law(0.3, 0.5), torch.zeros(130, 130, 130)
+    model, law, joint = begun(small()), SamplingDistribution(0.3, 0.5), torch.zeros(130, 130, 130)
     tokens = torch.arange(3, 120, 3) if hot else torch.arange(130)
     weight = tiny("llama").get_output_embeddings().weight.detach().float()
     weight = weight + 0.4 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
@@ -359,17 +365,22 @@ def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
     weight[3] = torch.nan
     with_head(model, HotHead(weight, torch.zeros(len(weight)), model.hot.tokens))
     numbers = torch.zeros(3, dtype=torch.float64)
-    found = begun(model).chain(0, [7], 3, 0.0, 0.0, (), Drawing(Law(), numbers))
+    found = begun(model).chain(0, [7], 3, 0.0, 0.0, (), Drawing(SamplingDistribution(), numbers))
     assert found is not None and found[0] == [] and found[1] is not None and len(found[1]) == 0
 
 
 def test_what_a_sampler_does_is_a_law_or_is_not() -> None:
     warm, best, few = TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9), TopKLogitsWarper(3)
 
-    def law(*processors: Any, greedy: bool = False) -> Law | None:
+    def law(*processors: Any, greedy: bool = False) -> SamplingDistribution | None:
         return Sampler(greedy, LogitsProcessorList(processors) if processors else None).law
 
-    assert law() == Law() and law(warm) == Law(0.5) and law(best) == Law(1.0, 0.9) and law(warm, best) == Law(0.5, 0.9)
+    assert (
+        law() == SamplingDistribution()
+        and law(warm) == SamplingDistribution(0.5)
+        and law(best) == SamplingDistribution(1.0, 0.9)
+        and law(warm, best) == SamplingDistribution(0.5, 0.9)
+    )
     assert law(best, warm) is law(few) is law(warm, few) is law(warm, greedy=True) is law(greedy=True) is None
 
 
@@ -419,7 +430,7 @@ def test_numbers_that_are_not_needed_are_still_to_come() -> None:
     drafter = ChainDrafter(draft, FixedLength(4))
     begun(draft)
     sampler = Sampler(False)
-    seq = Generation(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
+    seq = Sequence(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
     chain = Chain(seq, 9)
     assert drafter._at_once(chain, FixedLength(9)) is not None
     assert 0 < len(chain.tokens) < 9 and len(chain.q) == len(chain.tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.runtime import native
+from forerun.backends import native
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not hasattr(os, "getuid"), reason="no C compiler, or a system without users"

@@ -12,13 +12,13 @@ from test_hidden import features_of
 from test_native_heads import TEXTS, head_of
 from toys import tiny as small_model
 
-from forerun.cache import BLOCK, KVCache
-from forerun.model import CausalLM
-from forerun.runtime.hot import prepare_draft
-from forerun.runtime.native import library
-from forerun.runtime.native_heads import tiles_of
-from forerun.runtime.stored import store
-from forerun.runtime.tiles import Room, has_tiles, room
+from forerun.backends.hot import prepare_draft
+from forerun.backends.native import library
+from forerun.backends.native_heads import tiles_of
+from forerun.backends.stored import store
+from forerun.backends.tiles import Room, has_tiles, room
+from forerun.model.causal_lm import CausalLM
+from forerun.model.kv_cache import BLOCK, KVCache
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
 products = pytest.mark.skipif(not has_tiles(), reason="a processor without VNNI in 512 bits")

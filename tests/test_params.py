@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -28,19 +28,19 @@ from toys import (
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
-from forerun.draft import Draft, Tree
-from forerun.engine import Engine
-from forerun.generation import Generation, Request
+from forerun.engine.draft import Draft, Tree
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Request, Sequence
+from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.chain import FixedLength
-from forerun.methods.guard import Guarded, Pace
+from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.methods.ouroboros import SOURCES, OuroborosDrafter
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.window import Window
-from forerun.model import CausalLM
-from forerun.nn.pre_verifier import PreVerifier
-from forerun.sampling import Sampler, Verdict
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Sampler, Verdict
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
@@ -237,7 +237,7 @@ class Seen(OuroborosDrafter):
         return super()._grow_by_phrases(chains)
 
 
-def seen(requests: Sequence[Request], rows: int = 2, **options) -> tuple[Seen, list[list[int]]]:
+def seen(requests: abc.Sequence[Request], rows: int = 2, **options) -> tuple[Seen, list[list[int]]]:
     made = drafter(pacer=True, kind=Seen, most_greedy=rows)
     return made, [tokens_of(steps) for steps in decode(TableLM(TARGET), made, requests, **options)]
 
@@ -361,7 +361,7 @@ def test_phrases_spare_forwards() -> None:
     assert warm[0] < cold[0] < plain[0] and len(pool) > 5
 
 
-def pooled(text: Sequence[int], span: int) -> PhrasePool:
+def pooled(text: abc.Sequence[int], span: int) -> PhrasePool:
     pool = PhrasePool(span, 1)
     pool.learn(text)
     return pool
@@ -378,7 +378,7 @@ def test_a_phrase_may_fill_all_the_room_but_for_the_token_of_its_forward(room: i
     """A pool that foresaw everything: one forward drafts a phrase and a token, and what is left is one phrase more."""
     text = draft_text(12)
     made = drafter(width=0, guesses=1, suffixes=0, gamma=99, shape=(2, 1), pool=pooled(text, 2))
-    seq = Generation(Request([0], room), device="cpu")
+    seq = Sequence(Request([0], room), device="cpu")
     list(made.admit(seq, None, 8))
     proposal = made.propose([seq])
     assert proposal.drafts[0].tokens == text[:room]
@@ -400,7 +400,7 @@ def test_a_phrase_may_fill_all_the_room_but_for_the_token_of_its_forward(room: i
 def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> None:
     """The draft ends `count` tokens short of what the sequence may draft; as many tokens of a phrase fit."""
     made = drafter(width=0, guesses=0, suffixes=1, gamma=2, shape=(2, 3))
-    seq = Generation(Request([0], 2 + count + 1))
+    seq = Sequence(Request([0], 2 + count + 1))
     list(made.admit(seq, None, 8))
     end = draft_text(2)[-1]
     made.rows[0].pool.add(end, (1, 3))
@@ -427,7 +427,7 @@ def test_the_window_stands_at_the_end_of_the_text(kind: str, monkeypatch: pytest
     home = "forerun.methods" if kind == "ouroboros" else "benchmarks.baselines"
     monkeypatch.setattr(f"{home}.{kind}.Window", Positions)
     made = drafter(width=3, guesses=0, suffixes=0) if kind == "ouroboros" else LookaheadDrafter(3, 2, 2)
-    seq = Generation(Request(PROMPT, 9))
+    seq = Sequence(Request(PROMPT, 9))
     list(made.admit(seq, None, 8))
     planted.clear()
     proposal = made.propose([seq])
@@ -496,7 +496,7 @@ class SeenVerdicts(FixedLength):
 def test_the_targets_verdict_becomes_phrases() -> None:
     made = drafter(width=0, guesses=0, suffixes=2)
     made.sources, made.policy = ("rejected", "suffixes"), SeenVerdicts()
-    seq = Generation(Request([0, 1], 38))
+    seq = Sequence(Request([0, 1], 38))
     list(made.admit(seq, None, 8))
     row = made.rows[0]
     row.pool.add(3, (1, 1))
@@ -528,7 +528,7 @@ def test_a_guard_and_a_layer_that_sees_the_target() -> None:
     plain = Decoder(target, method=AR()).generate([5, 6, 7, 5, 6], max_new_tokens=60, ignore_eos=True)
     made = method.build(Parts(CausalLM(target), CausalLM(small), layer))
     turns = iter([False, True] * 60)
-    pace = Pace()
+    pace = SpeedTracker()
     pace.drafts = lambda rows: next(turns)  # type: ignore[method-assign]
     (steps,) = decode(CausalLM(target), Guarded(made, pace), [Request([5, 6, 7, 5, 6], 60)])
     assert tokens_of(steps) == plain.tokens

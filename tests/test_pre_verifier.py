@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -33,22 +33,22 @@ from toys import (
 from benchmarks.baselines import specdec
 from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
-from forerun.costs import Costs
-from forerun.draft import Draft
-from forerun.engine import Step
-from forerun.generation import Generation, Request
-from forerun.loading import load_pre_verifier
+from forerun.api.loading import load_pre_verifier
+from forerun.engine.costs import Costs
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Step
+from forerun.engine.sequence import Request, Sequence
+from forerun.heads.echo import SIZES, Echo
+from forerun.heads.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
+from forerun.heads.quick import Array, QuickPreVerifier
 from forerun.methods import Pacer, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
 from forerun.methods.confidence import ProductRule
 from forerun.methods.pacer import BLOCKS, SCORES, BlockRule, PacerStop, best_threshold
 from forerun.methods.stop import DraftState, LengthPolicy
-from forerun.model import CausalLM
-from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
-from forerun.nn.quick import Array, QuickPreVerifier
-from forerun.sampling import Sampler, Verdict
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Sampler, Verdict
 from forerun.train.pre_verifier import Recipe, auc, survival_loss, train_pre_verifier
 from forerun.train.rollout import history, roll_out
 from forerun.train.texts import of_windows
@@ -138,12 +138,12 @@ def test_echoes_against_a_search() -> None:
         assert {value for row in expected for value in row} > {0} or known < 30
 
 
-def states(model: Any, tokens: Sequence[int]) -> Tensor:
+def states(model: Any, tokens: abc.Sequence[int]) -> Tensor:
     """The LM head's inputs [n, d] over a text."""
     return logits_and_states(model, tokens)[1]
 
 
-def logits_and_states(model: Any, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+def logits_and_states(model: Any, tokens: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
     """Logits [n, V] and the LM head's inputs [n, d] over a text, by transformers' own forward."""
     found: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
@@ -228,9 +228,9 @@ def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings)
     return PacerStop(layer, embeddings, block, most, 0.45, rule)
 
 
-def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **options) -> tuple[Any, list[Generation]]:
+def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **options) -> tuple[Any, list[Sequence]]:
     """A rule for so many new sequences."""
-    seqs = [Generation(Request([1], 9, sampler or Sampler(), **options), id) for id in range(count)]
+    seqs = [Sequence(Request([1], 9, sampler or Sampler(), **options), id) for id in range(count)]
     for seq in seqs:
         policy.admit(seq)
     return policy.begin(seqs, count), seqs
@@ -241,8 +241,8 @@ def test_how_much_of_a_block_is_certain() -> None:
     assert [rule.min_more(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
     policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), 4, 10, costs=lambda mode, rows: None)
     policy._settings["sampled", 1, False] = 3, 0.5, False
-    seqs = [Generation(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
-    seqs.append(Generation(Request([1], 9, Sampler(False), seed=1), 2))
+    seqs = [Sequence(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
+    seqs.append(Sequence(Request([1], 9, Sampler(False), seed=1), 2))
     for seq in seqs:
         policy.admit(seq)
     rule = policy.begin(seqs, 3)  # blocks of 4 and of 3
@@ -272,7 +272,7 @@ def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> Non
     assert not policy.past
 
 
-def drafted(steps: Sequence[Step]) -> list[int]:
+def drafted(steps: abc.Sequence[Step]) -> list[int]:
     return [step.drafted for step in steps]
 
 
@@ -306,7 +306,7 @@ class Watching(PacerStop):
         return output, state
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
         output = np.concatenate(self.asked).tolist() if self.asked else []
@@ -334,7 +334,7 @@ def law_by_hand(scores: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("names", [INPUTS, *([name] for name in INPUTS)], ids=lambda names: "+".join(names))
-def test_the_layer_is_given_what_it_is_to_see(names: Sequence[str]) -> None:
+def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
     """Its every output recomputed from the text, by transformers' own forwards and torch's form of the layer: echoes,
     the target's state at the root, the draft's states, runs of accepted tokens. And every stop from the outputs."""
     torch.manual_seed(1)
@@ -460,7 +460,7 @@ def test_few_numbers_of_rows_are_priced() -> None:
     assert [count for _, count, _ in policy._settings] == counts
 
 
-def scores_of(survival: Sequence[float]) -> Tensor:
+def scores_of(survival: abc.Sequence[float]) -> Tensor:
     values = np.array(survival)
     return torch.from_numpy(np.log(np.stack([1 - values, values, 0 * values + 1e-30], 1)))
 
@@ -471,10 +471,12 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
     layer = random_layer(draft_size=4)
     costs = replace(COSTS, policy=50.0, glance=0.01)
 
-    def more(survival: Sequence[float], samplers: Sequence[Sampler], rows: int = 4, **settings: Any) -> list[bool]:
+    def more(
+        survival: abc.Sequence[float], samplers: abc.Sequence[Sampler], rows: int = 4, **settings: Any
+    ) -> list[bool]:
         block = None if cheap and "costs" in settings else 1
         policy = PacerStop(layer, torch.nn.Embedding(4, 4), block, 9, **settings)
-        seqs = [Generation(Request([1], 9, sampler), id) for id, sampler in enumerate(samplers)]
+        seqs = [Sequence(Request([1], 9, sampler), id) for id, sampler in enumerate(samplers)]
         for seq in seqs:
             policy.admit(seq)
         rule = policy.begin(seqs, rows)
@@ -608,10 +610,10 @@ def test_settings_are_checked() -> None:
 def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> None:
     """Among greedy ones, which stop together, and with rows that come and go."""
 
-    def requests(rows: Sequence[int]) -> list[Request]:
+    def requests(rows: abc.Sequence[int]) -> list[Request]:
         return [Request(PROMPT, 5 + 3 * row, Sampler(False), seed=7, stream=row) for row in rows]
 
-    def outputs(asked: Sequence[Request], **options: Any) -> list[list[tuple[int, ...]]]:
+    def outputs(asked: abc.Sequence[Request], **options: Any) -> list[list[tuple[int, ...]]]:
         rows = decode(TableLM(TARGET), table_draft(stop(rule, None)), asked, **options)
         return [[(step.drafted, *step.tokens) for step in steps] for steps in rows]
 
@@ -630,11 +632,11 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
 def test_state_goes_with_its_sequence() -> None:
     """Verdicts reach the right ones, whatever the order and whoever has left."""
     policy = stop("last", 2, inputs=("confidence", "history", "target"))
-    seqs = [Generation(Request([1, 2], 30), id) for id in (4, 7, 2)]
+    seqs = [Sequence(Request([1, 2], 30), id) for id in (4, 7, 2)]
     for seq in seqs:
         policy.admit(seq)
 
-    def judged(*rows: tuple[Generation, int, bool]) -> None:
+    def judged(*rows: tuple[Sequence, int, bool]) -> None:
         drafts = [Draft.chain(2, [0] * 3) for _ in rows]
         verdicts = [
             Verdict(list(range(accepted + 1)), 0, accepted + rejected, rejected) for _, accepted, rejected in rows

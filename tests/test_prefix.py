@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import VOCAB, random_tree, tiny
 
-from forerun.model import CausalLM
-from forerun.prefix import PrefixStore, common
-from forerun.runtime import prepare
+from forerun.backends import prepare
+from forerun.model.causal_lm import CausalLM
+from forerun.model.prefix_store import PrefixStore, common
 
 HALF = [5, 9, 3, 7, 7, 2, 11, 60, 4, 8]
 

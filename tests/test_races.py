@@ -14,18 +14,18 @@ from test_decode import DRAFTERS, NEW, PROCESSORS, PROMPT, TARGET, V
 from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
 
 from forerun import Decoder
-from forerun.draft import Draft
-from forerun.generation import Generation, Request
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Request, Sequence
+from forerun.engine.stats import summarise
 from forerun.methods import method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.metrics import summarise
-from forerun.races import FLOOR, Races
-from forerun.sampling import Sampler, accept_raced
+from forerun.sampling.sampler import Sampler, accept_seeded
+from forerun.sampling.seeded import FLOOR, SeededStream
 
 
 def counts(distribution: torch.Tensor, trials: int) -> np.ndarray:
-    races = Races(7)
+    races = SeededStream(7)
     return np.bincount([races.at(i).sample(distribution) for i in range(trials)], minlength=len(distribution))
 
 
@@ -57,7 +57,7 @@ def test_like_distributions_agree(heat: float) -> None:
     p = (scores / heat).softmax(-1)
     q = (p.log() + 0.1 * torch.randn(size, generator=maker)).softmax(-1)
     apart = float((p - q).abs().sum() / 2)
-    races = [Races(1).at(position) for position in range(400)]
+    races = [SeededStream(1).at(position) for position in range(400)]
     agreed = sum(race.sample(p) == race.sample(q) for race in races) / len(races)
     assert agreed > (1 - apart) / (1 + apart) - 0.05
     # A part of the vocabulary in an order of its own holds the same races.
@@ -73,8 +73,8 @@ def test_positions_streams_and_seeds_are_independent() -> None:
     for kind in range(3):
         table[:] = 0
         for i in range(4000):
-            one = Races(i).at(3)
-            other = (Races(i).at(4), Races(i, 1).at(3), Races(i + 1).at(3))[kind]
+            one = SeededStream(i).at(3)
+            other = (SeededStream(i).at(4), SeededStream(i, 1).at(3), SeededStream(i + 1).at(3))[kind]
             table[one.sample(law), other.sample(law)] += 1
         assert chi2_contingency(table).pvalue > 1e-4
 
@@ -82,19 +82,19 @@ def test_positions_streams_and_seeds_are_independent() -> None:
 def test_nothing_to_sample_is_refused() -> None:
     for bad in (torch.full((4,), torch.nan), torch.zeros(4)):
         with pytest.raises(ValueError, match="no token can be sampled"):
-            Races(0).at(0).sample(bad)
+            SeededStream(0).at(0).sample(bad)
 
 
 def test_counts_of_a_verdict() -> None:
     """Chances of 1 leave the races no choice."""
     scores = torch.full((3, V), -torch.inf)
     scores[0, 1] = scores[1, 2] = scores[2, 3] = 0.0
-    races = Races(0)
-    verdict = accept_raced(Draft.chain(0, [1, 2]), scores, races.at)
+    races = SeededStream(0)
+    verdict = accept_seeded(Draft.chain(0, [1, 2]), scores, races.at)
     assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 1, 2], 3, 2, False)
-    verdict = accept_raced(Draft.chain(0, [2, 2]), scores, races.at)
+    verdict = accept_seeded(Draft.chain(0, [2, 2]), scores, races.at)
     assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0], 1, 1, True)
-    verdict = accept_raced(Draft([0, 3, 1, 0], [-1, 0, 0, 2]), scores[[0, 1, 1, 1]], races.at)
+    verdict = accept_seeded(Draft([0, 3, 1, 0], [-1, 0, 0, 2]), scores[[0, 1, 1, 1]], races.at)
     assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 2], 2, 2, True)
 
 
@@ -140,13 +140,13 @@ def test_draft_and_target_hold_the_same_races() -> None:
     target = random_table(8, 5)
 
     class Strangers(ChainDrafter):
-        def propose(self, seqs: list[Generation]):  # type: ignore[no-untyped-def]
-            own = [seq.races for seq in seqs]
+        def propose(self, seqs: list[Sequence]):  # type: ignore[no-untyped-def]
+            own = [seq.seeded for seq in seqs]
             for seq in seqs:
-                seq.races = Races(99, seq.id)
+                seq.seeded = SeededStream(99, seq.id)
             proposal = super().propose(seqs)
             for seq, races in zip(seqs, own, strict=True):
-                seq.races = races
+                seq.seeded = races
             return proposal
 
     rates = {}

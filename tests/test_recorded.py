@@ -11,16 +11,16 @@ from joining import join_all
 from toys import CONTEXT, VOCAB, noisy_copy, random_head, random_tree, tiny
 from transformers import PreTrainedModel
 
-from forerun import cache as cache_module
-from forerun.api import Decoder
-from forerun.draft import Draft
-from forerun.loading import load_head
+from forerun.api.load import Decoder
+from forerun.api.loading import load_head
+from forerun.backends import lean, recorded
+from forerun.backends.heads import HiddenLM
+from forerun.backends.lean import lean_forward
+from forerun.backends.recorded import Recorded
+from forerun.engine.draft import Draft
 from forerun.methods import method
-from forerun.model import CausalLM
-from forerun.runtime import lean, recorded
-from forerun.runtime.heads import HiddenLM
-from forerun.runtime.lean import lean_forward
-from forerun.runtime.recorded import Recorded
+from forerun.model import kv_cache as cache_module
+from forerun.model.causal_lm import CausalLM
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 PROMPTS = [[5, 9, 3, 7], [8, 2], [4], [6, 6, 1, 2, 3, 4, 5, 6, 6]]

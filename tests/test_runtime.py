@@ -10,13 +10,13 @@ from joining import join_all
 from toys import CONTEXT, VOCAB, random_tree, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from forerun.draft import Draft
-from forerun.model import CausalLM
-from forerun.runtime import lean, prepare
-from forerun.runtime import packed as packed_weights
-from forerun.runtime.costs import forward_costs
-from forerun.runtime.lean import lean_forward
-from forerun.runtime.packed import PackedLinear, pack, product
+from forerun.backends import lean, prepare
+from forerun.backends import packed as packed_weights
+from forerun.backends.costs import forward_costs
+from forerun.backends.lean import lean_forward
+from forerun.backends.packed import PackedLinear, pack, product
+from forerun.engine.draft import Draft
+from forerun.model.causal_lm import CausalLM
 
 
 @pytest.mark.parametrize("lengths", [[9], [0], [7, 7, 7], [3, 12, 1, 30]])

@@ -8,11 +8,11 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from forerun.generation import Generation, Request
+from forerun.engine.sequence import Request, Sequence
 from forerun.methods import method
 from forerun.methods.beams import sample_chains
-from forerun.races import Races
-from forerun.sampling import Sampler
+from forerun.sampling.sampler import Sampler
+from forerun.sampling.seeded import SeededStream
 
 V, HOT = 7, torch.tensor([5, 1, 3])
 LOGITS = torch.tensor([[1.0, 0.0, -1.0], [0.5, -0.5, 1.0]])  # of two places
@@ -32,7 +32,7 @@ class Only(LogitsProcessor):
 
 def chains(samplers: list[Sampler], limits: list[int], block: bool = True) -> list:
     generator = torch.Generator().manual_seed(0)
-    seqs = [Generation(Request([2], 9, sampler, generator=generator), row) for row, sampler in enumerate(samplers)]
+    seqs = [Sequence(Request([2], 9, sampler, generator=generator), row) for row, sampler in enumerate(samplers)]
     rows = len(seqs)
     return sample_chains(
         seqs, lambda k, tokens, at: LOGITS[k].expand(rows, 1, -1), HOT, V, limits, ["draft"] * rows, block
@@ -75,9 +75,9 @@ def test_rows_with_a_seed_hold_the_targets_races() -> None:
     """Hot tokens stand in an order of their own, but a token runs under its own number."""
     law = torch.zeros(V).index_copy_(0, HOT, LOGITS[0].softmax(-1))
     for row in range(200):
-        seq = Generation(Request([2], 9, Sampler(False), seed=3, stream=row))
+        seq = Sequence(Request([2], 9, Sampler(False), seed=3, stream=row))
         (draft,) = sample_chains([seq], lambda k, tokens, at: LOGITS[k].expand(1, 1, -1), HOT, V, [1], ["draft"], True)
-        assert draft.tokens[1] == Races(3, row).at(1).sample(law) and draft.q is None
+        assert draft.tokens[1] == SeededStream(3, row).at(1).sample(law) and draft.q is None
 
 
 def test_settings() -> None:

@@ -16,9 +16,9 @@ from toys import p_value, random_tree
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from forerun import sampling
-from forerun.draft import Draft
-from forerun.sampling import Sampler, accept, next_tokens, sample
+from forerun.engine.draft import Draft
+from forerun.sampling import sampler as sampling
+from forerun.sampling.sampler import Sampler, accept, next_tokens, sample
 
 V, LENGTH, TRIALS = 4, 3, 6000
 FITS, BROKEN = 1e-4, 1e-6
@@ -144,7 +144,7 @@ def test_the_output_follows_the_targets_distribution(kind: str) -> None:
 
 
 def mutant(name: str, old: str, new: str) -> Callable:
-    """A function of forerun.sampling with `old` in its source made `new`."""
+    """A function of forerun.sampling.sampler with `old` in its source made `new`."""
     source = inspect.getsource(getattr(sampling, name))
     assert old in source, f"{name} no longer contains {old!r}: write this mutation anew"
     namespace = dict(vars(sampling))

@@ -10,12 +10,12 @@ import torch
 from toys import noisy_copy, p_value, random_head, tiny
 
 from forerun import Decoder
-from forerun.engine import Step
-from forerun.generation import Request
+from forerun.engine.engine import Step
+from forerun.engine.sequence import Request
 from forerun.methods import method
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
-from forerun.penalties import LogitBias, Penalties
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.penalties import LogitBias, Penalties
 
 PROMPT = [1, 2, 3, 2, 1, 2]
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9, "logit_bias": {1: 1.5, 4: -2.0}}

@@ -15,7 +15,7 @@ import openai
 import pytest
 from serving import NAME, Live, live, make_decoder, post
 
-from forerun.grammar import FormError, Grammar
+from forerun.sampling.grammar import FormError, Grammar
 from forerun.server.middleware import ApiKey, BodyLimit
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -15,8 +15,8 @@ import pytest
 from serving import Live, live, make_decoder, post
 from toys import tiny_tokenizer
 
-from forerun import engine
-from forerun.logprobs import Logprob
+from forerun.engine import engine
+from forerun.sampling.logprobs import Logprob
 from forerun.server import answers, logprobs, requests, schemas
 from forerun.server.errors import ApiError
 from forerun.server.logprobs import SLICE, LogprobsJson, TokenTexts

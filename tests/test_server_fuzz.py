@@ -15,7 +15,7 @@ import pytest
 from serving import TEMPLATE, live
 from toys import noisy_copy, tiny, tiny_tokenizer
 
-from forerun.decoder import Decoder
+from forerun.api.decoder import Decoder
 
 CASES = 500  # at least
 OPTIONS = (

@@ -11,11 +11,11 @@ from serving import Live, live, make_decoder, post
 from toys import noisy_copy, tiny
 
 from forerun import Decoder
-from forerun.engine import Engine
-from forerun.generation import Request
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Request
 from forerun.methods import method
-from forerun.model import CausalLM
-from forerun.prefix import PrefixStore
+from forerun.model.causal_lm import CausalLM
+from forerun.model.prefix_store import PrefixStore
 from forerun.scale.parts import Part, remade
 from forerun.server.requests import prepare_completion
 from forerun.server.schemas import CompletionBody

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, abc
 from pathlib import Path
 from random import Random
 
@@ -28,17 +27,17 @@ from toys import (
 )
 
 from forerun import Decoder
-from forerun.engine import Engine, Proposal
-from forerun.generation import Generation, Request
+from forerun.engine.engine import Engine, Proposal
+from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Ouroboros, Parts, Suffix, method, pools
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.automaton import Automaton
-from forerun.methods.guard import Guarded, Pace
+from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.methods.hybrid import HybridDrafter
 from forerun.methods.pools import PhrasePool, SuffixMemory
 from forerun.methods.suffix import LEAD, SuffixDrafter
-from forerun.model import CausalLM
-from forerun.sampling import Constraint, Sampler, Verdict
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Constraint, Sampler, Verdict
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
@@ -49,11 +48,11 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 class Brute:
     """All stretches of some texts, counted one by one."""
 
-    def __init__(self, kept: Sequence[Sequence[int]]) -> None:
+    def __init__(self, kept: abc.Sequence[abc.Sequence[int]]) -> None:
         spans = [tuple(text[i:j]) for text in kept for i in range(len(text)) for j in range(i + 1, len(text) + 1)]
         self.counts = Counter(spans)
 
-    def match(self, text: Sequence[int]) -> int:
+    def match(self, text: abc.Sequence[int]) -> int:
         """How long the longest suffix is that occurs."""
         return next((n for n in range(len(text), 0, -1) if self.counts[tuple(text[-n:])]), 0)
 
@@ -66,7 +65,7 @@ class Brute:
         return {}
 
 
-def grown(kept: Sequence[Sequence[int]]) -> Automaton:
+def grown(kept: abc.Sequence[abc.Sequence[int]]) -> Automaton:
     automaton = Automaton(None)
     for text in kept:
         last = 0
@@ -75,7 +74,7 @@ def grown(kept: Sequence[Sequence[int]]) -> Automaton:
     return automaton
 
 
-def check(automaton: Automaton, kept: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
+def check(automaton: Automaton, kept: abc.Sequence[abc.Sequence[int]], others: abc.Sequence[abc.Sequence[int]]) -> None:
     """Counts of all stretches of these texts, present or not, are those of a count one by one."""
     brute = Brute(kept)
     for stretch in Brute([*kept, *others]).counts:
@@ -191,9 +190,9 @@ def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
     assert (memory.automaton.counts[state], length) == (len(text) - 19, 20)
 
 
-def proposed(tokens: list[int], room: int = 20, eos: Sequence[int] = (), **options) -> list[int]:
+def proposed(tokens: list[int], room: int = 20, eos: abc.Sequence[int] = (), **options) -> list[int]:
     chosen = Suffix(**{"factor": 1.0, "offset": 3.0} | options)
-    seq = Generation(Request(tokens, room, eos=frozenset(eos)))
+    seq = Sequence(Request(tokens, room, eos=frozenset(eos)))
     drafter = chosen.build(Parts(TableLM(TARGET)))
     list(drafter.admit(seq, None, 8))
     return drafter.propose([seq]).drafts[0].tokens[1:]
@@ -226,7 +225,7 @@ def test_what_limits_a_draft() -> None:
 
 def test_a_tree_where_counts_split() -> None:
     text = [5, 1, 6, 5, 2, 7, 5, 1, 8, 5]
-    seq = Generation(Request(text, 20))
+    seq = Sequence(Request(text, 20))
     drafter = SuffixDrafter(1.0, 4.0, 16, 2, 0.1)
     list(drafter.admit(seq, None, 8))
     (draft,), (alone,) = drafter.propose([seq]).drafts, SuffixDrafter(1.0, 4.0, 16, 1, 0.1).spread or [None]
@@ -241,7 +240,7 @@ class Only(Constraint):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
 
-    def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
+    def fitting(self, tokens: abc.Sequence[int], chain: abc.Sequence[int]) -> int:
         return next((at for at, token in enumerate(chain) if token > 6), len(chain))
 
 
@@ -249,7 +248,7 @@ class Only(Constraint):
 def test_a_grammar_cuts_what_it_forbids(width: int, drafted: set[tuple[int, ...]]) -> None:
     from transformers import LogitsProcessorList
 
-    seq = Generation(Request([5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, LogitsProcessorList([Only()]))))
+    seq = Sequence(Request([5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, LogitsProcessorList([Only()]))))
     drafter = SuffixDrafter(1.0, 4.0, 16, width, 0.1)
     list(drafter.admit(seq, None, 8))
     (draft,) = drafter.propose([seq]).drafts
@@ -259,7 +258,7 @@ def test_a_grammar_cuts_what_it_forbids(width: int, drafted: set[tuple[int, ...]
 @given(texts, st.integers(1, 20))
 def test_reading_token_by_token_equals_reading_at_once(tokens: list[int], begin: int) -> None:
     """Beside another sequence, which comes and goes."""
-    seq, other = Generation(Request(tokens[:begin], 100), 0), Generation(Request([3, 2, 1, 0], 9), 1)
+    seq, other = Sequence(Request(tokens[:begin], 100), 0), Sequence(Request([3, 2, 1, 0], 9), 1)
     drafter = SuffixDrafter(1.0, 3.0, 16, 1, 0.1)
     list(drafter.admit(seq, None, 8))
     for count, token in enumerate(tokens[begin:]):
@@ -275,8 +274,8 @@ def test_reading_token_by_token_equals_reading_at_once(tokens: list[int], begin:
     assert not drafter.rows
 
 
-def ended(tokens: list[int], prompt: int, reason: str | None = "stop") -> Generation:
-    seq = Generation(Request(tokens[:prompt], 100))
+def ended(tokens: list[int], prompt: int, reason: str | None = "stop") -> Sequence:
+    seq = Sequence(Request(tokens[:prompt], 100))
     seq.tokens, seq.finish_reason = list(tokens), reason
     return seq
 
@@ -290,7 +289,7 @@ def test_outputs_are_drafted_from_later() -> None:
     assert not len(memory)
     drafter.drop(ended([*range(20, 40), 1, 2, 3, 4, 5, 6], 22))
     assert memory.texts == [(*range(22 + LEAD - 2, 40), 1, 2, 3, 4, 5, 6)[-LEAD - 4 :]]
-    seq = Generation(Request([9, 8, 2, 3], 20, Sampler(False)))
+    seq = Sequence(Request([9, 8, 2, 3], 20, Sampler(False)))
     list(drafter.admit(seq, None, 8))
     assert drafter.propose([seq]).drafts[0].tokens[1:] == [4, 5, 6]
 
@@ -315,7 +314,7 @@ def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
         ([1, 2, 3, 7, 8, 1, 2, 3], [7, 8, 1], 3.0),  # as many match, and more came behind them
         ([3, 7, 8, 0, 3], [7], 1.0),  # the same score: this text's
     ):
-        seq = Generation(Request(text, 20))
+        seq = Sequence(Request(text, 20))
         list(drafter.admit(seq, None, 8))
         found, known = drafter.find(seq)
         assert (found.tokens[1:], known) == (draft, pytest.approx(score))
@@ -536,7 +535,7 @@ class Fixed(PlainDrafter):
         self.asked: list[list[int]] = []
         self.seen: list[list[int]] = []
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         self.asked.append([seq.id for seq in seqs])
         return super().propose(seqs)
 
@@ -558,7 +557,7 @@ def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: bool) -> 
 
 def test_the_others_guard_judges_only_steps_of_its_own() -> None:
     seen: list[int] = []
-    pace = Pace()
+    pace = SpeedTracker()
     pace.saw = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
     made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), Guarded(Fixed(), pace), 3.0)
     engine = Engine(CausalLM(tiny("llama")), made)
@@ -572,11 +571,11 @@ def test_the_others_guard_judges_only_steps_of_its_own() -> None:
 
 def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     """In a pause of its guard, and where it is asked in vain; but a guard's plain steps stay plain."""
-    pace = Pace()
+    pace = SpeedTracker()
     guarded = Guarded(Fixed(), pace)
     for other, wanted in ((Fixed(), [[4, 5]]), (guarded, [[]] * 2)):  # it looks at two plain steps first
         made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), other, 3.0)
-        seq = Generation(Request([3, 4, 5, 6, 7, 8, 2, 3], 20))
+        seq = Sequence(Request([3, 4, 5, 6, 7, 8, 2, 3], 20))
         list(made.admit(seq, None, 8))
         for tokens in wanted:
             (draft,) = made.propose([seq]).drafts

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import forerun
+from forerun.backends import costs, tensor_parallel
 from forerun.cli import main
-from forerun.runtime import costs, tensor_parallel
 
 PROMPTS = ["def add(a, b):", "the cat sat"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = path / "odd" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 1}))
     random_layer(target, draft).save_pretrained(path / "layer")
-    random_head(forerun.model.CausalLM(target), hot=64).save_pretrained(path / "head")
+    random_head(forerun.model.causal_lm.CausalLM(target), hot=64).save_pretrained(path / "head")
     return path
 
 

@@ -18,8 +18,8 @@ from toys import tiny_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopStringCriteria
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from forerun.loading import load_tokenizer
-from forerun.text import StopStrings, TextStream
+from forerun.api.loading import load_tokenizer
+from forerun.text.stop_strings import StopStrings, TextStream
 
 ODD = "\ufffd"
 # The tokenizer has learnt "ab", "aa" and the like; the others take two to four tokens each.

@@ -10,18 +10,18 @@ import torch
 from families import tiny
 from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.model import CausalLM
-from forerun.runtime import bits as bits_module
-from forerun.runtime import scores as scores_module
-from forerun.runtime.bits import Blocks, for_torch, pack, quantise
-from forerun.runtime.exact import is_invariant
-from forerun.runtime.facts import facts_of
-from forerun.runtime.native import library
-from forerun.runtime.native_family import NativeForward
-from forerun.runtime.scores import scores
-from forerun.runtime.stored import store
-from forerun.runtime.tiles import Tiles, beside, has_tiles, tile
+from forerun.backends import bits as bits_module
+from forerun.backends import scores as scores_module
+from forerun.backends.bits import Blocks, for_torch, pack, quantise
+from forerun.backends.exact import is_invariant
+from forerun.backends.facts import facts_of
+from forerun.backends.native import library
+from forerun.backends.native_family import NativeForward
+from forerun.backends.scores import scores
+from forerun.backends.stored import store
+from forerun.backends.tiles import Tiles, beside, has_tiles, tile
+from forerun.engine.draft import Draft
+from forerun.model.causal_lm import CausalLM
 
 pytestmark = pytest.mark.skipif(not has_tiles(), reason="no C compiler, or a processor without VNNI in 512 bits")
 

@@ -22,18 +22,18 @@ from transformers.generation import logits_process as hf
 import forerun
 from benchmarks.baselines.heuristic import Heuristic
 from forerun import Decoder
+from forerun.backends.hot import prepare_draft
 from forerun.cli import main
-from forerun.engine import Engine, Step
-from forerun.generation import Request
+from forerun.engine.engine import Engine, Step
+from forerun.engine.sequence import Request
+from forerun.engine.stats import summarise
 from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
-from forerun.metrics import summarise
-from forerun.model import CausalLM
-from forerun.runtime.hot import prepare_draft
-from forerun.sampling import Sampler
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Sampler
+from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
 from forerun.train.tokenizer import train_tokenizer
-from forerun.vocabularies import Translation, Vocabulary, translate, whole
 from forerun.zoo import find_smollm2, resolve
 
 WAYS = ("shared", "text")
@@ -524,7 +524,7 @@ def test_the_targets_own_tokenizer_changes_nothing(folders: Path) -> None:
 
 def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"target": folders / "target", "draft": folders / "pieces"}
-    monkeypatch.setattr("forerun.api.load_model", lambda *_, **__: pytest.fail("weights loaded"))
+    monkeypatch.setattr("forerun.api.load.load_model", lambda *_, **__: pytest.fail("weights loaded"))
     for name in ("ouroboros", "oracle", "seeing-oracle"):
         with pytest.raises(ValueError, match=f"method '{name}' needs a draft with the target's tokenizer.*pieces"):
             forerun.load(**pair, method=BASELINES.get(name, name))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from torch.nn import functional
 from toys import tiny, tiny_tokenizer
 
 import forerun
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
 from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
 from forerun.train.loop import TrainConfig, claim, train

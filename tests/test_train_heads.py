@@ -12,9 +12,9 @@ from recipes import judge, losses, make_run, save_pair
 from torch import Tensor
 
 from forerun import Decoder
-from forerun.loading import load_head
+from forerun.api.loading import load_head
+from forerun.heads.heads import HiddenDrafter
 from forerun.methods import method
-from forerun.nn.heads import HiddenDrafter
 from forerun.train import head
 from forerun.train.head import HeadRecipe, train_head
 from forerun.train.loop import TrainConfig

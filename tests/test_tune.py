@@ -18,20 +18,21 @@ import torch
 from homes import home_at
 from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 
-from forerun import load, profiles
-from forerun.api import Decoder
+from forerun import load
+from forerun.api import profiles
+from forerun.api.load import Decoder
+from forerun.api.loading import load_model
+from forerun.api.profiles import Choice, Pair, find, pair_of, read, save
+from forerun.backends.costs import measure_costs
 from forerun.bench import tune
 from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.bench.tune import Prices, calibrate, candidates, choose_effort, finalists, kind, screen, singly
 from forerun.cli import main
-from forerun.costs import Costs
-from forerun.engine import Step
-from forerun.loading import load_model
+from forerun.engine.costs import Costs
+from forerun.engine.engine import Step
 from forerun.methods import AR, SD, Confidence, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
-from forerun.profiles import Choice, Pair, find, pair_of, read, save
-from forerun.runtime.costs import measure_costs
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
 
@@ -373,7 +374,9 @@ def test_a_profile_says_which_layer_and_head_were_tried(
     folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("forerun.api.Decoder", lambda *each, **_: given.append(each[6:]) or Decoder(*each[:3], AR()))
+    monkeypatch.setattr(
+        "forerun.api.load.Decoder", lambda *each, **_: given.append(each[6:]) or Decoder(*each[:3], AR())
+    )
     target, draft = str(folder / "target"), str(folder / "draft")
     save(
         pair_of(target, draft, None, None),
@@ -406,7 +409,9 @@ def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: P
 
 def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr("forerun.decoder.measure_costs", lambda target, draft, **layer: measured.append(draft) or COSTS)
+    monkeypatch.setattr(
+        "forerun.api.decoder.measure_costs", lambda target, draft, **layer: measured.append(draft) or COSTS
+    )
     model = tiny("llama")
     seen: list[Any] = []
 

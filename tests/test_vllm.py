@@ -18,8 +18,8 @@ import torch
 import toys
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from forerun.fingerprint import fingerprint
 from forerun.integrations.vllm import Proposer
+from forerun.model.fingerprint import fingerprint
 
 CONTEXT = 256
 MOST = 6

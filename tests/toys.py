@@ -14,13 +14,13 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
-from forerun.costs import Costs
-from forerun.draft import Draft
-from forerun.engine import Drafter, Engine, Step
-from forerun.generation import Request
-from forerun.model import CausalLM, fingerprint
-from forerun.nn.heads import HiddenConfig, HiddenDrafter
-from forerun.nn.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
+from forerun.engine.costs import Costs
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Drafter, Engine, Step
+from forerun.engine.sequence import Request
+from forerun.heads.heads import HiddenConfig, HiddenDrafter
+from forerun.heads.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
+from forerun.model.causal_lm import CausalLM, fingerprint
 from forerun.train.tokenizer import train_tokenizer
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16

@@ -7,21 +7,21 @@ their scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.generation import Generation
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
 from forerun.methods.base import Sampling, at_least, between
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.probabilities import entropies
-from forerun.sampling import Verdict
+from forerun.sampling.probabilities import entropies
+from forerun.sampling.sampler import Verdict
 
 # AdaEDL's moving averages: the share of the past in the acceptance rate and in the threshold.
 OLD_RATE, OLD_THRESHOLD = 0.5, 0.9
@@ -80,10 +80,10 @@ class EntropyStop(LengthPolicy, StopRule):
     def __init__(self, threshold: float, scale: float, most: int) -> None:
         self.threshold, self.scale, self.most = threshold, scale, most
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self
 
-    def threshold_of(self, seq: Generation) -> float:
+    def threshold_of(self, seq: Sequence) -> float:
         return self.threshold
 
     def more(self, state: DraftState) -> list[bool]:
@@ -115,18 +115,18 @@ class AdaptiveEntropyStop(EntropyStop):
         self.rates: dict[int, float] = {}
         self.thresholds: dict[int, float] = {}
 
-    def admit(self, seq: Generation) -> None:
+    def admit(self, seq: Sequence) -> None:
         self.rates[seq.id], self.thresholds[seq.id] = self.goal, self.threshold
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.rates.pop(seq.id, None)
         self.thresholds.pop(seq.id, None)
 
-    def threshold_of(self, seq: Generation) -> float:
+    def threshold_of(self, seq: Sequence) -> float:
         return self.thresholds[seq.id]
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             if not draft.drafted:

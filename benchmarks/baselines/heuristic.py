@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.generation import Generation
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
 from forerun.methods.base import Sampling, at_least
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
-from forerun.sampling import Verdict
+from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class HeuristicSchedule(LengthPolicy):
         self.gamma = gamma
         self.lengths: dict[int, int] = {}
 
-    def admit(self, seq: Generation) -> None:
+    def admit(self, seq: Sequence) -> None:
         self.lengths[seq.id] = self.gamma
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.lengths.pop(seq.id, None)
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return _Lengths({seq.id: self.lengths[seq.id] for seq in seqs})
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             if draft.drafted and verdict.accepted == draft.drafted:

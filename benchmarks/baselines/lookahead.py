@@ -9,14 +9,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.draft import Draft, Tree
-from forerun.generation import Generation
+from forerun.engine.draft import Draft, Tree
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Method, Parts
 from forerun.methods.base import at_least
 from forerun.methods.pools import PhrasePool
 from forerun.methods.window import Window
-from forerun.sampling import Verdict
-from forerun.steps import Drafter, Proposal
+from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,24 @@ class LookaheadDrafter(Drafter):
         self.spread = (width + guesses) * span
         self.rows: dict[int, _Text] = {}
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         pool = self.pool if self.pool is not None and seq.greedy and seq.shares else PhrasePool(self.span, self.guesses)
         window = Window(self.width, self.span, seq.tokens, Random(0))
         self.rows[seq.id] = _Text(pool, window, pool.learn(seq.tokens))
         return ()
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts = []
         for seq in seqs:
             row, tree = self.rows[seq.id], Tree(Draft.root(seq.tokens[-1]))
             for phrase in row.pool.get(seq.tokens[-1], self.guesses):
-                tree.branch(0, seq.sampler.fitting(seq.tokens, phrase[: seq.room - 1]), "phrase")
-            row.window.plant(tree, 0, len(seq.tokens), seq.room - 1)
+                tree.branch(0, seq.sampler.fitting(seq.tokens, phrase[: seq.remaining - 1]), "phrase")
+            row.window.plant(tree, 0, len(seq.tokens), seq.remaining - 1)
             drafts.append(tree.draft())
         return Proposal(drafts)
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         for seq, verdict in zip(seqs, verdicts, strict=True):
             row = self.rows[seq.id]
@@ -91,5 +91,5 @@ class LookaheadDrafter(Drafter):
                     row.pool.add(key, phrase)
             row.learnt = row.pool.learn(seq.tokens, row.learnt)
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.rows.pop(seq.id, None)

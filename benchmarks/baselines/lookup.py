@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.generation import Generation
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Method, Parts
 from forerun.methods.base import at_least
-from forerun.steps import Drafter, Proposal
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class LookupDrafter(Drafter):
         self.gamma, self.ngram = gamma, ngram
         self._of: dict[int, _Index] = {}
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         self._of[seq.id] = _Index()
         return ()
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         return Proposal([self._draft(seq, self._of[seq.id]) for seq in seqs])
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self._of.pop(seq.id, None)
 
-    def _draft(self, seq: Generation, index: _Index) -> Draft:
+    def _draft(self, seq: Sequence, index: _Index) -> Draft:
         tokens, ends = seq.tokens, index.ends
         # N-grams that end before the last token; the one that ends with it is what is looked up.
         for end in range(index.indexed + 1, len(tokens)):
             for n in range(1, min(self.ngram, end) + 1):
                 ends[tuple(tokens[end - n : end])] = end
         index.indexed = len(tokens) - 1
-        depth = min(self.gamma, seq.room - 1)
+        depth = min(self.gamma, seq.remaining - 1)
         for n in range(min(self.ngram, len(tokens)), 0, -1):
             match = ends.get(tuple(tokens[-n:]))
             if match is not None:

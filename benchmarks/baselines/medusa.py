@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from forerun.draft import Draft
-from forerun.generation import Generation
+from forerun.backends.heads import head_rows
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import Drafter
 from forerun.methods.base import Parts
 from forerun.methods.hidden import HeadDrafter, Heads
-from forerun.model import CausalLM
-from forerun.runtime.heads import head_rows
-from forerun.sampling import Verdict
-from forerun.steps import Drafter
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class MedusaLM:
 class MedusaDrafter(HeadDrafter):
     """All places ahead at once, each without knowing the tokens of the others (arXiv 2401.10774)."""
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         return super().admit(seq, hidden if hidden is None else hidden[-1:], chunk)
 
-    def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
+    def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         head, begun = self.head, perf_counter()
         deep = min(self.depth, head.states)
         nothing = torch.zeros(1, head.width, dtype=head.dtype, device=head.device)
@@ -127,7 +127,7 @@ class MedusaDrafter(HeadDrafter):
         )
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         assert hidden is not None
         for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.driver import Driver
-from forerun.engine import Engine
-from forerun.generation import Generation
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence
+from forerun.engine.session import Driver
+from forerun.engine.step import Drafter
 from forerun.methods import Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, Drafting
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.model import CausalLM
-from forerun.steps import Drafter
+from forerun.model.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Truth:
 
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     choices: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    find: Callable[[Generation], list[int]] | None = None
+    find: Callable[[Sequence], list[int]] | None = None
 
 
 class MismatchStop(LengthPolicy, StopRule):
@@ -74,7 +75,7 @@ class MismatchStop(LengthPolicy, StopRule):
         self.truth = truth
         self.outputs: dict[int, list[int]] = {}
 
-    def admit(self, seq: Generation) -> None:
+    def admit(self, seq: Sequence) -> None:
         if not seq.greedy:
             raise ValueError(
                 "an oracle works for greedy decoding alone (temperature 0): what will be sampled cannot be known, and "
@@ -91,10 +92,10 @@ class MismatchStop(LengthPolicy, StopRule):
                 self.truth.outputs[prompt_of(seq)] = output
         self.outputs[seq.id] = output
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.outputs.pop(seq.id, None)
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self
 
     def more(self, state: DraftState) -> list[bool]:
@@ -105,11 +106,11 @@ class MismatchStop(LengthPolicy, StopRule):
         return going
 
 
-def prompt_of(seq: Generation) -> tuple[int, ...]:
+def prompt_of(seq: Sequence) -> tuple[int, ...]:
     return tuple(seq.tokens[: seq.prompt_length])
 
 
-def _reaches(seq: Generation, output: list[int]) -> bool:
+def _reaches(seq: Sequence, output: list[int]) -> bool:
     """Whether an output goes as far as the sequence can; criteria can only end it earlier."""
     return len(output) >= seq.limit - seq.prompt_length or not seq.eos.isdisjoint(output)
 
@@ -129,7 +130,7 @@ class OracleDrafter(ChainDrafter):
         super().__init__(model, policy, vocab_size)
         self.runs: dict[int, list[int]] = {}  # from each token of the output on: how many the draft chooses as well
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from super().admit(seq, hidden, chunk)
         output, known = self.policy.outputs[seq.id], self.policy.truth.choices
         choices = [] if seq.sampler.processors else known.get(prompt_of(seq), [])
@@ -142,15 +143,15 @@ class OracleDrafter(ChainDrafter):
             runs[at] = runs[at + 1] + 1 if choices[at] == output[at] else 0
         self.runs[seq.id] = runs
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         super().drop(seq)
         self.runs.pop(seq.id, None)
 
-    def _depth(self, seq: Generation) -> int:
+    def _depth(self, seq: Sequence) -> int:
         runs, at = self.runs[seq.id], len(seq.tokens) - seq.prompt_length
         return min(super()._depth(seq), runs[at] if at < len(runs) else 0)
 
-    def _choices(self, seq: Generation, output: list[int]) -> list[int]:
+    def _choices(self, seq: Sequence, output: list[int]) -> list[int]:
         """The draft's choice in place of each token of the output; -1 from where it cannot read on."""
         readable = [*prompt_of(seq), *output[:-1]][: self.model.context]
         readable = list(takewhile(lambda token: self._knows([token]), readable))
@@ -166,7 +167,7 @@ class OracleDrafter(ChainDrafter):
         return choices + [-1] * (len(output) - len(choices))
 
 
-def plainly(target: CausalLM, seq: Generation) -> list[int]:
+def plainly(target: CausalLM, seq: Sequence) -> list[int]:
     """The target's own greedy output for a sequence, whatever its criteria."""
     driver = Driver(Engine(target.fresh(), PlainDrafter()))
     (steps,) = driver.run([replace(seq.request, criteria=None, stop=None)]).collect()

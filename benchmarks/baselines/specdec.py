@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from forerun.generation import Mode
+from forerun.engine.sequence import Mode
+from forerun.heads.quick import Array
 from forerun.methods import Parts
 from forerun.methods.base import Sampling, at_least, between
 from forerun.methods.chain import Drafting
 from forerun.methods.pacer import BlockRule, PacerStop
 from forerun.methods.stop import LengthPolicy, StopRule
-from forerun.nn.quick import Array
 
 
 @dataclass(frozen=True)

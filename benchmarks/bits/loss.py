@@ -27,11 +27,11 @@ from transformers import PreTrainedTokenizerBase
 import forerun
 from benchmarks.bits.chat import asked, measured, questions
 from benchmarks.llama import LlamaCpp
+from forerun.api.loading import load_tokenizer
+from forerun.backends.facts import facts_of
 from forerun.bench.report import versions
-from forerun.loading import load_tokenizer
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
-from forerun.runtime.facts import facts_of
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 
 REFERENCE, LLAMA = "float32", "llama.cpp"
 WINDOW = 512

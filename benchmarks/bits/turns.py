@@ -24,12 +24,12 @@ import forerun
 from benchmarks.bits.chat import asked, measured, questions
 from benchmarks.llama import LlamaCpp
 from forerun import SamplingParams
+from forerun.api.loading import load_tokenizer
+from forerun.backends.costs import QUIET, filled
+from forerun.backends.facts import facts_of
 from forerun.bench.measure import turned
 from forerun.bench.report import versions
-from forerun.draft import Draft
-from forerun.loading import load_tokenizer
-from forerun.runtime.costs import QUIET, filled
-from forerun.runtime.facts import facts_of
+from forerun.engine.draft import Draft
 
 LLAMA = "llama.cpp"
 COUNTS = (1, 2, 4, 8, 16)  # tokens of a forward

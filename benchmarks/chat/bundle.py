@@ -13,11 +13,11 @@ import json
 import shutil
 from pathlib import Path
 
+from forerun.api.loading import load_head, load_model
+from forerun.backends.hot import HOT_FILE
 from forerun.files import write_text
-from forerun.loading import load_head, load_model
 from forerun.methods import Pacer
-from forerun.model import CausalLM
-from forerun.runtime.hot import HOT_FILE
+from forerun.model.causal_lm import CausalLM
 from forerun.zoo import FOLDERS, SMOLLM2
 from forerun.zoo.quantise import save_quantised
 

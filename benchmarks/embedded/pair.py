@@ -32,11 +32,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from forerun.api import Decoder
+from forerun.api.load import Decoder
+from forerun.engine.stats import summarise
 from forerun.files import write_text
 from forerun.methods import AR, SD
-from forerun.metrics import summarise
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.train.corpus import Split, held_out_prompts, source_files
 from forerun.train.draft import DraftRecipe, train_draft
 from forerun.train.loop import TrainConfig, claim, save_tensors, train

@@ -24,11 +24,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from forerun import Decoder, load
+from forerun.api.loading import load_head
 from forerun.bench.report import versions
-from forerun.chat import chat_prompt
-from forerun.loading import load_head
+from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.methods import Eagle, Lyanna, Method, PacerLyanna, method
-from forerun.nn.heads import HiddenConfig, HiddenDrafter
+from forerun.text.chat import chat_prompt
 from forerun.train.corpus import held_out_prompts
 from forerun.zoo import EMBEDDED, SMOLLM2, companion
 

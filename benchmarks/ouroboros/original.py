@@ -97,7 +97,7 @@ def export(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
     from torch.nn import functional
 
-    from forerun.loading import load_model
+    from forerun.api.loading import load_model
 
     for part in ("target", "draft"):
         model = load_model("embedded", part)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from forerun.bench.records import parse
-from forerun.metrics import Stats
+from forerun.engine.stats import Stats
 
 PARTS = 5
 RATIOS = [("ouroboros", "sd"), ("pacer", "sd"), ("pacer-ouroboros", "sd"), ("pacer-ouroboros", "pacer")]

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig
 
-from forerun.api import Decoder
-from forerun.loading import load_model, load_pre_verifier, load_tokenizer
+from forerun.api.load import Decoder
+from forerun.api.loading import load_model, load_pre_verifier, load_tokenizer
+from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR
-from forerun.model import CausalLM
-from forerun.nn.pre_verifier import PreVerifier
-from forerun.sampling import Sampler
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Sampler
 from forerun.train.corpus import held_out_prompts
 from forerun.train.pre_verifier import TEMPERATURE, TOP_P, measure
 from forerun.train.rollout import FIELDS, Rollouts, roll_out

@@ -82,7 +82,7 @@ def reference(lengths: Sequence[int]) -> dict[str, list[str]]:
     path = home() / "runs" / f"soak-reference-{name}.json"
     if path.is_file():
         return json.loads(path.read_text())
-    from forerun.api import load
+    from forerun.api.load import load
 
     decoder = load("smollm2", method="ar")
     talks = [[{"role": "user", "content": text}] for text in questions()]

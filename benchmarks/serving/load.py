@@ -141,7 +141,7 @@ def main() -> None:
     names = asked.systems.split(",")
     if not set(names) <= set(SYSTEMS):
         parser.error(f"--systems must be of {', '.join(SYSTEMS)}, not {asked.systems}")
-    from forerun.loading import load_tokenizer
+    from forerun.api.loading import load_tokenizer
     from forerun.zoo import SMOLLM2
 
     tokenizer = load_tokenizer(SMOLLM2)

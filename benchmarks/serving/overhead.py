@@ -38,8 +38,8 @@ class Bare:
     def __init__(self, name: str, threads: int, max_tokens: int) -> None:
         import torch
 
-        from forerun.api import load
-        from forerun.params import SamplingParams
+        from forerun.api.load import load
+        from forerun.sampling.params import SamplingParams
 
         torch.set_num_threads(threads)
         self.decoder = load("smollm2", method=OURS[name][1] if OURS[name] else None)
@@ -47,7 +47,7 @@ class Bare:
 
     def run(self, rows: int, first: int, count: int) -> dict[str, Any]:
         """Answers so many questions, `rows` at once."""
-        from forerun.chat import chat_prompt
+        from forerun.text.chat import chat_prompt
 
         jobs = []
         for number in range(first, first + count):

@@ -75,7 +75,7 @@ def whole_model(path: Path) -> Path:
     """A folder with the file's model in float32, made when it is first asked for."""
     folder = home() / "models" / f"{path.stem}-float32"
     if not (folder / "tokenizer_config.json").is_file():  # what is written last
-        from forerun.loading import load_model, load_tokenizer
+        from forerun.api.loading import load_model, load_tokenizer
 
         load_model(str(path), "target", plain=True).save_pretrained(folder)
         load_tokenizer(str(path)).save_pretrained(folder)

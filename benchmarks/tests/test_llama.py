@@ -24,7 +24,7 @@ from forerun.bench import session
 from forerun.bench.datasets import Prompt
 from forerun.bench.plan import Plan, parse_methods
 from forerun.bench.report import differences
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 
 TABLE = [3, 5, 4, 6, 2, 4, 1, 0]  # the token behind each token: 3 6 1 5 4 2 4 2 ...
 FOLLOWING = [6, 1, 5, 4, 2, 4, 2, 4, 2, 4]  # behind a 3

@@ -28,10 +28,10 @@ from benchmarks.load import (
     rows_over_time,
 )
 from benchmarks.loads import BatchingServer, static
-from forerun.api import Decoder
+from forerun.api.load import Decoder
 from forerun.bench.plan import parse_methods
 from forerun.methods import AR, SD
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 
 PARAMS = SamplingParams(ignore_eos=True)
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]]

@@ -21,7 +21,8 @@ from benchmarks.logits import check_logits
 from benchmarks.peers import SCHEDULES, Peers, checked, expanded, peer_settings, takes_rows
 from benchmarks.replay import replayed
 from benchmarks.report import markdown, write_report
-from forerun.api import Decoder
+from forerun.api.load import Decoder
+from forerun.backends.stored import is_stored
 from forerun.bench.datasets import Prompt, read_files
 from forerun.bench.measure import group_records
 from forerun.bench.models import load_decoders
@@ -30,10 +31,9 @@ from forerun.bench.records import Record
 from forerun.bench.report import summary
 from forerun.bench.runners import Outcome
 from forerun.bench.session import bench
-from forerun.metrics import Stats
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
-from forerun.runtime.stored import is_stored
+from forerun.engine.stats import Stats
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 
 ASSISTED = [f"hf-assisted/{schedule}" for schedule in SCHEDULES]
 ROWS = [[5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 9, 8]]

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.replay import replayed
 from forerun.bench.records import Record
-from forerun.costs import Costs
-from forerun.metrics import Stats, Times, Work
+from forerun.engine.costs import Costs
+from forerun.engine.stats import Stats, Times, Work
 
 PACER = {"block": 2, "threshold": 0.5}
 LYANNA = {"depth": 4}

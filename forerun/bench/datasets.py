@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.chat import chat_prompt, checked
 from forerun.files import read_text
+from forerun.text.chat import chat_prompt, checked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ import torch
 from forerun.bench.datasets import Prompt
 from forerun.bench.records import Group, Margins, Record, Records, first_difference
 from forerun.bench.runners import Outcome, Run
-from forerun.metrics import times, work
-from forerun.model import CausalLM
+from forerun.engine.stats import times, work
+from forerun.model.causal_lm import CausalLM
 
 WARM_UP = 16  # tokens
 

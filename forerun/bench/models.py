@@ -11,21 +11,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.api import Decoder
+from forerun.api.load import Decoder
+from forerun.api.loading import load_config, load_head, load_model, load_pre_verifier, load_tokenizer, translation_for
+from forerun.api.profiles import costs_of
+from forerun.backends import prepare
+from forerun.backends.costs import head_costs, measure_costs
+from forerun.backends.heads import HiddenLM
+from forerun.backends.hot import prepare_draft
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
-from forerun.costs import Costs
+from forerun.engine.costs import Costs
 from forerun.files import read_text, write_text
-from forerun.loading import load_config, load_head, load_model, load_pre_verifier, load_tokenizer, translation_for
+from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Lyanna, Pacer
-from forerun.model import CausalLM, context_of
-from forerun.nn.pre_verifier import PreVerifier
-from forerun.profiles import costs_of
-from forerun.runtime import prepare
-from forerun.runtime.costs import head_costs, measure_costs
-from forerun.runtime.heads import HiddenLM
-from forerun.runtime.hot import prepare_draft
-from forerun.vocabularies import Translation
+from forerun.model.causal_lm import CausalLM, context_of
+from forerun.text.vocabularies import Translation
 from forerun.zoo import companion, resolve
 
 ROWS = 64  # the most that a decoder may be given at once, where batches are smaller

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.kinds import check_kind, check_way
 from forerun.methods import METHODS, Method, is_method, method, parse_value
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, resolve
 
 if TYPE_CHECKING:

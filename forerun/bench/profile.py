@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from forerun.engine import Step
-from forerun.metrics import times
+from forerun.engine.engine import Step
+from forerun.engine.stats import times
 
 PHASES = {"draft": "#2a9d8f", "policy": "#e9c46a", "verify": "#264653", "rest": "#adb5bd"}
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.engine.stats import Stats, Times, Work
 from forerun.files import read_text, write_text
-from forerun.metrics import Stats, Times, Work
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
 Margins = dict[tuple[str, str, int, int | None], float]  # by dataset, prompt, position and the token there
@@ -22,7 +22,7 @@ class Record:
     Attributes:
         prompts: ids of the batch's prompts.
         stats, times: counts and step times (seconds) of all rows; times is None where the method keeps no steps.
-        work: what the steps were (`forerun.metrics.work`), for benchmarks/replay.py; None likewise.
+        work: what the steps were (`forerun.engine.stats.work`), for benchmarks/replay.py; None likewise.
         prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
         equal: for each row whether it is the reference's greedy output; None when sampling.
         differences: where rows differ: row, position, both tokens (None behind the end) and the tokens before.

@@ -19,8 +19,8 @@ from forerun import __version__
 from forerun.bench.plan import Plan, Runner
 from forerun.bench.profile import PHASES
 from forerun.bench.records import Group, Margins, Record
-from forerun.costs import Costs
-from forerun.metrics import Times, total
+from forerun.engine.costs import Costs
+from forerun.engine.stats import Times, total
 
 COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisation", "overhead", "same tokens")
 

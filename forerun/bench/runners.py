@@ -9,13 +9,13 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from forerun.api import Decoder
+from forerun.api.load import Decoder
 from forerun.bench.datasets import Prompt
 from forerun.bench.plan import Plan
-from forerun.engine import Step
-from forerun.metrics import Stats, summarise
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
+from forerun.engine.engine import Step
+from forerun.engine.stats import Stats, summarise
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

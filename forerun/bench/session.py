@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from forerun.api.profiles import identity
+from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
 from forerun.bench.measure import WARM_UP, margins, measure
 from forerun.bench.models import load_decoders, load_prompts
@@ -17,8 +19,6 @@ from forerun.bench.report import results, versions
 from forerun.bench.runners import Loaded, Run, decoder_run
 from forerun.files import read_text, write_text
 from forerun.methods import REMOVED_SETTINGS
-from forerun.profiles import identity
-from forerun.runtime.facts import facts_of
 
 
 def bench(

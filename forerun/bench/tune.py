@@ -19,7 +19,11 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
-from forerun.api import Decoder, bundled_layer
+from forerun.api.load import Decoder, bundled_layer
+from forerun.api.loading import check_draft_tokenizer, load_config, load_head, load_pre_verifier
+from forerun.api.profiles import Choice, pair_of, save
+from forerun.backends.costs import QUIET, head_costs, measure_costs
+from forerun.backends.heads import HiddenLM
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import measure
 from forerun.bench.models import load_pair, load_prompts
@@ -27,15 +31,11 @@ from forerun.bench.plan import Plan
 from forerun.bench.records import Records
 from forerun.bench.report import provenance, summary, versions
 from forerun.bench.runners import Outcome, Run, decoder_run
-from forerun.costs import Costs
-from forerun.engine import Step
-from forerun.loading import check_draft_tokenizer, load_config, load_head, load_pre_verifier
+from forerun.engine.costs import Costs
+from forerun.engine.engine import Step
+from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, METHODS, Lyanna, Method, Pacer, PacerEagle
-from forerun.model import CausalLM, context_of
-from forerun.nn.pre_verifier import PreVerifier
-from forerun.profiles import Choice, pair_of, save
-from forerun.runtime.costs import QUIET, head_costs, measure_costs
-from forerun.runtime.heads import HiddenLM
+from forerun.model.causal_lm import CausalLM, context_of
 from forerun.zoo import companion, own_draft
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if

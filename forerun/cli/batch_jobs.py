@@ -22,7 +22,7 @@ from forerun.cli.options import (
     RayOption,
     grouped,
 )
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 
 EVERY = 10.0  # seconds between two lines about the progress, if stderr is no terminal
 # Options that decide what is answered: a job goes on with the same ones only.

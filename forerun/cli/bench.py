@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.api.profiles import find, shipped
 from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
 from forerun.bench.plan import Plan, Runner, RunnerOf, check_folder, no_runner, parse_methods
 from forerun.cli.common import quiet
@@ -26,7 +27,6 @@ from forerun.cli.options import (
     WeightsOption,
 )
 from forerun.methods import METHODS, Method
-from forerun.profiles import find, shipped
 from forerun.zoo import EMBEDDED, own_draft
 
 

@@ -23,7 +23,7 @@ from forerun.cli.options import (
     ThreadsOption,
 )
 from forerun.methods import AR, Method, Pacer, default_method
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2, companion, find_smollm2, own_draft
 from forerun.zoo.fetch import fetch
 
@@ -70,7 +70,7 @@ def demo(
     from rich.console import Console
     from rich.table import Table
 
-    from forerun.api import Decoder, load
+    from forerun.api.load import Decoder, load
 
     is_named = method is not None or gamma is not None
     decoder = load(target, method=settings if is_named else None, guard=guard)
@@ -140,7 +140,7 @@ def _fetched() -> bool:
 
 def _chats(tokenizer: Any, count: int) -> tuple[list[int], list[tuple[str, list[int]]]]:
     """Return a prompt to warm up with, and questions, each as it is shown and as token ids."""
-    from forerun.chat import chat_prompt
+    from forerun.text.chat import chat_prompt
 
     texts = WARM_UP, *QUESTIONS[:count]
     warm_up, *prompts = (chat_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts)

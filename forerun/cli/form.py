@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.files import read_text
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 
 KINDS = {"json-schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # names of options and of fields
 
@@ -57,9 +57,9 @@ def check_form(form: Any, tokenizer: Any) -> None:
     """
     if form is None:
         return
-    from forerun.chat import turn_ends
-    from forerun.formats import form_of
-    from forerun.grammar import compiled, end_of
+    from forerun.sampling.grammar import compiled, end_of
+    from forerun.sampling.response_format import form_of
+    from forerun.text.chat import turn_ends
 
     ends, asked = turn_ends(tokenizer) | end_of(tokenizer), form_of(form)
     if not ends or asked is None:

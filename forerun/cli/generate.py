@@ -23,7 +23,7 @@ from forerun.cli.options import (
 )
 from forerun.cli.writing import Answer, Reading
 from forerun.files import read_text
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2
 
 LARGE = 100_000_000  # bytes of a target from which on fewer bits are recommended
@@ -79,10 +79,10 @@ def generate(
             raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
     text = _read_prompt(prompt, file)
     quiet(decoding.threads)
-    from forerun.api import load
+    from forerun.api.load import load
+    from forerun.api.loading import check_prompts
     from forerun.bench.profile import plot_steps, profile_line
-    from forerun.chat import has_template
-    from forerun.loading import check_prompts
+    from forerun.text.chat import has_template
 
     if device_map is None:
         _advise(target, decoding)
@@ -95,7 +95,7 @@ def generate(
     check_form(params.response_format, tokenizer)
     with ExitStack() as stack:
         if tensor_parallel:
-            from forerun.runtime.tensor_parallel import together
+            from forerun.backends.tensor_parallel import together
 
             stack.enter_context(together())
         decoder = load(
@@ -141,7 +141,7 @@ def chat(
     quiet(decoding.threads)
     tokenizer = _chat_tokenizer(target, messages, system, decoding.trust_remote_code)
     check_form(params.response_format, tokenizer)
-    from forerun.api import load
+    from forerun.api.load import load
 
     _advise(target, decoding)
 
@@ -207,9 +207,9 @@ def _message(text: str) -> list[dict[str, str]]:
 def _chat_tokenizer(target: str, messages: Any, system: str | None, trust_remote_code: bool) -> Any:
     """Load the target's tokenizer. Raises ValueError if it cannot render the messages, or if they fill the context; no
     weights are loaded for that."""
-    from forerun.chat import chat_prompt, has_template
-    from forerun.loading import encode, load_config, load_tokenizer
-    from forerun.model import context_of
+    from forerun.api.loading import encode, load_config, load_tokenizer
+    from forerun.model.causal_lm import context_of
+    from forerun.text.chat import chat_prompt, has_template
 
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     if target == EMBEDDED and not has_template(tokenizer):
@@ -224,7 +224,7 @@ def _advise(target: str, decoding: DecodeOptions) -> None:
     """Recommend fewer bits on a terminal, before a large float target is loaded on a CPU."""
     import torch
 
-    from forerun.gguf import find
+    from forerun.backends.gguf import find
     from forerun.zoo import resolve
 
     if not sys.stderr.isatty() or decoding.weights is not None or decoding.dtype is not None:

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
+from forerun.api.profiles import find
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption, LoadOptions, TargetOption, grouped
 from forerun.methods import METHODS
-from forerun.profiles import find
 from forerun.zoo import EMBEDDED, FOLDER, own_draft, resolve
 
 BATCHES, TOKENS = (4, 16), (1, 2, 4, 8)  # rows, and tokens of each
@@ -44,7 +44,7 @@ def info(
         resolve(loading.draft, "draft")
     quiet(loading.threads)
     facts = collect() | {"profile": _profile(target, loading)}
-    from forerun.gguf import find as find_gguf
+    from forerun.backends.gguf import find as find_gguf
 
     if with_costs or loading.weights is not None or (isinstance(source, Path) and find_gguf(source) is not None):
         facts["costs"] = costs(target, context, loading)
@@ -75,11 +75,11 @@ def collect() -> dict[str, Any]:
 def costs(target: str, context: int | None, loading: LoadOptions) -> dict[str, Any]:
     """Measure undisturbed ms of forwards of some lengths of both models, and the cost ratio c; the target's in batches;
     and the share of a token's forward in which nothing runs."""
-    from forerun.api import load
+    from forerun.api.load import load
+    from forerun.backends.costs import QUIET, RUN, forward_costs, measure_costs, usual_context
     from forerun.bench.timeline import outside
-    from forerun.draft import Draft
-    from forerun.model import CausalLM
-    from forerun.runtime.costs import QUIET, RUN, forward_costs, measure_costs, usual_context
+    from forerun.engine.draft import Draft
+    from forerun.model.causal_lm import CausalLM
 
     decoder = load(target, method="sd" if loading.draft or own_draft(target) else "ar", **loading.for_load())
     if context is None:

@@ -18,7 +18,7 @@ from forerun.cli.common import parse_method
 from forerun.cli.form import asked_form, check_extra
 from forerun.kinds import WAYS, check_kind, check_way
 from forerun.methods import METHODS, Method, Pacer, default_method
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.zoo import companion, own_draft, resolve
 
 

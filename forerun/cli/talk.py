@@ -13,14 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from forerun.chat import chat_prompt, checked, with_system
 from forerun.cli import is_interrupt
 from forerun.cli.common import parse_method, say
 from forerun.cli.form import KINDS, check_extra, check_form, form_of_kind
 from forerun.cli.writing import Answer, Reading
+from forerun.engine.stats import Stats, summarise, total
 from forerun.files import home, read_text, write_text
-from forerun.metrics import Stats, summarise, total
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
+from forerun.text.chat import chat_prompt, checked, with_system
 
 HISTORY = 1000  # inputs that are remembered
 HELP = """\

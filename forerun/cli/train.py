@@ -138,7 +138,7 @@ def pre_verifier(
         raise ValueError(f"--width must be a multiple of 4, not {width}")
     data = _check(data, target, draft)
     quiet(threads)
-    from forerun.nn.pre_verifier import INPUTS
+    from forerun.heads.pre_verifier import INPUTS
     from forerun.train.pre_verifier import Recipe, train_pre_verifier
     from forerun.train.run import Run
 

@@ -15,7 +15,7 @@ from forerun.cli import options
 from forerun.cli.common import quiet
 from forerun.methods import default_method
 from forerun.methods import method as method_of
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, own_draft
 
 PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded

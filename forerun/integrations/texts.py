@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 
-from forerun.draft import Draft
-from forerun.generation import Generation, Request
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Request, Sequence
 
 
 @dataclass
 class Text:
     """What is known of a request: its sequence, and the draft that was proposed last."""
 
-    seq: Generation
+    seq: Sequence
     known: np.ndarray  # [n] its tokens, to be compared with rows
     draft: list[int] = field(default_factory=list)
 
@@ -58,14 +58,14 @@ class Texts:
 
     def begin(self, row: int, tokens: np.ndarray, new: int, limit: int, eos: frozenset[int]) -> Text:
         """The text of a row that was not there before; its last `new` tokens are output."""
-        seq = Generation(Request([int(token) for token in tokens], eos=eos), next(self._ids))
+        seq = Sequence(Request([int(token) for token in tokens], eos=eos), next(self._ids))
         seq.prompt_length -= new
         seq.limit = limit
         text = self.rows[row] = Text(seq, tokens.copy())
         return text
 
 
-def agreed(draft: Sequence[int], new: Sequence[int]) -> int:
+def agreed(draft: abc.Sequence[int], new: abc.Sequence[int]) -> int:
     """How many tokens of a draft came true."""
     n = 0
     while n < min(len(draft), len(new)) and draft[n] == new[n]:

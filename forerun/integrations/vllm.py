@@ -15,10 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.draft import Draft
-from forerun.integrations.options import read
-from forerun.integrations.texts import Text, Texts, agreed, chain_of
-from forerun.loading import (
+from forerun.api.loading import (
     check_draft_tokenizer,
     check_vocabularies,
     config_file,
@@ -26,12 +23,15 @@ from forerun.loading import (
     load_pre_verifier,
     load_tokenizer,
 )
+from forerun.backends.hot import prepare_draft
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter
+from forerun.heads.pre_verifier import PreVerifier
+from forerun.integrations.options import read
+from forerun.integrations.texts import Text, Texts, agreed, chain_of
 from forerun.methods import Parts
-from forerun.model import CausalLM
-from forerun.nn.pre_verifier import PreVerifier
-from forerun.runtime.hot import prepare_draft
-from forerun.sampling import Verdict
-from forerun.steps import Drafter
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Verdict
 from forerun.zoo import resolve
 
 CHUNK = 512  # tokens of a prompt that the draft model reads at once

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts
-from forerun.steps import Drafter, Proposal
 
 if TYPE_CHECKING:
-    from forerun.generation import Generation
+    from forerun.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -26,5 +26,5 @@ class AR(Method):
 class PlainDrafter(Drafter):
     """Every draft is the bare root."""
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forerun.costs import Costs
+    from forerun.backends.heads import HiddenLM
+    from forerun.engine.costs import Costs
+    from forerun.engine.step import Drafter
+    from forerun.heads.pre_verifier import PreVerifier
     from forerun.methods.pools import PhrasePool, SuffixMemory
-    from forerun.model import CausalLM
-    from forerun.nn.pre_verifier import PreVerifier
-    from forerun.runtime.heads import HiddenLM
-    from forerun.steps import Drafter
-    from forerun.vocabularies import Translation
+    from forerun.model.causal_lm import CausalLM
+    from forerun.text.vocabularies import Translation
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Method(Protocol):
         greedy_only: whether it refuses sequences that are sampled.
         layer, kind: the trained layer it needs, by the name of the folder beside the models that come with forerun, and
             the kind of its output (see PreVerifierConfig).
-        head: the kind of head over hidden states that it needs (`forerun.nn.heads.KINDS`).
+        head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
         verification: of chains that were sampled, "block" or "token".
         warm: whether what it gathers outlives a sequence.
     """

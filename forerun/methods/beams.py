@@ -4,7 +4,8 @@ EAGLE grows its tree so (arXiv 2401.15077), EAGLE-2 chooses its nodes so (arXiv 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.generation import Generation
-from forerun.races import Race
-from forerun.sampling import RowError, next_tokens
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
+from forerun.sampling.sampler import RowError, next_tokens
+from forerun.sampling.seeded import SeededSampler
 
 # (depth k from 0, tokens of the beams [B, w], index of each beam's parent among the beams before [B, w]) -> logits
 # [B, w, S] of the tokens behind the beams.
@@ -56,14 +57,14 @@ _CLOSER = 1e-9  # subtracted at each place, so that a node never sorts before it
 
 @torch.inference_mode()
 def grow(
-    roots: Sequence[int],
+    roots: abc.Sequence[int],
     logits: Logits,
     hot: Tensor,
-    limits: Sequence[int],
+    limits: abc.Sequence[int],
     width: int,
     nodes: int,
     policy: TreePolicy | None = None,
-    origins: Sequence[str] = (),
+    origins: abc.Sequence[str] = (),
 ) -> list[Draft]:
     """A tree of point masses for each row, at most `limits[r]` deep.
 
@@ -96,7 +97,7 @@ def grow(
     return drafts
 
 
-def _chains(roots: Sequence[int], logits: Logits, hot: Tensor, depth: int, policy: TreePolicy | None) -> Tensor:
+def _chains(roots: abc.Sequence[int], logits: Logits, hot: Tensor, depth: int, policy: TreePolicy | None) -> Tensor:
     """Chains of argmax tokens [B, n], with n at most `depth`."""
     tokens = torch.tensor(roots, device=hot.device)[:, None]
     at, chain, block = torch.zeros_like(tokens), [], []
@@ -116,10 +117,10 @@ def _chains(roots: Sequence[int], logits: Logits, hot: Tensor, depth: int, polic
 
 
 def _paths(
-    roots: Sequence[int],
+    roots: abc.Sequence[int],
     logits: Logits,
     hot: Tensor,
-    limits: Sequence[int],
+    limits: abc.Sequence[int],
     width: int,
     nodes: int,
     policy: TreePolicy | None,
@@ -160,12 +161,12 @@ def _paths(
 
 @torch.inference_mode()
 def sample_chains(
-    seqs: Sequence[Generation],
+    seqs: abc.Sequence[Sequence],
     logits: Logits,
     hot: Tensor,
     vocab_size: int,
-    limits: Sequence[int],
-    origins: Sequence[str],
+    limits: abc.Sequence[int],
+    origins: abc.Sequence[str],
     block: bool,
 ) -> list[Draft]:
     """A chain for each sequence, at most `limits[r]` long. Its tokens are drawn by the sequence's own sampler.
@@ -193,7 +194,7 @@ def sample_chains(
             within = seq.sampler.index_free
             if not within:
                 scores = scores.new_full((1, vocab_size), -torch.inf).index_copy_(1, hot, scores)
-            elif isinstance(source, Race):
+            elif isinstance(source, SeededSampler):
                 source = replace(source, names=names, size=vocab_size)
             try:
                 (chosen,), _, law = next_tokens([seq.sampler], scores, lambda _, row=row: text(row), [source])  # type: ignore[misc]
@@ -202,7 +203,7 @@ def sample_chains(
                 continue
             tokens[row] = token = int(hot[chosen]) if within else chosen
             chains[row].append(token)
-            if law is not None and seq.races is None:
+            if law is not None and seq.seeded is None:
                 whole = law[0]
                 laws[row].append(whole.new_zeros(vocab_size).index_copy_(0, hot, whole) if within else whole)
     return [

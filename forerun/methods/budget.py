@@ -11,10 +11,10 @@ from operator import mul
 
 import numpy as np
 
-from forerun.costs import Costs
-from forerun.generation import Generation, Mode
+from forerun.backends.heads import HiddenLM
+from forerun.engine.costs import Costs
+from forerun.engine.sequence import Mode, Sequence
 from forerun.methods.beams import Array
-from forerun.runtime.heads import HiddenLM
 
 _CERTAIN = 1 - 1e-6  # above this, log-odds are those of this
 
@@ -168,7 +168,7 @@ class Budgets:
         self.head, self.costs_for, self.block, self.nodes, self.beams = head, costs_for, block, nodes, beams
         self._costs: dict[tuple[Mode, int], StepCosts] = {}
 
-    def of(self, seqs: list[Generation], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
+    def of(self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
         """That of a step. `fresh`: the rows that the head drafts states for. `limits`, `ahead`: see `Budget`."""
         together = [row for row, seq in enumerate(seqs) if seq.greedy]
         groups = [together] if together else []

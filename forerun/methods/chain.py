@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, Sampling, at_least
-from forerun.methods.later import races, sampling, torch
+from forerun.methods.later import sampling, seeded, torch
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
-from forerun.steps import Drafter, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.generation import Generation
-    from forerun.model import CausalLM
-    from forerun.sampling import Drafted, Verdict
+    from forerun.engine.sequence import Sequence
+    from forerun.model.causal_lm import CausalLM
+    from forerun.sampling.sampler import Drafted, Verdict
 
 
 class Drafting(Method):
@@ -66,7 +67,7 @@ class FixedLength(LengthPolicy, StopRule):
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self
 
     def bounds(self) -> Bounds:
@@ -84,7 +85,7 @@ class Chain:
     """A draft in the making: at most `depth` tokens, and the distributions `q` that they were sampled from. `block`:
     that of Draft."""
 
-    seq: Generation
+    seq: Sequence
     depth: int
     tokens: list[int] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
@@ -93,7 +94,7 @@ class Chain:
     @property
     def is_drawn(self) -> bool:
         """Whether the acceptance rule needs the distributions."""
-        return not self.seq.greedy and self.seq.races is None
+        return not self.seq.greedy and self.seq.seeded is None
 
     def pending(self, length: int) -> list[int]:
         """What a model has not run that has run `length` tokens."""
@@ -130,7 +131,7 @@ class ChainDrafter(Drafter):
         self._present: set[int] = set()
         self._open: set[int] = set()  # whose rows hold drafted tokens
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self._present.add(seq.id)
         self.policy.admit(seq)
         context, tokens = self.model.context, self._text(seq)
@@ -139,7 +140,7 @@ class ChainDrafter(Drafter):
             yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:
             self.model.park(seq.id, self._text(seq), salt=seq.request.salt)
         self.model.drop(seq.id)
@@ -151,7 +152,7 @@ class ChainDrafter(Drafter):
 
     # What drafts with another tokenizer do otherwise (`forerun.methods.translated`).
 
-    def _text(self, seq: Generation) -> list[int]:
+    def _text(self, seq: Sequence) -> list[int]:
         """A sequence's tokens, as the model has them."""
         return seq.tokens
 
@@ -159,12 +160,12 @@ class ChainDrafter(Drafter):
         """What the model has not run of a draft in the making."""
         return chain.pending(self.model.length(chain.seq.id))
 
-    def _is_argmax(self, seq: Generation) -> bool:
+    def _is_argmax(self, seq: Sequence) -> bool:
         """Whether its drafts are what the model itself holds most probable."""
         return seq.sampler.is_argmax
 
     def _roll(
-        self, ids: Sequence[int], pending: Sequence[Sequence[int]], count: int
+        self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """`CausalLM.roll`; tokens and logits are those of drafts."""
         return self.model.roll(ids, pending, count, self.vocab_size)
@@ -196,7 +197,7 @@ class ChainDrafter(Drafter):
                 return None
             numbers = _numbers(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
-            keys = [race.key for race in map(seq.source, places) if isinstance(race, races.Race)]
+            keys = [race.key for race in map(seq.source, places) if isinstance(race, seeded.SeededSampler)]
             drawing = sampling.Drawing(seq.sampler.law, numbers, keys, self.vocab_size)
         pending = self._pending(chain)
         found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
@@ -212,17 +213,17 @@ class ChainDrafter(Drafter):
             chain.q += torch.nn.functional.pad(found.laws, (0, missing)) if missing else found.laws
         return found
 
-    def _knows(self, tokens: Sequence[int]) -> bool:
+    def _knows(self, tokens: abc.Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
-    def _depth(self, seq: Generation) -> int:
+    def _depth(self, seq: Sequence) -> int:
         """How many tokens may be drafted."""
         if seq.id not in self.model or not self._knows(seq.tokens[self.model.length(seq.id) :]):
             return 0
         context = self.model.context
-        return min(seq.room - 1, context - len(seq.tokens) + 1 if context else seq.room)
+        return min(seq.remaining - 1, context - len(seq.tokens) + 1 if context else seq.remaining)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         chains = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs]
         return self._grow(chains, len(seqs))
 
@@ -317,12 +318,12 @@ class ChainDrafter(Drafter):
         return len(chain.tokens) < chain.depth and token not in chain.seq.eos and self._knows([token])
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         self.policy.observe(seqs, drafts, verdicts, hidden)
         self._crop(seqs)
 
-    def _crop(self, seqs: list[Generation]) -> None:
+    def _crop(self, seqs: list[Sequence]) -> None:
         # What was run of the accepted path stays; the rest of the draft goes.
         ids = {seq.id: len(seq.tokens) - 1 for seq in seqs if seq.id in self._open}
         if ids:
@@ -337,5 +338,5 @@ class ChainDrafter(Drafter):
 
 
 def _numbers(source: torch.Generator, count: int) -> Tensor:
-    """Those that `forerun.sampling.sample` would sample so many tokens by."""
+    """Those that `forerun.sampling.sampler.sample` would sample so many tokens by."""
     return torch.rand(count, dtype=torch.float64, generator=source)

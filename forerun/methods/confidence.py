@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,7 +12,7 @@ from forerun.methods.later import probabilities
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
-    from forerun.generation import Generation
+    from forerun.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ConfidenceStop(LengthPolicy, StopRule):
     def __init__(self, threshold: float, most: int) -> None:
         self.threshold, self.most = threshold, most
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self
 
     def bounds(self) -> Bounds:
@@ -79,7 +79,7 @@ class CumulativeStop(LengthPolicy):
     def __init__(self, threshold: float, most: int) -> None:
         self.threshold, self.most = threshold, most
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return ProductRule(self.threshold, self.most)
 
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter
 from forerun.methods.base import Parts
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
 from forerun.methods.later import torch
-from forerun.steps import Drafter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.costs import Costs
-    from forerun.generation import Generation, Mode
+    from forerun.backends.heads import HiddenLM
+    from forerun.engine.costs import Costs
+    from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.budget import Budget
-    from forerun.runtime.heads import HiddenLM
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class EagleDrafter(HeadDrafter):
         super().__init__(head, depth, width, nodes, drawing)
         self.budgets = Budgets(head, costs_for, block, nodes, width) if costs_for is not None else None
 
-    def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
+    def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         # Sequences without a feature, or without room, sit out.
         live = [row for row, limit in enumerate(limits) if limit > 0]
         own = [seqs[row] for row in live]
@@ -81,7 +81,7 @@ class EagleDrafter(HeadDrafter):
             drafts[row] = draft
         return drafts
 
-    def _grown(self, own: list[Generation], limits: list[int], budget: Budget | None) -> list[Draft]:
+    def _grown(self, own: list[Sequence], limits: list[int], budget: Budget | None) -> list[Draft]:
         head, ids, begun = self.head, [seq.id for seq in own], perf_counter()
         states = self.run(own)[:, None]  # [B, w, d]
         self.seconds += perf_counter() - begun

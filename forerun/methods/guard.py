@@ -1,8 +1,8 @@
 """Never slower: drafts are left out while they do not pay, and tried again now and then.
 
 The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. Greedy output does not: a step
-without a draft is a plain one. What is sampled with a seed does not either (`forerun.races`). Without a seed every step
-keeps the target's distribution, but drafts use up random numbers of their own.
+without a draft is a plain one. What is sampled with a seed does not either (`forerun.sampling.seeded`). Without a seed
+every step keeps the target's distribution, but drafts use up random numbers of their own.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from statistics import median, median_low
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from forerun.draft import Draft
-from forerun.steps import Drafter, Proposal, observe_rows
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal, observe_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.generation import Generation
-    from forerun.sampling import Verdict
+    from forerun.engine.sequence import Sequence
+    from forerun.sampling.sampler import Verdict
 
 LOOKS = 2  # plain steps before anything else, as the very first one is slow
 # In plain steps, which are the unit of everything below.
@@ -34,7 +34,7 @@ FIRST, LONGEST = 16, 128
 SHARE = 1 / 256  # of the time, for plain steps amid drafting
 
 
-class Pace:
+class SpeedTracker:
     """What the steps of an engine cost and brought, and whether the next one is to draft. It outlives sequences.
 
     A drafting step of B rows that commits T tokens in s seconds earns T / B - s / p, where p is the time of a plain
@@ -59,7 +59,7 @@ class Pace:
     def paused(self) -> bool:
         return self.wait > 0
 
-    def hold(self, steps: int) -> None:
+    def pause(self, steps: int) -> None:
         """Begins a pause."""
         self.wait, self._spare = steps, steps // 2
 
@@ -70,7 +70,7 @@ class Pace:
         self._spare -= share
         self.wait = max(self.wait - share, 0)
 
-    def passed(self) -> None:
+    def tick(self) -> None:
         """A step that cannot be judged, in which drafts were left out."""
         self.wait = max(self.wait - 1, 0)
 
@@ -93,7 +93,7 @@ class Pace:
         else:
             self._earned -= cost
 
-    def saw(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
+    def record(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
         """One step of all rows, which committed `tokens` altogether."""
         if not drafted:
             self._plain.setdefault(rows, deque(maxlen=3)).append(seconds)
@@ -123,7 +123,7 @@ class Pace:
             if self.failures:
                 wait = ceil(-earned * min(FIRST * 2 ** (self.failures - 1), LONGEST))
             self.failures += 1
-        self.hold(wait)
+        self.pause(wait)
         self._earned = self._peak = self._debt = 0.0
 
     def _plain_seconds(self, rows: int) -> float:
@@ -139,19 +139,19 @@ class Guarded(Drafter):
     not asked, the draft is a bare root.
     """
 
-    def __init__(self, drafter: Drafter, pace: Pace, sampled: Pace | None = None) -> None:
+    def __init__(self, drafter: Drafter, pace: SpeedTracker, sampled: SpeedTracker | None = None) -> None:
         """`pace` judges steps whose rows are all greedy, `sampled` (its default: a new one) those with sampled rows:
         sampling costs more, and accepts otherwise."""
         self.drafter = drafter
-        self.paces = {True: pace, False: sampled if sampled is not None else Pace(pace.clock)}
+        self.paces = {True: pace, False: sampled if sampled is not None else SpeedTracker(pace.clock)}
         self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
         self.feature = drafter.feature
         self._inside: dict[int, bool] = {}  # whether the drafter has admitted each sequence
         self._admitting = False  # whether it is running a prompt, one at a time
         self._asked: set[int] = set()  # the sequences that drafted in this step
-        self._judge: Pace | None = None  # of this step
+        self._judge: SpeedTracker | None = None  # of this step
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self._inside[seq.id] = False
         pace = self.paces[seq.greedy]
         pace.begin(len(self._inside))
@@ -169,27 +169,27 @@ class Guarded(Drafter):
                 pace.charge(len(self._inside), seconds + pace.clock() - begun, late=False)
             self._inside[seq.id] = True
 
-    def rests(self, seqs: list[Generation]) -> bool:
+    def rests(self, seqs: list[Sequence]) -> bool:
         """Whether it is in a pause, of which a step then passes that is not judged: others may draft in it."""
         pace = self.paces[all(seq.greedy for seq in seqs)]
         if pace.paused:
-            pace.passed()
+            pace.tick()
             self._asked, self._judge = set(), None
             return True
         return False
 
-    def asked(self, seq: Generation) -> bool:
+    def asked(self, seq: Sequence) -> bool:
         """Whether the drafter was asked for a draft of it in this step."""
         return seq.id in self._asked
 
-    def propose(self, seqs: list[Generation], among: int | None = None) -> Proposal:
+    def propose(self, seqs: list[Sequence], among: int | None = None) -> Proposal:
         """`among`: how many rows the step has altogether, where these are only some of them. Such a step is not judged:
         it shows neither what a plain step costs nor what a draft of all rows brings."""
         pace = self.paces[all(seq.greedy for seq in seqs)]
         self._judge = pace if among in (None, len(seqs)) else None
         drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
         if self._judge is None and not drafts:
-            pace.passed()
+            pace.tick()
         asked = list(seqs) if drafts else []
         late = [seq for seq in asked if not self._inside[seq.id]]
         if late and self._admitting:  # they wait for that prompt, and nothing is learnt from this step
@@ -210,7 +210,7 @@ class Guarded(Drafter):
         return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
         observe_rows(self.drafter, rows, seqs, drafts, verdicts, hidden)
@@ -218,9 +218,9 @@ class Guarded(Drafter):
             tokens = sum(len(seq.tokens) for seq in seqs) - self._length
             # A drafter that had nothing to propose has shown what a plain step costs.
             drafted = any(draft.drafted for draft in drafts)
-            self._judge.saw(len(seqs), tokens, self._judge.clock() - self._begun, drafted)
+            self._judge.record(len(seqs), tokens, self._judge.clock() - self._begun, drafted)
         self._judge = None  # a step in which nothing is asked of this drafter is not its own
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self._inside.pop(seq.id, None)
         self.drafter.drop(seq)

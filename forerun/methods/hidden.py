@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import log
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from forerun.costs import Costs
-from forerun.draft import Draft
+from forerun.engine.costs import Costs
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Parts, Sampling, at_least, true_or_false
 from forerun.methods.later import torch
-from forerun.steps import Drafter, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.generation import Generation, Mode
+    from forerun.backends.heads import HiddenLM
+    from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.beams import Logits
     from forerun.methods.budget import Budget
-    from forerun.runtime.heads import HiddenLM
-    from forerun.sampling import Verdict
+    from forerun.sampling.sampler import Verdict
 
 # Those of the embedded target, for where none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
@@ -118,7 +119,7 @@ class HeadDrafter(Drafter):
         self.features: dict[int, Tensor] = {}
         self.seconds, self.forwards = 0.0, 0
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         head = self.head
         if hidden is None:
             hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
@@ -127,11 +128,11 @@ class HeadDrafter(Drafter):
         tokens = seq.tokens[1:-1] if head.known else None
         yield from head.prefill(seq.id, hidden[:-1], tokens, chunk, seq.limit + self.depth * self.width)
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.features.pop(seq.id, None)
         self.head.drop(seq.id)
 
-    def run(self, seqs: list[Generation]) -> Tensor:
+    def run(self, seqs: list[Sequence]) -> Tensor:
         """Runs all features that wait; the head's states [B, d] behind the last ones."""
         features = [self.features[seq.id] for seq in seqs]
         tokens = None
@@ -141,23 +142,23 @@ class HeadDrafter(Drafter):
             self.features[seq.id] = own[len(own) :]
         return self.head.extend([seq.id for seq in seqs], features, tokens)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         self.seconds, self.forwards = 0.0, 0
         # A sequence that began with a single token has no feature yet.
-        limits = [min(self.depth, seq.room - 1) if len(self.features[seq.id]) else 0 for seq in seqs]
+        limits = [min(self.depth, seq.remaining - 1) if len(self.features[seq.id]) else 0 for seq in seqs]
         if max(limits) < 1:
             return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
         drafts = self.draft(seqs, limits)
         return Proposal(drafts, self.forwards, self.seconds)
 
-    def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
+    def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """A draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
         raise NotImplementedError
 
     def guess(
         self,
-        seqs: Sequence[Generation],
-        limits: Sequence[int],
+        seqs: abc.Sequence[Sequence],
+        limits: abc.Sequence[int],
         budget: Budget | None,
         old: Tensor | None = None,
         weight: float = 0.0,
@@ -190,11 +191,11 @@ class HeadDrafter(Drafter):
 
     def grow(
         self,
-        seqs: Sequence[Generation],
+        seqs: abc.Sequence[Sequence],
         logits: Logits,
-        limits: Sequence[int],
+        limits: abc.Sequence[int],
         budget: Budget | None = None,
-        origins: Sequence[str] = (),
+        origins: abc.Sequence[str] = (),
     ) -> list[Draft]:
         """`beams.grow` with this drafter's settings, or chains that are sampled."""
         origins = origins or ["draft"] * len(seqs)
@@ -207,7 +208,7 @@ class HeadDrafter(Drafter):
         return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, budget, origins)
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         assert hidden is not None
         for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):

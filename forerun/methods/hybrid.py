@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal, observe_rows
 from forerun.methods.base import Method, Parts, between
 from forerun.methods.guard import Guarded
 from forerun.methods.suffix import Suffix, SuffixDrafter
-from forerun.steps import Drafter, Proposal, observe_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.generation import Generation
-    from forerun.sampling import Verdict
+    from forerun.engine.sequence import Sequence
+    from forerun.sampling.sampler import Verdict
 
 ALONE = ("ar", "suffix", "hybrid")  # methods that `hybrid` has no use for
 
@@ -99,11 +99,11 @@ class HybridDrafter(Drafter):
         self.feature = other.feature
         self._asked: set[int] = set()  # the sequences that the other one drafted for in this step
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
         yield from self.other.admit(seq, hidden, chunk)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}
         rest = []
         for seq in seqs:
@@ -125,13 +125,13 @@ class HybridDrafter(Drafter):
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         # Hidden states come only once, so who wants them sees every step.
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
         observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
         self._asked = set()
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.suffixes.drop(seq)
         self.other.drop(seq)

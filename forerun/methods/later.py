@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from forerun import probabilities, races, sampling
+    from forerun.heads import pre_verifier, quick
     from forerun.methods import pools
-    from forerun.nn import pre_verifier, quick
+    from forerun.sampling import probabilities, seeded
+    from forerun.sampling import sampler as sampling
 else:
 
     class _Later:
@@ -28,7 +29,10 @@ else:
             return found
 
     np, torch = _Later("numpy"), _Later("torch")
-    probabilities, races, sampling = (_Later(f"forerun.{name}") for name in ("probabilities", "races", "sampling"))
-    pools, pre_verifier, quick = map(_Later, ("forerun.methods.pools", "forerun.nn.pre_verifier", "forerun.nn.quick"))
+    probabilities, seeded = _Later("forerun.sampling.probabilities"), _Later("forerun.sampling.seeded")
+    sampling = _Later("forerun.sampling.sampler")
+    pools, pre_verifier, quick = map(
+        _Later, ("forerun.methods.pools", "forerun.heads.pre_verifier", "forerun.heads.quick")
+    )
 
-__all__ = ["np", "pools", "pre_verifier", "probabilities", "quick", "races", "sampling", "torch"]
+__all__ = ["np", "pools", "pre_verifier", "probabilities", "quick", "sampling", "seeded", "torch"]

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.draft import Draft
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter
 from forerun.methods.base import Parts, at_least, between
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
 from forerun.methods.later import torch
-from forerun.steps import Drafter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.costs import Costs
-    from forerun.generation import Generation, Mode
+    from forerun.backends.heads import HiddenLM
+    from forerun.engine.costs import Costs
+    from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.budget import Budget
-    from forerun.runtime.heads import HiddenLM
-    from forerun.sampling import Verdict
+    from forerun.sampling.sampler import Verdict
 
 REUSE = ("off", "add", "both", "free")
 
@@ -141,11 +141,11 @@ class LyannaDrafter(HeadDrafter):
         if reuse == "both":
             self.spread += nodes
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         super().drop(seq)
         self.old.pop(seq.id, None)
 
-    def draft(self, seqs: list[Generation], limits: list[int]) -> list[Draft]:
+    def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         old = [self.old.get(seq.id) for seq in seqs]
         left = [len(each.places) if each is not None else 0 for each in old]
         free = self._free(seqs, limits, left)
@@ -176,7 +176,7 @@ class LyannaDrafter(HeadDrafter):
             drafts = [draft.merge(own) for draft, own in zip(drafts, more, strict=True)]
         return drafts
 
-    def _keep(self, seq: Generation, draft: Draft, logits: Tensor, left: int) -> None:
+    def _keep(self, seq: Sequence, draft: Draft, logits: Tensor, left: int) -> None:
         """Keeps the logits [n, S] of a fresh draft, to which `left` old ones were added."""
         if self.reuse == "add":
             for node, depth in enumerate(draft.depths):
@@ -185,7 +185,7 @@ class LyannaDrafter(HeadDrafter):
         if self.reuse != "off":
             self.old[seq.id] = OldLogits(logits)
 
-    def _free(self, seqs: list[Generation], limits: list[int], left: list[int]) -> list[bool]:
+    def _free(self, seqs: list[Sequence], limits: list[int], left: list[int]) -> list[bool]:
         """Which rows draft from old logits alone."""
         if self.reuse != "free":
             return [False] * len(seqs)
@@ -195,7 +195,7 @@ class LyannaDrafter(HeadDrafter):
         return free
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
         for seq, verdict in zip(seqs, verdicts, strict=True):
@@ -212,7 +212,7 @@ class StepLogits:
     def __init__(
         self,
         drafter: LyannaDrafter,
-        seqs: list[Generation],
+        seqs: list[Sequence],
         fresh: list[int],
         limits: list[int],
         old: list[OldLogits | None],

@@ -7,29 +7,30 @@ draft's distributions one by one as in a plain chain; phrases only spare forward
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.draft import Draft, Tree
+from forerun.engine.draft import Draft, Tree
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Parts, Sampling, at_least, between, true_or_false
 from forerun.methods.chain import Chain, ChainDrafter, Drafting, FixedLength
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.methods.window import Window
-from forerun.steps import Drafter, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.costs import Costs
-    from forerun.generation import Generation, Mode
+    from forerun.engine.costs import Costs
+    from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.pools import PhrasePool
-    from forerun.model import CausalLM
-    from forerun.sampling import Verdict
+    from forerun.model.causal_lm import CausalLM
+    from forerun.sampling.sampler import Verdict
 
 SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
 
@@ -195,7 +196,7 @@ class OuroborosDrafter(ChainDrafter):
         self.slack, self.spread = (width + guesses) * shape[0], suffixes * shape[0]
         self.rows: dict[int, _Row] = {}
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from super().admit(seq, hidden, chunk)
         shared = self.pool if seq.greedy and seq.shares else None
         pool = shared if shared is not None else pools.PhrasePool(*self.shape)
@@ -203,11 +204,11 @@ class OuroborosDrafter(ChainDrafter):
         learnt = pool.learn(seq.tokens) if "prompt" in self.sources else len(seq.tokens) - 1
         self.rows[seq.id] = _Row(pool, window, learnt)
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         super().drop(seq)
         self.rows.pop(seq.id, None)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
         wide = self.most_greedy is not None and greedy > self.most_greedy
         for seq in seqs:
@@ -260,7 +261,7 @@ class OuroborosDrafter(ChainDrafter):
             row.window.plant(tree, tip, len(seq.tokens) + len(chain.tokens), left)
         return tree
 
-    def _known(self, phrase: Sequence[int]) -> Sequence[int]:
+    def _known(self, phrase: abc.Sequence[int]) -> abc.Sequence[int]:
         """A phrase, or nothing where the draft model has no embeddings for it."""
         return phrase if self._knows(phrase or [0]) else ()
 
@@ -308,7 +309,7 @@ class OuroborosDrafter(ChainDrafter):
     def _with_suffixes(self, chain: _Phrased) -> Draft:
         draft, row, count = chain.draft(), self.rows[chain.seq.id], len(chain.tokens)
         row.chain = count
-        room = chain.seq.room - 1 - count
+        room = chain.seq.remaining - 1 - count
         if not self.suffixes or room < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None:
             return draft
         tree = Tree(draft)
@@ -317,7 +318,7 @@ class OuroborosDrafter(ChainDrafter):
         return tree.draft()
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         of_chains = []
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):

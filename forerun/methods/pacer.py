@@ -1,33 +1,34 @@
 """Pacer: draft block by block, and stop where a trained layer finds that the target will not follow.
 
 The idea of blockwise pre-verification is that of arXiv 2602.01274. The stop rule that follows from measured costs, and
-the layer's inputs (forerun/nn/pre_verifier.py), are ours.
+the layer's inputs (forerun/heads/pre_verifier.py), are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
+from forerun.heads.echo import SIZES, Echo
 from forerun.methods.base import Parts, Sampling, at_least, between
 from forerun.methods.chain import Drafting
 from forerun.methods.confidence import ProductRule
 from forerun.methods.later import np, pre_verifier, quick, torch
 from forerun.methods.later import probabilities as probs
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
-from forerun.nn.echo import SIZES, Echo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from forerun.costs import Costs
-    from forerun.draft import Draft
-    from forerun.generation import Generation, Mode
-    from forerun.nn.pre_verifier import PreVerifier
-    from forerun.nn.quick import Array, QuickState
-    from forerun.sampling import Verdict
+    from forerun.engine.costs import Costs
+    from forerun.engine.draft import Draft
+    from forerun.engine.sequence import Mode, Sequence
+    from forerun.heads.pre_verifier import PreVerifier
+    from forerun.heads.quick import Array, QuickState
+    from forerun.sampling.sampler import Verdict
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 SCORES: dict[str, Callable[[Array], Array]] = {
@@ -176,13 +177,13 @@ class PacerStop(LengthPolicy):
         self.past: dict[int, _Past] = {}
         self._settings: dict[tuple[Mode, int, bool], tuple[int, float, bool]] = {}
 
-    def admit(self, seq: Generation) -> None:
+    def admit(self, seq: Sequence) -> None:
         self.past[seq.id] = _Past()
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.past.pop(seq.id, None)
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         modes: list[Mode] = list(dict.fromkeys(seq.mode for seq in seqs))
         # Greedy rows without a draft have their part of the costs as well.
         together = rows - sum(not seq.greedy for seq in seqs)
@@ -232,7 +233,7 @@ class PacerStop(LengthPolicy):
         return *known[key], greedy
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         for row, (seq, verdict) in enumerate(zip(seqs, verdicts, strict=True)):
             past = self.past[seq.id]
@@ -246,7 +247,7 @@ class PacerStop(LengthPolicy):
         if self.weighing:
             self._weigh(seqs, verdicts)
 
-    def _weigh(self, seqs: Sequence[Generation], verdicts: list[Verdict]) -> None:
+    def _weigh(self, seqs: abc.Sequence[Sequence], verdicts: list[Verdict]) -> None:
         """Keeps the entropy and the top probability of the law behind each last token."""
         rows = [row for row, verdict in enumerate(verdicts) if verdict.scores is not None]
         if not rows:
@@ -256,7 +257,7 @@ class PacerStop(LengthPolicy):
             past = self.past[seqs[row].id]
             past.law, past.length = (entropy, top), len(seqs[row].tokens)
 
-    def law(self, seq: Generation) -> tuple[float, float]:
+    def law(self, seq: Sequence) -> tuple[float, float]:
         """The law that a sequence's last token was chosen from: unknown behind its prompt, and where it has grown
         unobserved, as in a guard's pause."""
         past = self.past[seq.id]
@@ -278,7 +279,7 @@ class BlockRule(StopRule):
     def bounds(self) -> Bounds | None:
         return None if self.policy.wants_draft else Bounds(self.min_more(0))
 
-    def bounds_after(self, seq: Generation, drafted: list[int], probabilities: list[float]) -> Bounds | None:
+    def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
         if len(drafted) >= self.policy.most:
             return None
         output = self._output([seq], [drafted], [probabilities])
@@ -321,7 +322,7 @@ class BlockRule(StopRule):
 
     def _output(
         self,
-        seqs: Sequence[Generation],
+        seqs: abc.Sequence[Sequence],
         drafted: list[list[int]],
         chances: list[list[float]],
         hidden: Tensor | None = None,
@@ -346,7 +347,7 @@ class BlockRule(StopRule):
         )
         return output
 
-    def _begin(self, seqs: Sequence[Generation]) -> QuickState:
+    def _begin(self, seqs: abc.Sequence[Sequence]) -> QuickState:
         past = [self.policy.past[seq.id] for seq in seqs]
         target = None
         if self.policy.wants_target:
@@ -356,7 +357,7 @@ class BlockRule(StopRule):
         law = [self.policy.law(seq) for seq in seqs] if self.policy.weighing else None
         return self.policy.layer.begin(target, [each.runs for each in past], law)
 
-    def _echo(self, seq: Generation, drafted: list[int], new: int) -> list[tuple[int, ...]]:
+    def _echo(self, seq: Sequence, drafted: list[int], new: int) -> list[tuple[int, ...]]:
         text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)
         echo.hear(text)
         return echo.answers([*text[-reach:], *drafted[:-new]][-reach:], drafted[-new:])

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.generation import Generation
-from forerun.sampling import Verdict
-from forerun.steps import Drafter, Proposal, observe_rows
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import Drafter, Proposal, observe_rows
+from forerun.sampling.sampler import Verdict
 
 
 class Split(Drafter):
@@ -24,11 +24,11 @@ class Split(Drafter):
         self.feature = next(iter(wanted), "head")
         self.spread = max(greedy.spread, sampled.spread)
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         drafter = self.drafters[seq.greedy]
         return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}
         proposals = []
         for greedy, drafter in self.drafters.items():
@@ -39,11 +39,11 @@ class Split(Drafter):
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
     def observe(
-        self, seqs: list[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         for greedy, drafter in self.drafters.items():
             own = [row for row, seq in enumerate(seqs) if seq.greedy == greedy]
             observe_rows(drafter, own, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None)
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.drafters[seq.greedy].drop(seq)

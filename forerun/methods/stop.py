@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.draft import Draft
-    from forerun.generation import Generation
-    from forerun.sampling import Verdict
+    from forerun.engine.draft import Draft
+    from forerun.engine.sequence import Sequence
+    from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DraftState:
         hidden: [R, d] the draft's LM-head inputs that gave them, where the policy wants them.
     """
 
-    seqs: Sequence[Generation]
+    seqs: abc.Sequence[Sequence]
     tokens: list[list[int]]
     scores: Tensor
     hidden: Tensor | None = None
@@ -68,7 +68,7 @@ class StopRule(Protocol):
         """What it says of the first tokens of one row, where numbers can say it."""
         return None
 
-    def bounds_after(self, seq: Generation, drafted: list[int], probabilities: list[float]) -> Bounds | None:
+    def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
         """What it says of the tokens after those of its bounds, by their probabilities; None: no more of them."""
         return None
 
@@ -87,20 +87,20 @@ class LengthPolicy(Protocol):
     wants_draft: bool = False
     wants_target: bool = False
 
-    def admit(self, seq: Generation) -> None:
+    def admit(self, seq: Sequence) -> None:
         """A sequence joins."""
         return
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         """A sequence leaves; nothing happens where it never joined."""
         return
 
-    def begin(self, seqs: Sequence[Generation], rows: int) -> StopRule:
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         """The rule of a draft of these sequences, which grow in step. `rows`: how many the target's forward has."""
         raise NotImplementedError
 
     def observe(
-        self, seqs: Sequence[Generation], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         """The verdicts on drafts; arguments as for a drafter."""
         return

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.draft import Draft, Tree
+from forerun.engine.draft import Draft, Tree
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods.automaton import Automaton
 from forerun.methods.base import Method, Parts, at_least, between, true_or_false
-from forerun.steps import Drafter, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.generation import Generation
+    from forerun.engine.sequence import Sequence
     from forerun.methods.pools import SuffixMemory
 
 LONGEST = 64  # tokens that are looked up in earlier outputs
@@ -105,22 +105,22 @@ class SuffixDrafter(Drafter):
         self.memory, self.spread = memory, most if width > 1 else 0
         self.rows: dict[int, _Text] = {}
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         row = self.rows[seq.id] = _Text()
         for end in range(PART, len(seq.tokens), PART):
             row.learn(seq.tokens, end)
             yield 0
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         return Proposal([self.find(seq)[0] for seq in seqs])
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         self.rows.pop(seq.id, None)
         is_output = seq.output and seq.finish_reason in ("stop", "length", "abort")
         if self.memory is not None and seq.shares and is_output:
             self.memory.add(seq.tokens[max(0, seq.prompt_length - LEAD) :])
 
-    def find(self, seq: Generation) -> tuple[Draft, float]:
+    def find(self, seq: Sequence) -> tuple[Draft, float]:
         """A draft and its score: how many of its tokens are right, if counts are probabilities."""
         row, tokens = self.rows[seq.id], seq.tokens
         row.learn(tokens, len(tokens))
@@ -137,17 +137,15 @@ class SuffixDrafter(Drafter):
         found, parents, score = best
         return self._draft(seq, found, parents), score
 
-    def _grow(
-        self, automaton: Automaton, state: int, match: int, seq: Generation
-    ) -> tuple[list[int], list[int], float]:
+    def _grow(self, automaton: Automaton, state: int, match: int, seq: Sequence) -> tuple[list[int], list[int], float]:
         """Tokens, parents and score of what followed a match of so many tokens."""
-        nodes, depth = min(self.most, int(self.factor * match + self.offset)), seq.room - 1
+        nodes, depth = min(self.most, int(self.factor * match + self.offset)), seq.remaining - 1
         if not match or min(nodes, depth) < 1:
             return [], [], 0.0
         tokens, parents, chances = automaton.grow(state, nodes, depth, self.least, self.width, seq.eos)
         return tokens, parents, sum(chances)
 
-    def _draft(self, seq: Generation, tokens: list[int], parents: list[int]) -> Draft:
+    def _draft(self, seq: Sequence, tokens: list[int], parents: list[int]) -> Draft:
         root, sampler = seq.tokens[-1], seq.sampler
         if parents == list(range(len(parents))):
             return Draft.chain(root, sampler.fitting(seq.tokens, tokens), origin="lookup")

@@ -7,20 +7,21 @@ drawn from, and tokens made of text are point masses. So what the draft misreads
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from forerun.draft import Draft
-from forerun.generation import Generation
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import Proposal
 from forerun.methods.chain import Chain, ChainDrafter
 from forerun.methods.stop import LengthPolicy, StopRule
-from forerun.model import CausalLM
-from forerun.prefix import common
-from forerun.steps import Proposal
-from forerun.vocabularies import REACH, Translation
+from forerun.model.causal_lm import CausalLM
+from forerun.model.prefix_store import common
+from forerun.text.vocabularies import REACH, Translation
 
 
 class Reader:
@@ -39,7 +40,7 @@ class Reader:
         self._own: list[int] = []  # the target's tokens that were read
         self._ends = [len(self.tokens)]  # how many of ours stand for the first i of them; -1 where none ends there
 
-    def read(self, tokens: Sequence[int]) -> bool:
+    def read(self, tokens: abc.Sequence[int]) -> bool:
         """Reads the target's tokens, in place of those that it has read and that differ. False where they end in half a
         character that the draft has no tokens for; then that is not read, nor what goes with it."""
         count = len(self._own)
@@ -68,7 +69,7 @@ class Reader:
         self._ends.append(len(self.tokens))
         return True
 
-    def _read_on(self, tokens: Sequence[int]) -> bool:
+    def _read_on(self, tokens: abc.Sequence[int]) -> bool:
         """Reads all tokens up to the next one without text, from the beginning of a word on."""
         target, draft = self.translation.target, self.translation.draft
         here = stop = len(self._own)
@@ -98,7 +99,7 @@ class Reader:
         self._ends[-1] = len(self.tokens)
         return True
 
-    def _word(self, tokens: Sequence[int], here: int) -> int:
+    def _word(self, tokens: abc.Sequence[int], here: int) -> int:
         """Where the word begins that the token `here` belongs to; `here` itself where that is too far back."""
         target = self.translation.target
         for at in range(here, max(here - REACH, 0) - 1, -1):
@@ -127,30 +128,30 @@ class TranslatedDrafter(ChainDrafter):
         self._readers: dict[int, Reader] = {}
         self._held: dict[int, list[int]] = {}  # what each row of the model has run
 
-    def admit(self, seq: Generation, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         reader = self._readers[seq.id] = Reader(self.translation)
         reader.read(seq.tokens)
         yield from super().admit(seq, hidden, chunk)
         self._held[seq.id] = reader.tokens[:-1]
 
-    def drop(self, seq: Generation) -> None:
+    def drop(self, seq: Sequence) -> None:
         super().drop(seq)
         self._readers.pop(seq.id, None)
         self._held.pop(seq.id, None)
 
-    def _text(self, seq: Generation) -> list[int]:
+    def _text(self, seq: Sequence) -> list[int]:
         return self._readers[seq.id].tokens
 
-    def _knows(self, tokens: Sequence[int]) -> bool:
+    def _knows(self, tokens: abc.Sequence[int]) -> bool:
         return max(tokens, default=0) < self.model.vocab_size
 
-    def _depth(self, seq: Generation) -> int:
+    def _depth(self, seq: Sequence) -> int:
         if seq.id not in self.model or not self._settle(seq) or not self._knows(self._text(seq)):
             return 0
         context = self.model.context
-        return min(seq.room - 1, context - len(self._text(seq)) + 1 if context else seq.room)
+        return min(seq.remaining - 1, context - len(self._text(seq)) + 1 if context else seq.remaining)
 
-    def _settle(self, seq: Generation) -> bool:
+    def _settle(self, seq: Sequence) -> bool:
         """Reads what the target has committed, and keeps as much of the model's row as is still right, but not the last
         token, which is to be run. Whether there is anything to draft behind."""
         reader, held = self._readers[seq.id], self._held[seq.id]
@@ -162,7 +163,7 @@ class TranslatedDrafter(ChainDrafter):
             del held[right:]
         return is_read and bool(reader.tokens)
 
-    def _crop(self, seqs: list[Generation]) -> None:
+    def _crop(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
             if seq.id in self._open:
                 self._settle(seq)
@@ -175,11 +176,11 @@ class TranslatedDrafter(ChainDrafter):
     def _at_once(self, chain: Chain, rule: StopRule) -> None:
         """Never: what the model says is not yet what is drafted."""
 
-    def _own(self, tokens: Sequence[int]) -> Sequence[int]:
+    def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
         """Drafted tokens, as the model has them."""
         raise NotImplementedError
 
-    def _ran(self, ids: Sequence[int], chains: Sequence[Sequence[int]]) -> None:
+    def _ran(self, ids: abc.Sequence[int], chains: abc.Sequence[abc.Sequence[int]]) -> None:
         for id, chain in zip(ids, chains, strict=True):
             self._held[id] += chain
 
@@ -197,7 +198,7 @@ class SharedDrafter(TranslatedDrafter):
         self._ours = torch.tensor([*self._ids], device=model.device)
         self._theirs = torch.tensor([*self._ids.values()], device=model.device)
 
-    def _own(self, tokens: Sequence[int]) -> Sequence[int]:
+    def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
         return [self._ids[token] for token in tokens]
 
     def _goes_on(self, chain: Chain) -> bool:
@@ -205,7 +206,7 @@ class SharedDrafter(TranslatedDrafter):
         return len(chain.tokens) < chain.depth and token not in chain.seq.eos and token in self._ids
 
     def _roll(
-        self, ids: Sequence[int], pending: Sequence[Sequence[int]], count: int
+        self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         best, logits = [], []
         for _ in range(count):
@@ -230,31 +231,31 @@ class TextDrafter(TranslatedDrafter):
         super().__init__(model, policy, model.vocab_size, translation, block)
         self.target_size = vocab_size
 
-    def _own(self, tokens: Sequence[int]) -> Sequence[int]:
+    def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
         return tokens
 
     def _goes_on(self, chain: Chain) -> bool:
         # Behind a special token there is no text to go on with.
         return len(chain.tokens) < chain.depth and self.translation.draft.of(chain.tokens[-1]) is not None
 
-    def _is_argmax(self, seq: Generation) -> bool:
+    def _is_argmax(self, seq: Sequence) -> bool:
         return True
 
     def _roll(
-        self, ids: Sequence[int], pending: Sequence[Sequence[int]], count: int
+        self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         found = super()._roll(ids, pending, count)
         self._ran(ids, pending)
         self._ran(ids, found[0][:, :-1].tolist())
         return found
 
-    def propose(self, seqs: list[Generation]) -> Proposal:
+    def propose(self, seqs: list[Sequence]) -> Proposal:
         proposal = super().propose(seqs)
         drafts = [self._written(seq, draft.tokens[1:]) for seq, draft in zip(seqs, proposal.drafts, strict=True)]
         return replace(proposal, drafts=drafts)
 
-    def _written(self, seq: Generation, said: Sequence[int]) -> Draft:
-        chain = self.translation.write(seq.tokens, said)[: max(0, seq.room - 1)] if said else []
+    def _written(self, seq: Sequence, said: abc.Sequence[int]) -> Draft:
+        chain = self.translation.write(seq.tokens, said)[: max(0, seq.remaining - 1)] if said else []
         known = next((i for i, token in enumerate(chain) if token >= self.target_size), len(chain))
         return Draft.chain(seq.tokens[-1], seq.sampler.fitting(seq.tokens, chain[:known]))
 

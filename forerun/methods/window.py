@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from forerun.draft import Tree
+from forerun.engine.draft import Tree
 
 
 class Window:

@@ -12,13 +12,13 @@ from typing import Any, Self
 
 from starlette.types import ASGIApp, Message
 
-from forerun.decoder import Decoder
+from forerun.api.decoder import Decoder
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
 from forerun.server.app import Settings, create_app
 from forerun.server.worker import Worker
 
-_LOG = logging.getLogger("forerun.batch")
+_LOG = logging.getLogger("forerun.model.batch")
 
 AGES = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
 PAUSE = 0.1  # seconds before a line is tried again

@@ -24,9 +24,9 @@ from forerun.scale.batch_local import Answerer, window
 from forerun.server.worker import Loader
 
 if TYPE_CHECKING:
-    from forerun.decoder import Decoder
+    from forerun.api.decoder import Decoder
 
-_LOG = logging.getLogger("forerun.batch")
+_LOG = logging.getLogger("forerun.model.batch")
 
 BLOCK = 4  # lines of a block: what is handed out, and given back, at once
 ROUND, ROUND_BYTES = 20_000, 64 * 2**20  # lines of one pass of Ray Data, and of their bodies

@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from forerun.decoder import Decoder
+from forerun.api.decoder import Decoder
 from forerun.scale.fleet import LostError
 from forerun.scale.parts import Face, Found, Part, decoded
 from forerun.server.errors import ApiError

@@ -13,8 +13,8 @@ from secrets import randbits
 from time import monotonic, perf_counter
 from typing import Protocol
 
-from forerun.engine import Step
-from forerun.generation import Request
+from forerun.engine.engine import Step
+from forerun.engine.sequence import Request
 from forerun.scale.parts import Face, Found, Part
 from forerun.scale.routing import beginning, choose
 from forerun.server.errors import ApiError, decoding_failed, queue_full, shutting_down

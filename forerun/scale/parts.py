@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
-from forerun.decoder import Decoder
-from forerun.engine import Engine, Step
-from forerun.generation import Request
-from forerun.params import SamplingParams
-from forerun.requests import requests
+from forerun.api.decoder import Decoder
+from forerun.api.requests import requests
+from forerun.engine.engine import Engine, Step
+from forerun.engine.sequence import Request
+from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError
 from forerun.server.worker import Worker
 
@@ -52,7 +52,7 @@ class Part:
 
 
 def remade(parts: Sequence[Part], decoder: Decoder) -> list[Request]:
-    """The requests of parts with one prompt and one body. Raises what `forerun.requests.requests` does.
+    """The requests of parts with one prompt and one body. Raises what `forerun.api.requests.requests` does.
 
     They are made for the prompt alone: so penalties and grammars count what was emitted as output. Then they go on
     after it. Seeds need nothing: what is sampled depends on the position.

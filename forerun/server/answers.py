@@ -7,14 +7,14 @@ from time import perf_counter, time
 from typing import Any
 from uuid import uuid4
 
-from forerun.engine import Step
+from forerun.engine.engine import Step
 from forerun.server.errors import ApiError, timed_out
 from forerun.server.logprobs import LogprobsJson, TokenTexts, as_json
 from forerun.server.metrics import AnswerCounts
 from forerun.server.requests import Prepared
 from forerun.server.schemas import ChatBody, Message
 from forerun.server.worker import Job
-from forerun.text import TextStream
+from forerun.text.stop_strings import TextStream
 
 KEEP_ALIVE = 15.0  # seconds without a chunk
 

@@ -18,8 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from forerun import __version__
-from forerun.chat import turn_ends
-from forerun.decoder import Decoder
+from forerun.api.decoder import Decoder
 from forerun.server import requests, schemas
 from forerun.server.answers import Answer
 from forerun.server.errors import ApiError, add_handlers, shutting_down, timed_out
@@ -27,6 +26,7 @@ from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
 from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
 from forerun.server.worker import Worker
+from forerun.text.chat import turn_ends
 
 _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")

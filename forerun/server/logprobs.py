@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
-from forerun.logprobs import Logprob
-from forerun.text import StopStrings
+from forerun.sampling.logprobs import Logprob
+from forerun.text.stop_strings import StopStrings
 
 LEAST = -9999.0  # stands for minus infinity, which JSON has not
 CACHED = 1 << 16  # tokens whose text is remembered

@@ -10,7 +10,7 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 
-from forerun.engine import Engine, Step
+from forerun.engine.engine import Engine, Step
 from forerun.server.schemas import AnswerMetrics, SpeculativeDecoding, Statistics, Timings, TokenDetails, Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -11,14 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.chat import chat_prompt
-from forerun.decoder import Decoder
-from forerun.generation import Request
-from forerun.loading import encode
-from forerun.params import SamplingParams
-from forerun.requests import requests
+from forerun.api.decoder import Decoder
+from forerun.api.loading import encode
+from forerun.api.requests import requests
+from forerun.engine.sequence import Request
+from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError, blame
 from forerun.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
+from forerun.text.chat import chat_prompt
 
 CHAT_TOKENS = 1024  # new tokens of an answer in a chat, where no number is given; OpenAI's for plain prompts is 16
 COMPLETION_TOKENS = 16

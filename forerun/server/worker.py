@@ -11,11 +11,11 @@ from threading import Event, Thread
 from time import perf_counter, sleep
 from typing import Any, TypeVar
 
-from forerun.decoder import Decoder
-from forerun.engine import Engine, QueueFullError, Step
+from forerun.api.decoder import Decoder
+from forerun.engine.engine import Engine, QueueFullError, Step
+from forerun.engine.sequence import Request
 from forerun.failures import UNATTRIBUTABLE
-from forerun.generation import Request
-from forerun.grammar import FormError
+from forerun.sampling.grammar import FormError
 from forerun.server.errors import ApiError, decoding_failed, queue_full, shutting_down
 from forerun.server.memory import default_kv_memory
 from forerun.server.metrics import Load
@@ -49,7 +49,7 @@ class Loader:
     def __call__(self) -> Decoder:
         import torch
 
-        from forerun.api import load
+        from forerun.api.load import load
 
         if self.threads:
             torch.set_num_threads(self.threads)

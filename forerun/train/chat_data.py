@@ -21,11 +21,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.api import load
-from forerun.chat import chat_prompt, has_template, turn_ends
-from forerun.decoder import Decoder
+from forerun.api.decoder import Decoder
+from forerun.api.load import load
 from forerun.files import read_text, write_text
-from forerun.params import SamplingParams
+from forerun.sampling.params import SamplingParams
+from forerun.text.chat import chat_prompt, has_template, turn_ends
 from forerun.train.corpus import STRETCH, source_files, split_of
 from forerun.train.loop import claim
 from forerun.train.texts import SPLITS, Conversation

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.model import CausalLM, context_of
-from forerun.nn.heads import hot_set
-from forerun.runtime.hot import save_hot
+from forerun.backends.hot import save_hot
+from forerun.heads.heads import hot_set
+from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, save_card, train
 from forerun.train.run import Run, check_context
@@ -33,7 +33,7 @@ class DraftRecipe:
             learnt from beside them, so that a small set of own output is not learnt by heart. Of conversations, the
             length is what longer ones are cut at.
         layers, width: of a new draft.
-        hot: share of the vocabulary that the draft proposes, beside a text's own tokens (`forerun.runtime.hot`).
+        hot: share of the vocabulary that the draft proposes, beside a text's own tokens (`forerun.backends.hot`).
         steps, batch, lr, seed: of the training. A batch counts texts.
     """
 

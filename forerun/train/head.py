@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from forerun.loading import config_file, load_head
-from forerun.model import CausalLM, context_of
-from forerun.nn.heads import HiddenConfig, HiddenDrafter, hot_set
-from forerun.runtime.bits import BLOCK
-from forerun.runtime.heads import head_rows
+from forerun.api.loading import config_file, load_head
+from forerun.backends.bits import BLOCK
+from forerun.backends.heads import head_rows
+from forerun.heads.heads import HiddenConfig, HiddenDrafter, hot_set
+from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, TopProbs, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, save_card, train
 from forerun.train.run import Run, check_context

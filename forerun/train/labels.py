@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from forerun.model import CausalLM
+from forerun.model.causal_lm import CausalLM
 from forerun.train.loop import save_tensors
 from forerun.train.run import Run
 from forerun.train.texts import Texts

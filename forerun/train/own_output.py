@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from forerun.api import Decoder
+from forerun.api.load import Decoder
 from forerun.methods import AR
-from forerun.model import CausalLM
-from forerun.params import SamplingParams
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 from forerun.train.loop import claim, save_tensors
 
 ROWS = 64  # windows of a file, decoded together

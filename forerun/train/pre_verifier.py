@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from forerun.loading import check_draft_tokenizer
-from forerun.model import CausalLM
-from forerun.nn.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
-from forerun.sampling import Sampler
+from forerun.api.loading import check_draft_tokenizer
+from forerun.heads.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.sampler import Sampler
 from forerun.train.loop import TrainConfig, save_card, train
 from forerun.train.rollout import Drafts, Kind, collect
 from forerun.train.run import Run, check_context

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from forerun.batch import additive
-from forerun.compat import cache_argument
-from forerun.model import CausalLM
-from forerun.nn.echo import SIZES, Echo
-from forerun.nn.pre_verifier import LEAST, USUAL, law_of
-from forerun.probabilities import probabilities_of
-from forerun.sampling import Sampler
+from forerun.heads.echo import SIZES, Echo
+from forerun.heads.pre_verifier import LEAST, USUAL, law_of
+from forerun.model.batch import additive
+from forerun.model.causal_lm import CausalLM
+from forerun.model.compat import cache_argument
+from forerun.sampling.probabilities import probabilities_of
+from forerun.sampling.sampler import Sampler
 from forerun.train.labels import LOGITS, SHARD
 from forerun.train.loop import save_tensors
 from forerun.train.run import Run
@@ -42,9 +42,9 @@ class Rollouts:
         target: [N, D] the target's LM-head input that gave the anchor: the last that is known when drafting begins.
             Zeros where that is the prompt's last token: in decoding nothing is known there.
         history: [N, 3] how many tokens went well since the last rejection, before that, and before that; see `history`.
-        echoes: [N, G, 5] whether each token follows what the text had before; see `forerun.nn.echo`.
+        echoes: [N, G, 5] whether each token follows what the text had before; see `forerun.heads.echo`.
         law: [N, 2] entropy and top probability of the target's law that the anchor was chosen from, by the sampler's
-            scores; `forerun.nn.pre_verifier.UNKNOWN` at a prompt's last token.
+            scores; `forerun.heads.pre_verifier.UNKNOWN` at a prompt's last token.
         rows: [N] the text of each draft.
         anchors: [N] their positions in the texts.
     """

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.loading import load_model, load_tokenizer
-from forerun.model import CausalLM, context_of
+from forerun.api.loading import load_model, load_tokenizer
+from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.loop import claim
 from forerun.train.own_output import own_output
 from forerun.train.processes import Processes, processes

@@ -1,0 +1,283 @@
+"""Profiles: what `forerun tune` measured for a pair of models on this machine, in a file that later runs read.
+
+A profile holds what forwards cost and, for greedy decoding and for sampling, the method that was fastest. Nothing in it
+can change greedy output, nor the distribution of sampled output. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+
+from forerun.engine.costs import Costs
+from forerun.files import home, read_text, write_text
+from forerun.methods import REMOVED, Method, drop_removed, method
+from forerun.zoo import FOLDERS, resolve
+
+Mode = Literal["greedy", "sampling"]
+WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a profile is for: models, and what they run on.
+
+    Attributes:
+        target, draft: names, for people to read; no draft if none was given.
+        device: "cpu" or the name of the GPU.
+        dtype: of the weights, or what they are stored as; "auto" is what the checkpoint has.
+        threads: of a CPU; 0 elsewhere.
+        models: differs between models of one name, see `identity`.
+    """
+
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    threads: int
+    models: str
+
+    @property
+    def path(self) -> Path:
+        key = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+        return home() / "profiles" / f"{key}.json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest method for one way to decode.
+
+    Attributes:
+        method, settings: what was chosen.
+        predicted_speedup: over plain decoding, by the cost table.
+        measured_speedup: the measured median over prompts.
+        temperature, top_p: what it was chosen for.
+        tuned: {method: settings} the best settings of every method that was tried.
+        prompts: what it was chosen on.
+        pre_verifier, head: the folders of the layer and the head that were tried with it, unless these are the
+            embedded pair's own.
+        date: in UTC.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    predicted_speedup: float
+    measured_speedup: float
+    temperature: float
+    top_p: float
+    tuned: dict[str, dict[str, Any]]
+    prompts: dict[str, Any]
+    pre_verifier: str | None
+    head: str | None
+    date: str
+
+    def build(self) -> Method:
+        return method(self.method, **self.settings)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One file of these; a mode that was never tuned is None."""
+
+    pair: Pair
+    versions: dict[str, Any]
+    costs: Costs
+    greedy: Choice | None = None
+    sampling: Choice | None = None
+
+    def choice(self, temperature: float) -> Choice | None:
+        return self.sampling if temperature else self.greedy
+
+
+def identity(source: str | Path, part: str) -> Any:
+    """Return what differs between models of one name: a hub id, or a folder's config and weight files with sizes."""
+    folder = resolve(source, part)
+    if not isinstance(folder, Path):
+        return folder
+    if folder.is_file():
+        return {folder.name: folder.stat().st_size}
+    config = folder / "config.json"
+    weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES)
+    return {
+        "config.json": hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None,
+        **{path.name: path.stat().st_size for path in weights},
+    }
+
+
+def pair_of(
+    target: str | Path,
+    draft: str | Path | None,
+    device: str | None,
+    dtype: Any,
+    weights: str | None = None,
+    draft_weights: str | None = None,
+) -> Pair:
+    """Return the pair with the device and dtype that `forerun.load` would give it, and torch's present threads.
+
+    Raises ValueError for folders that do not exist.
+    """
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    shown = kind
+    if kind == "cuda":
+        with suppress(RuntimeError, AssertionError, ValueError):  # loading will report what is wrong with the device
+            shown = torch.cuda.get_device_name(device if ":" in device else None)
+    weights, draft_weights = (None if each == "auto" else each for each in (weights, draft_weights))
+    stored = str(dtype or weights or ("float32" if kind == "cpu" else "auto")).removeprefix("torch.")
+    models: dict[str, Any] = {}
+    for part, source in (("target", target), ("draft", draft)):
+        if source is not None:
+            # Fine-tuned copies of one model differ only inside their files: the folder distinguishes them.
+            folder = Path(source).expanduser()
+            where = None if source in FOLDERS or not folder.exists() else str(folder.resolve())
+            models[part] = [where, identity(source, part)]
+    return Pair(
+        target=_name(target),
+        draft=_name(draft) if draft is not None else None,
+        device=shown,
+        dtype=", ".join([stored, *([f"draft {draft_weights}"] if draft_weights else [])]),
+        threads=torch.get_num_threads() if kind == "cpu" else 0,
+        models=hashlib.sha256(json.dumps(models).encode()).hexdigest()[:16],
+    )
+
+
+def find(
+    target: str | Path,
+    draft: str | Path | None,
+    device: str | None,
+    dtype: Any,
+    weights: str | None = None,
+    draft_weights: str | None = None,
+) -> Profile | None:
+    """Return the profile of a pair on this machine, None if it was not tuned; raise ValueError for a damaged one."""
+    path = pair_of(target, draft, device, dtype, weights, draft_weights).path
+    return read(path) if os.path.isfile(path) else None  # False too if the user may not look there
+
+
+def read(path: Path) -> Profile:
+    """Read a profile. Raises ValueError naming the file if it is none."""
+    text = read_text(path)
+    try:
+        return _profile(json.loads(text))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"the profile {path} is damaged or of another version ({error}): run `forerun tune` again or delete it"
+        ) from None
+
+
+def save(pair: Pair, mode: Mode, choice: Choice, costs: Costs, versions: dict[str, Any]) -> Path:
+    """Write one mode's choice, whole or not at all, and keep the other's; return the file.
+
+    Raises ValueError if nothing can be written there.
+    """
+    try:
+        old = read(pair.path)
+    except ValueError:  # none yet, or one that is made anew
+        old = Profile(pair, versions, costs)
+    new = replace(old, pair=pair, versions=versions, costs=costs, **{mode: choice})
+    try:
+        pair.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(pair.path, json.dumps(asdict(new), indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"cannot write {pair.path}: {error.strerror}; FORERUN_HOME may name another folder") from None
+    return pair.path
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What comes with a model that forerun knows by name: chosen on one machine and validation prompts. A profile goes
+    before it.
+
+    Attributes:
+        methods: {"greedy" or "sampling": {method: {setting: value}}}.
+        default: the method of each of the two, if none is named.
+        costs: of forwards. With these the pair's methods do the same things everywhere.
+    """
+
+    methods: dict[str, dict[str, dict[str, Any]]]
+    default: dict[str, str]
+    costs: Costs | None
+
+    def choice(self, mode: Mode) -> Method | None:
+        """Return the default method with its settings."""
+        name = self.default.get(mode)
+        return method(name, **self.methods.get(mode, {}).get(name, {})) if name is not None else None
+
+
+def shipped(target: object, draft: object) -> Shipped | None:
+    """Return what comes with forerun for a target and its own draft; None for other models."""
+    folder = FOLDERS.get(target) if isinstance(target, str) and draft in (None, target) else None
+    if folder is None or not (path := folder / "tuned.json").is_file():
+        return None
+    found = json.loads(read_text(path))
+    costs = costs_of(found["costs"]) if "costs" in found else None
+    return Shipped({mode: found.get(mode, {}) for mode in ("greedy", "sampling")}, found.get("default", {}), costs)
+
+
+def _name(source: str | Path) -> str:
+    folder = Path(source).expanduser()
+    return folder.resolve().name if source not in FOLDERS and folder.exists() else str(source)
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "str | None": (str, type(None)),
+    "int": int,
+    "float": (int, float),
+    "dict[str, Any]": dict,
+    "dict[str, dict[str, Any]]": dict,
+}
+
+
+def _checked(cls: type, value: Any) -> dict[str, Any]:
+    """Check that JSON holds exactly the fields of a dataclass, of their types if these are plain."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a {cls.__name__.lower()} must be an object")
+    kinds = {field.name: str(field.type) for field in fields(cls)}
+    for name in sorted(kinds.keys() ^ value.keys()):
+        raise ValueError(f"{'unknown' if name in value else 'no'} field {name!r}")
+    for name, kind in kinds.items():
+        if kind in _KINDS and not isinstance(value[name], _KINDS[kind]):
+            raise ValueError(f"{name} must be {kind}, not {value[name]!r}")
+    return value
+
+
+def _profile(value: Any) -> Profile:
+    found = dict(_checked(Profile, value))
+    for mode in ("greedy", "sampling"):
+        if found[mode] is not None:
+            choice = _checked(Choice, found[mode])
+            tuned = {n: drop_removed(settings) for n, settings in choice["tuned"].items() if n not in REMOVED}
+            if choice["method"] in REMOVED:  # nothing is known of this mode any more
+                found[mode] = None
+                continue
+            found[mode] = Choice(**choice | {"settings": drop_removed(choice["settings"]), "tuned": tuned})
+            found[mode].build()
+            for name, settings in tuned.items():
+                method(name, **settings)
+    return Profile(**found | {"pair": Pair(**_checked(Pair, found["pair"])), "costs": costs_of(found["costs"])})
+
+
+def costs_of(value: Any) -> Costs:
+    """Read costs from JSON. Raises ValueError for what is no table of costs."""
+    if isinstance(value, dict):  # tables from before drafts in one call
+        value = {"chained": 0.0, "chained_sampled": 0.0} | value
+    found = dict(_checked(Costs, value))
+    for part in ("target", "draft", "head"):
+        table = found[part]
+        if not isinstance(table, dict) or not (table or part != "target"):
+            raise ValueError(f"costs.{part} must be a table")
+        if not all(key.isdecimal() and isinstance(ms, int | float) and 0 <= ms < inf for key, ms in table.items()):
+            raise ValueError(f"costs.{part} must be milliseconds by numbers of tokens")
+        if part == "target" and not all(table.values()):
+            raise ValueError("costs.target must be above 0")
+        found[part] = {int(key): float(ms) for key, ms in table.items()}
+    return Costs(**found)

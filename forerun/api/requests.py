@@ -1,0 +1,218 @@
+"""From what users ask for to requests: the one place that reads SamplingParams and transformers' GenerationConfig."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerationMode, logits_process
+
+from forerun.engine.sequence import Request
+from forerun.model.causal_lm import CausalLM
+from forerun.model.compat import prompt_of_row
+from forerun.sampling.grammar import compiled, end_of
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.penalties import LogitBias, Penalties
+from forerun.sampling.response_format import form_of
+from forerun.sampling.sampler import Sampler
+from forerun.text.chat import turn_ends
+from forerun.text.stop_strings import StopStrings
+
+# They keep state from call to call or run a model of their own: calls for drafted tokens would change what they do.
+_STATEFUL = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "WhisperTimeStampLogitsProcessor",
+    )
+    if hasattr(logits_process, name)
+)
+
+
+def requests(
+    rows: Sequence[Sequence[int]],
+    params: SamplingParams | GenerationConfig,
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    processors: LogitsProcessorList | None = None,
+    criteria: StoppingCriteriaList | None = None,
+) -> list[Request]:
+    """A request for each prompt of token ids; row i samples from stream i of the seed.
+
+    SamplingParams stand alone: of the checkpoint's generation config only end and padding tokens are used. A
+    GenerationConfig is completed by the checkpoint's, as in transformers. It has no seed: torch's own state gives one,
+    so that what is sampled can be repeated, though a draft model's tokens are accepted less often then.
+
+    Raises:
+        ValueError: what the loop cannot do, stop strings without a tokenizer, no room behind a prompt, a response
+            format that cannot be used.
+    """
+    config, seed, ignore_eos = _config(params, target)
+    check_processors(processors)
+    ends = [] if ignore_eos or config.eos_token_id is None else config.eos_token_id
+    eos = frozenset([ends] if isinstance(ends, int) else ends)
+    stop = stop_strings(config)
+    if stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer; give tokenizer=...")
+    stops = StopStrings(tokenizer, stop) if stop and tokenizer is not None else None
+    criteria = StoppingCriteriaList(criteria or [])
+    if config.max_time is not None:
+        criteria.append(MaxTimeCriteria(config.max_time))
+    if seed is None and config.do_sample and isinstance(params, GenerationConfig):
+        seed = int(torch.randint(2**31, (1,)))
+    form = form_of(params.response_format) if isinstance(params, SamplingParams) else None
+    if form is not None:  # any of them ends such an output, in a chat or not
+        eos |= turn_ends(tokenizer) | end_of(tokenizer)
+    grammar_behind = compiled(form, tokenizer, eos) if form is not None else None
+    found: list[Request] = []
+    sampler = grammar = None
+    for i, row in enumerate(rows):
+        # One sampler for all rows where prompts do not matter, so that rows can be sampled together.
+        if sampler is None or not sampler.prefix_free:
+            own = LogitsProcessorList(_own_processors(params, len(row), target.vocab_size))
+            own += [for_row(each, i) for each in processors or ()]
+            grammar = grammar_behind(len(row)) if grammar_behind is not None else None
+            own += [grammar] if grammar is not None else []
+            sampler = Sampler(not config.do_sample, target.processors(config, len(row), own))
+        limit = len(row) + config.max_new_tokens if config.max_new_tokens is not None else config.max_length
+        if limit <= len(row):
+            raise ValueError(f"max_length {limit} leaves no room behind the {len(row)} tokens of prompt {i}")
+        found.append(
+            Request(
+                tokens=list(row),
+                max_new_tokens=limit - len(row),
+                sampler=sampler,
+                eos=eos,
+                stop=stops if grammar is None else grammar.stop(stops),
+                criteria=criteria or None,
+                seed=seed,
+                stream=i,
+                params=params if isinstance(params, SamplingParams) else None,
+            )
+        )
+    return found
+
+
+def stop_strings(config: GenerationConfig | SamplingParams) -> list[str]:
+    """The stop strings of a configuration."""
+    found = config.stop if isinstance(config, SamplingParams) else config.stop_strings
+    return [found] if isinstance(found, str) else list(found or ())
+
+
+def merged(
+    params: SamplingParams | GenerationConfig | None, options: dict[str, Any]
+) -> SamplingParams | GenerationConfig:
+    """Parameters with single options in their place; raises ValueError for an unknown one."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, GenerationConfig):
+        if options:
+            raise ValueError(f"options {sorted(options)} cannot be given beside a GenerationConfig; set them in it")
+        return params
+    unknown = sorted(set(options) - set(SamplingParams.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}; there are {', '.join(SamplingParams.__dataclass_fields__)}")
+    return replace(params, **options)
+
+
+def check_supported(config: GenerationConfig, copies: bool = False) -> None:
+    """Raises ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
+    for name, allowed in (
+        ("num_return_sequences", (None, 1)),
+        ("guidance_scale", (None, 1)),
+        ("watermarking_config", (None,)),
+        ("forced_eos_token_id", (None,)),
+        ("encoder_repetition_penalty", (None, 1)),
+        ("encoder_no_repeat_ngram_size", (None, 0)),
+    ):
+        if copies and name == "num_return_sequences":
+            continue
+        if getattr(config, name, None) not in allowed:
+            raise ValueError(f"{name}={getattr(config, name)} is not supported")
+
+
+def check_processors(processors: LogitsProcessorList | None) -> None:
+    """Raises ValueError for transformers' processors that must not be called for drafted tokens."""
+    for processor in processors or ():
+        if isinstance(processor, _STATEFUL):
+            raise ValueError(
+                f"{type(processor).__name__} is not supported: it keeps state from call to call, and drafted tokens "
+                "would change it"
+            )
+
+
+def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """A processor of a whole batch, for any number of continuations of one of its rows."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(ignored[row])
+    elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        prompt = prompt_of_row(processor, row)
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
+    return processor
+
+
+def _own_processors(
+    params: SamplingParams | GenerationConfig, prompt_length: int, vocab_size: int
+) -> list[LogitsProcessor]:
+    """Processors that transformers does not have. Raises ValueError for a bias on a token that there is not."""
+    found: list[LogitsProcessor] = []
+    if isinstance(params, SamplingParams):
+        if params.presence_penalty or params.frequency_penalty:
+            found.append(Penalties(params.presence_penalty, params.frequency_penalty, prompt_length))
+        if params.logit_bias:
+            if max(params.logit_bias) >= vocab_size:
+                raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
+            found.append(LogitBias(params.logit_bias))
+    return found
+
+
+def _config(params: SamplingParams | GenerationConfig, target: CausalLM) -> tuple[GenerationConfig, int | None, bool]:
+    """Everything as a GenerationConfig, with the seed and whether end tokens are ignored."""
+    if isinstance(params, SamplingParams):
+        sampling = {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p or None,
+        }
+        config = GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            do_sample=params.temperature > 0,
+            repetition_penalty=params.repetition_penalty,
+            stop_strings=stop_strings(params) or None,
+            eos_token_id=target.model.generation_config.eos_token_id,
+            pad_token_id=target.model.generation_config.pad_token_id,
+            **(sampling if params.temperature > 0 else {}),
+        )
+        return config, params.seed, params.ignore_eos
+    config, unused = target.model._prepare_generation_config(params)
+    if unused:
+        raise ValueError(f"these are not generation settings: {sorted(unused)}")
+    check_supported(config)
+    if config.max_new_tokens is None and params.max_length is None:
+        config.max_new_tokens = SamplingParams().max_new_tokens
+    return config, None, False

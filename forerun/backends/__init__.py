@@ -1,0 +1,109 @@
+"""How a forward runs fast. Every path here stands beside transformers' own and is tested equal to it."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forerun.backends.family import FamilyForward, is_family
+from forerun.backends.lean import lean_forward
+from forerun.backends.native import library
+from forerun.backends.native_family import NativeForward, fits
+from forerun.backends.packed import pack
+from forerun.backends.recorded import Recorded
+from forerun.backends.stored import is_stored
+from forerun.backends.tiles import has_tiles
+from forerun.model.causal_lm import CausalLM
+
+_LOG = logging.getLogger("forerun")
+
+_LIBRARIES = ("torch", "transformers", "transformers_modules")  # the last one: code of checkpoints
+
+
+def is_spread(model: PreTrainedModel) -> bool:
+    """Whether a device map put the model's parts on several devices (disk is one), between which hooks move things."""
+    places = getattr(model, "hf_device_map", None) or {}
+    return len(set(places.values())) > 1 or model.device.type == "meta"
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether a module is torch's or transformers' own (or its checkpoint's), neither hooked nor patched."""
+    return _package(module) in _LIBRARIES and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    )
+
+
+def is_as_made(model: PreTrainedModel) -> bool:
+    """Whether copies of the weights give what the model gives: nothing is adapted, quantised, hooked or patched."""
+    plain = all(type(parameter.data) is Tensor for parameter in model.parameters())
+    return plain and all(map(is_untouched, model.modules()))
+
+
+def has_foreign_layers(model: nn.Module) -> bool:
+    """Whether modules of other packages are in the model, such as PEFT's adapters.
+
+    They may answer otherwise from one call to the next without a trace in weights or modules.
+    """
+    return any(_package(module) not in (*_LIBRARIES, "forerun") for module in model.modules())
+
+
+def _package(module: nn.Module) -> str:
+    return type(module).__module__.split(".")[0]
+
+
+@cache
+def warn_without_kernels() -> None:
+    """Log one line, once a process, if products in few bits run in torch and not in our kernels."""
+    if not has_tiles():
+        reason = "no compiler was found" if library() is None else "this processor has no AVX512-VNNI"
+        _LOG.warning(
+            f"weights in few bits run on torch's kernels, as {reason}: slower (with AVX2 alone a token takes up to "
+            "8 times as long), and drafts bring less, as verifying several tokens costs nearly as much as decoding them"
+        )
+
+
+def family_forward(model: PreTrainedModel) -> FamilyForward:
+    """The family's forward, with C between its products where there is a compiler for it."""
+    compiled = library()
+    if compiled is None or not fits(model):
+        return FamilyForward(model)
+    return NativeForward(model, compiled)
+
+
+def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, graphs: bool = False) -> CausalLM:
+    """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
+    Where its weights are stored in few bits it is the family's (`forerun.backends.family`), else its own.
+
+    Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
+    the model itself, which is good for nothing else then, and so needs no second copy of its weights. `graphs` has
+    forwards of a few tokens recorded as CUDA graphs (`forerun.backends.recorded`), whatever the model's size. Raises
+    ValueError for models that cannot run drafts (see CausalLM), and with `graphs` for what is no lean model on a GPU.
+    """
+    plain = CausalLM(model)  # refuses what it must before anything is copied
+    if is_stored(model):
+        if graphs:
+            raise ValueError("graphs need a plain Llama on a CUDA device; weights in few bits are for CPUs")
+        if model.device.type == "cpu":
+            warn_without_kernels()
+        if not (fast and is_family(model)):
+            return plain
+        return CausalLM(model, family_forward(model))
+    lean = fast and not is_spread(model) and is_as_made(model) and not (graphs and model.device.type != "cuda")
+    forward = lean_forward(model, any_size=graphs) if lean else None
+    if graphs and forward is None:
+        raise ValueError(
+            f"graphs need a plain Llama on a CUDA device, with fast forwards; this is {type(model).__name__} on "
+            f"{model.device}"
+        )
+    if not lean:
+        return plain
+    if forward is not None:
+        quick = CausalLM(model, forward)
+        quick.recorded = Recorded(forward) if graphs else None
+        return quick
+    packed = CausalLM(pack(model, in_place))
+    packed.fingerprint = plain.fingerprint
+    return packed

@@ -1,0 +1,152 @@
+"""A draft's LM head at a part of its vocabulary: the hot tokens, and those that stand in a sequence's own text.
+
+A small draft spends most of its time on logits of tokens that hardly ever come. To leave them out is lossless: the
+draft gives them no probability, and the acceptance rule is told so. FR-Spec (arXiv 2502.14856) keeps the most frequent
+tokens; to add those of the text is ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from forerun.backends import prepare
+from forerun.backends.heads import head_rows
+from forerun.backends.native_chain import native_chain
+from forerun.backends.scores import draft_head
+from forerun.files import write_text
+from forerun.model.causal_lm import CausalLM
+
+HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors there for weights
+
+
+class HotHead:
+    """Logits from hidden states, -inf for tokens that are neither hot nor in the sequence's text. A model's own cap on
+    its logits is left out.
+
+    Attributes:
+        tokens: [S] the hot ones.
+        most: tokens of a text that are kept: more of them would take as long as a whole head.
+    """
+
+    most = 256
+
+    def __init__(self, weight: Tensor, bias: Tensor, tokens: Tensor) -> None:
+        """`weight` [V, d] and `bias` [V] are the whole head's."""
+        self.tokens, self.vocab_size = tokens, len(weight)
+        self._is_hot = torch.zeros(len(weight), dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
+        hot = weight[tokens]
+        on_cpu = weight.device.type == "cpu"
+        self.product = draft_head(hot, bias[tokens] if bias.any() else None, few=on_cpu)
+        self.weight, self._whole_bias = weight.bfloat16() if on_cpu else weight, bias
+        self._met: dict[int, dict[int, None]] = {}  # by sequence, the tokens of its text that are not hot
+        self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # these tokens, their weight and bias
+
+    def fresh(self) -> HotHead:
+        """The same head, which knows no text."""
+        other = copy.copy(self)
+        other._met, other._rows = {}, {}
+        return other
+
+    def meet(self, id: int, tokens: Iterable[int]) -> None:
+        """Tokens of a sequence's text. The last `most` of those that are not hot are kept."""
+        own = self._met.setdefault(id, {})
+        for token in tokens:
+            if not self._is_hot[token] and token not in own:
+                own[token] = None
+                self._rows.pop(id, None)
+        while len(own) > self.most:
+            del own[next(iter(own))]
+
+    def met(self, id: int) -> list[int]:
+        """Those tokens of a sequence."""
+        return list(self._met.get(id, ()))
+
+    def drop(self, id: int) -> None:
+        """Forgets a sequence's text."""
+        self._met.pop(id, None)
+        self._rows.pop(id, None)
+
+    def reset(self) -> None:
+        self._met.clear()
+        self._rows.clear()
+
+    def __call__(self, states: Sequence[Tensor], ids: Sequence[int]) -> Tensor:
+        """[n, V] float32 from the states [N_r, d] of each of these sequences."""
+        whole = torch.cat(list(states))
+        logits = torch.full((len(whole), self.vocab_size), -torch.inf, device=whole.device)
+        logits.index_copy_(1, self.tokens, self.product(whole).float())
+        for own, id, part in zip(states, ids, logits.split(list(map(len, states))), strict=True):
+            if self._met.get(id):
+                met, weight, bias = self._rows.get(id) or self._gather(id)
+                # A row's own product, so that its bits do not depend on its neighbours.
+                part.index_copy_(1, met, own.float() @ weight + bias)
+        return logits
+
+    def _gather(self, id: int) -> tuple[Tensor, Tensor, Tensor]:
+        met = torch.tensor(self.met(id), device=self.weight.device)
+        self._rows[id] = met, self.weight[met].float().T.contiguous(), self._whole_bias[met].float()
+        return self._rows[id]
+
+
+def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int | None, **how: bool) -> CausalLM:
+    """`prepare(model, **how)`, with a hot head where the draft's folder or `count` asks for it (`hot_tokens`). Recorded
+    forwards have the whole head. `folder` may be a hub id, which asks for nothing."""
+    plain = CausalLM(model)
+    tokens = hot_tokens(folder if isinstance(folder, Path) else None, count, plain.vocab_size)
+    hot = None
+    if tokens is not None and not how.get("graphs"):
+        size = model.config.get_text_config(decoder=True).hidden_size
+        weight, bias = head_rows(plain, torch.arange(plain.vocab_size, device=plain.device), size)
+        scale = logit_scale(model.config.get_text_config(decoder=True))
+        hot = HotHead(scale * weight, scale * bias, tokens.to(plain.device))
+    ready = prepare(model, **how)
+    ready.hot = hot
+    ready.fused_draft = native_chain(ready._forward, hot)
+    return ready
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """What a model multiplies its LM head's logits with: Cohere's form and Granite's."""
+    return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+
+
+def save_hot(folder: Path, tokens: Tensor) -> None:
+    """Writes the hot tokens [S] of a draft, most frequent first, into its folder."""
+    write_text(folder / HOT_FILE, json.dumps(tokens.tolist()) + "\n")
+
+
+def hot_tokens(folder: Path | None, count: int | None, vocab_size: int) -> Tensor | None:
+    """The `count` most frequent tokens of a draft, by what its folder says, else those with the lowest ids, which a BPE
+    tokenizer learnt first. A count of None is as many as the folder names, and None where it names none; 0 is None.
+
+    Raises ValueError for a count above `vocab_size` and a damaged file.
+    """
+    path = None if folder is None else folder / HOT_FILE
+    known = None
+    if path is not None and path.is_file():
+        try:
+            known = torch.tensor(json.loads(path.read_bytes()), dtype=torch.long)
+        except (ValueError, TypeError, RuntimeError, RecursionError, OSError) as error:
+            raise ValueError(f"{path} holds no hot tokens: {str(error).splitlines()[0]}") from None
+        if known.ndim != 1 or not len(known) or known.min() < 0 or known.max() >= vocab_size:
+            raise ValueError(f"{path} holds other tokens than those of a vocabulary of {vocab_size}")
+        if len(known.unique()) < len(known):
+            raise ValueError(f"{path} holds a token twice")
+    if count is None:
+        return known
+    if not 0 <= count <= vocab_size:
+        raise ValueError(f"draft_vocabulary must be 0 to {vocab_size}, not {count}")
+    if not count:
+        return None
+    order = torch.arange(vocab_size)
+    if known is not None:  # the file's first, then the others
+        rest = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, known, False)
+        order = torch.cat([known, order[rest]])
+    return order[:count]

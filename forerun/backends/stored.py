@@ -1,0 +1,105 @@
+"""Models whose weights are stored in few bits, for inference alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forerun.backends.bits import Blocks, Dense, LinearSlice, Packed, check_inputs, quantise, stored, take
+from forerun.backends.scores import Scores, scores
+from forerun.backends.tiles import Tiles
+from forerun.kinds import KINDS
+
+
+class StoredLinear(nn.Module):
+    """A linear layer for inference, its weight stored in few bits. Inputs are rounded to bfloat16, as are outputs,
+    which then come in the inputs' dtype."""
+
+    def __init__(
+        self, weight: Packed | Tiles | Dense | LinearSlice | Scores, inputs: int, bias: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inputs, weight.out
+        self.stored, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stored(x.reshape(-1, self.in_features)).to(x.dtype)
+        y = y if self.bias is None else y + self.bias.to(x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class StoredEmbedding(nn.Module):
+    """An embedding in blocks, or in bfloat16 [V, d]."""
+
+    def __init__(self, weight: Blocks | Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = (weight.codes if isinstance(weight, Blocks) else weight).shape
+        self.stored, self.dtype = weight, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[.., d] of tokens [..], in the model's dtype."""
+        return take(self.stored, ids.reshape(-1)).to(self.dtype).view(*ids.shape, -1)
+
+
+def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """A float model on a CPU with its linear layers stored as `kind`, in place. The LM head becomes `Scores`, over its
+    own values in 8 bits or bfloat16; the embedding is kept in bfloat16. It can be neither trained nor saved any more.
+
+    Raises ValueError, before anything is changed, for inputs that its blocks do not divide, and for models whose layers
+    keep their weights in modules of their own.
+    """
+    assert kind in KINDS
+    linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
+    if not set(linears.values()) - {model.get_output_embeddings()}:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers to store as {kind}: choose float32")
+    if kind != "bfloat16":
+        for name, linear in linears.items():
+            check_inputs(linear.in_features, f"{name} of {type(model).__name__}")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    table = None
+    if type(embedding) is nn.Embedding:
+        table = embedding.weight.detach().bfloat16()
+        model.set_input_embeddings(StoredEmbedding(table, model.dtype))
+    for name, linear in linears.items():
+        weight = linear.weight
+        if linear is not head:
+            own: Packed | Tiles | Dense | Scores = stored(weight, kind)
+        elif table is not None and weight is embedding.weight:
+            own = scores(table)
+        else:
+            own = scores(weight.detach().bfloat16() if kind == "bfloat16" else quantise(weight, 8))
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, StoredLinear(own, linear.in_features, linear.bias))
+    return model
+
+
+def kinds_of(model: nn.Module) -> dict[str, int]:
+    """Bytes of a model's weights by what they are stored as."""
+    found: dict[str, int] = {}
+    seen = set()
+    for module in model.modules():
+        if not isinstance(module, StoredLinear | StoredEmbedding):
+            continue
+        weight = module.stored.whole if isinstance(module.stored, LinearSlice) else module.stored
+        for part in (weight, weight.exact) if isinstance(weight, Scores) else (weight,):
+            if id(part) not in seen:
+                seen.add(id(part))
+                found[kind_of(part)] = found.get(kind_of(part), 0) + part.nbytes
+    for parameter in model.parameters():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        found[kind] = found.get(kind, 0) + parameter.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def kind_of(weight: Packed | Tiles | Dense | LinearSlice | Scores | Blocks | Tensor) -> str:
+    """What one weight is stored as."""
+    weight = weight.whole if isinstance(weight, LinearSlice) else weight
+    if isinstance(weight, Scores):
+        return "int8"
+    return f"int{weight.bits}" if isinstance(weight, Packed | Tiles | Blocks) else "bfloat16"
+
+
+def is_stored(model: nn.Module) -> bool:
+    """Whether a model has linear layers of `store`'s."""
+    return any(isinstance(module, StoredLinear) for module in model.modules())

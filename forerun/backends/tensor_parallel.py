@@ -1,0 +1,239 @@
+"""A target whose weights are split among several processes (ranks), as `torchrun` starts them.
+
+transformers splits the weights and adds up what the ranks compute. Every rank runs the whole loop beside that: the
+same requests, a draft and heads of its own, the same decisions. What could differ is made equal. There is one clock,
+the first rank's; what is sampled without a seed begins at the first rank's state. Before each forward of the target
+the ranks compare what they are about to run, so that a difference ends the job and never hangs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from time import perf_counter_ns
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, distributed
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
+
+from forerun.failures import TargetLostError
+from forerun.model.batch import Inputs
+from forerun.model.causal_lm import CausalLM
+from forerun.model.kv_cache import KVCache
+
+TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others, while they load as well
+LOST = 1  # the exit status
+_NETWORK = re.compile(r"\[[^]]*\bgloo/[^]]*\]|Gloo |NCCL ")  # how such errors begin that have no class of their own
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_T = TypeVar("_T")
+
+
+class RankLostError(TargetLostError):
+    """Another rank has ended, cannot be reached, or was about to do something else."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that run one target together.
+
+    Attributes:
+        rank, size: this one's number, and how many there are.
+        control: a group of all over gloo, for numbers that decide.
+    """
+
+    rank: int
+    size: int
+    control: Any
+
+    @property
+    def device(self) -> str:
+        """This rank's own."""
+        return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+    def sample_alike(self) -> None:
+        """Sets torch's random state, from which seeds are drawn where none is given, to the first rank's."""
+        torch.set_rng_state(self.share(torch.get_rng_state()))
+
+    def meet(self, place: bytes) -> float:
+        """Waits for all ranks; the first one's clock, in seconds. Raises RankLostError where one is gone or has come to
+        another place."""
+        digest = int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
+        own = torch.tensor([digest, perf_counter_ns()])
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with network():
+            distributed.all_gather(found, own, group=self.control)
+        for rank, (other, _) in enumerate(torch.stack(found).tolist()):
+            if other != digest:
+                raise RankLostError(f"rank {rank} was about to do something else")
+        return float(found[0][1]) / 1e9
+
+    def clock(self) -> float:
+        return self.meet(b"clock")
+
+    def share(self, found: _T) -> _T:
+        """What the first rank has."""
+        box = [found]
+        with network():
+            distributed.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def all(self, flag: bool) -> bool:
+        """Whether all ranks say so."""
+        own = torch.tensor([flag])
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with network():
+            distributed.all_gather(found, own, group=self.control)
+        return all(map(bool, found))
+
+
+class ShardedLM(CausalLM):
+    """A target of which this rank has a share of the weights, and of the keys and values."""
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
+        super().__init__(model)
+        self.ranks = ranks
+
+    def clock(self) -> float:
+        return self.ranks.clock()
+
+    def agreed(self, found: _T) -> _T:
+        return self.ranks.share(found)
+
+    def unanimous(self, flag: bool) -> bool:
+        return self.ranks.all(flag)
+
+    def _states(self, inputs: Inputs, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
+        lengths = [cache.length(id) for id in cache.ids]
+        place = [list(inputs.rows), list(map(list, inputs.depths)), lengths, logits, wanted]
+        if inputs.tokens is not None:
+            place.append(list(map(list, inputs.tokens)))
+        self.ranks.meet(repr(place).encode())
+        with network():
+            return super()._states(inputs, cache, logits, wanted)
+
+
+@contextmanager
+def network() -> Iterator[None]:
+    """Turns errors of the connection to other ranks into a RankLostError."""
+    try:
+        yield
+    except RankLostError:
+        raise
+    except RuntimeError as error:
+        text = str(error).strip() or type(error).__name__
+        if not isinstance(error, distributed.DistError) and not _NETWORK.match(text):
+            raise
+        reason = re.sub(r"^\[[^]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]  # gloo goes on with advice
+        raise RankLostError(f"another rank has ended or does not answer: {reason}") from error
+
+
+def check_shape(config: PreTrainedConfig, name: str) -> None:
+    """Raises ValueError for a target that the ranks cannot split. They need not have met."""
+    check_ranks()
+    size = int(os.environ["WORLD_SIZE"])
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"target {name!r}: transformers has no plan to split a model of the type {config.model_type!r}"
+        )
+    for part in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, part, None)
+        if count is not None and count % size:
+            raise ValueError(f"target {name!r} has {part} {count}, which {size} ranks cannot share evenly")
+
+
+def check_ranks() -> None:
+    """Raises ValueError where this process is not one of several that torchrun started."""
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing or int(os.environ["WORLD_SIZE"]) < 2:
+        raise ValueError(
+            "tensor parallelism needs 2 processes or more, as `torchrun --nproc-per-node 2 -m forerun generate "
+            "--tensor-parallel ...` starts them"
+        )
+
+
+def check_machine() -> None:
+    """Raises ValueError where a package is missing, or there are fewer GPUs than ranks."""
+    if not is_accelerate_available():
+        raise ValueError("tensor parallelism needs the package accelerate: pip install 'forerun[tensor-parallel]'")
+    here = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ["LOCAL_RANK"]) + 1)
+    if torch.cuda.is_available() and torch.cuda.device_count() < here:
+        raise ValueError(f"{here} ranks on this machine need a GPU each; there are {torch.cuda.device_count()}")
+
+
+def ranks() -> Ranks:
+    """Those that torchrun started; meets them. Raises ValueError where there are none, and as `check_machine` does."""
+    global _ranks, _store
+    if _ranks is None:
+        check_ranks()
+        if distributed.is_initialized():
+            check_machine()
+        else:
+            found, rank, size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+            _store = distributed.PrefixStore("forerun", found)
+            check_machine()  # what it finds is told once, by the store
+            kind, device = "gloo", None
+            if torch.cuda.is_available():
+                kind, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(device)
+            distributed.init_process_group(
+                kind, store=found, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device
+            )
+        control = distributed.new_group(backend="gloo", timeout=TIMEOUT)
+        _ranks = Ranks(distributed.get_rank(), distributed.get_world_size(), control)
+    return _ranks
+
+
+_ranks: Ranks | None = None
+_store: Any = None  # what all ranks can read and write while torchrun lives; None where a caller had joined them before
+
+
+@contextmanager
+def together() -> Iterator[Ranks]:
+    """For a command that runs on all ranks: only the first one prints. Where a rank is lost the others say so, in one
+    line altogether, and end. A ValueError is raised by one of them; the others end. Raises ValueError where there are
+    no ranks."""
+    check_ranks()
+    signal.signal(signal.SIGTERM, lambda *_: _end("it was told to stop, as another rank has ended or the job has"))
+    try:
+        with network():
+            found = ranks()
+        if found.rank:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+        yield found
+        found.meet(b"end")
+    except RankLostError as error:
+        _end(str(error))
+    except ValueError:  # a user's mistake, which all of them see
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all as soon as one has: let this one tell it
+        if not _is_first():
+            os._exit(2)
+        raise
+
+
+def _end(reason: str) -> NoReturn:
+    """Says why, unless another rank has told something, and ends the process: nothing is waited for."""
+    if _is_first():
+        name = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+        line = f"forerun: tensor parallel rank {name[0]} of {name[1]} stops: {' '.join(reason.split())}\n"
+        sys.stdout.flush()
+        os.write(2, line.encode())
+    os._exit(LOST)
+
+
+def _is_first() -> bool:
+    """Whether no other rank has asked this: it alone tells why the job ends."""
+    if _store is not None:
+        with suppress(Exception):  # the store ends with the job
+            return bool(_store.add("told", 1) == 1)
+    return True

@@ -1,0 +1,1 @@
+"""The loop, and what flows through it: sequences, drafts, verdicts and steps."""

@@ -1,0 +1,160 @@
+"""Draft trees: what a drafter proposes under the last committed token of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A token tree. Node 0 is the root: the last committed token, which the target has not run yet.
+
+    Attributes:
+        tokens: [N] token of each node.
+        parents: [N] index of each node's parent; -1 for the root, smaller than the node's own index elsewhere.
+        q: [S, V] the distributions that nodes 1..S were sampled from (given that their earlier siblings were
+            rejected). The nodes behind them are point masses. None: all are.
+        origins: [N] where each token came from, for statistics and display.
+        block: whether a chain of sampled tokens is verified as a whole (see `forerun.sampling.sampler.accept`).
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    q: Tensor | None = None
+    origins: list[str] = field(default_factory=list)
+    block: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents) >= 1 and self.parents[0] == -1
+        assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
+        assert self.q is None or len(self.q) < len(self.tokens)
+        if not self.origins:
+            object.__setattr__(self, "origins", ["draft"] * len(self.tokens))
+        assert len(self.origins) == len(self.tokens)
+
+    @classmethod
+    def root(cls, token: int) -> Draft:
+        """The empty draft: plain autoregressive decoding."""
+        return cls([token], [-1])
+
+    @classmethod
+    def chain(
+        cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft", block: bool = False
+    ) -> Draft:
+        """One branch without siblings, sampled from the distributions `q` [len(tokens), V]; point masses without."""
+        return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1), block)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """Number of proposed tokens."""
+        return len(self.tokens) - 1
+
+    @property
+    def sampled(self) -> int:
+        """Number of nodes that were sampled from a distribution; the others are point masses."""
+        return 0 if self.q is None else len(self.q)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def is_block(self) -> bool:
+        """Whether its sampled tokens are to be verified as a whole, and are a chain without siblings. Fewer than two
+        gain nothing by it."""
+        chain = all(self.children[node] == [node + 1] for node in range(self.sampled))
+        return self.block and self.sampled > 1 and chain
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """The children of each node, in the order in which they are tested."""
+        below: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], 1):
+            below[parent].append(node)
+        return below
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """[N] distance from the root: a node's position behind that of the last committed token."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        nodes = [node]
+        while self.parents[nodes[-1]] >= 0:
+            nodes.append(self.parents[nodes[-1]])
+        return nodes[::-1]
+
+    def mask(self) -> Tensor:
+        """[N, N] bool: entry (i, j) says that node i sees node j, that is, j is on the path from the root to i."""
+        size = len(self)
+        rows: list[bytearray] = []
+        for node, parent in enumerate(self.parents):  # as bytes: tensors would take longer than a small forward
+            row = bytearray(rows[parent]) if node else bytearray(size)
+            row[node] = 1
+            rows.append(row)
+        import torch
+
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(size, size)
+
+    def merge(self, other: Draft) -> Draft:
+        """Both trees as one, this one's nodes first; paths that both hold are kept once.
+
+        `other` must consist of point masses. A sibling that repeats a sampled token is dropped: once that token was
+        rejected, nothing is left of it in the residual.
+        """
+        assert other.q is None and other.tokens[0] == self.tokens[0]
+        tree = Tree(self)
+        tree.block = False  # whether siblings came along depends on tokens that were drawn; one rule must do for both
+        moved = [0]
+        for node in range(1, len(other)):
+            moved.append(tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node]))
+        return tree.draft()
+
+
+class Tree:
+    """A draft that grows: point masses are added to it, and a path that is added again is there once."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.tokens, self.parents, self.origins = list(draft.tokens), list(draft.parents), list(draft.origins)
+        self.q, self.block = draft.q, draft.block
+        self._place: dict[tuple[int, int], int] = {}
+        for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
+            self._place.setdefault(key, node)  # of siblings sampled twice only the first can be accepted
+
+    def add(self, parent: int, token: int, origin: str) -> int:
+        """The child of `parent` with that token."""
+        node = self._place.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.origins.append(origin)
+        return node
+
+    def branch(self, parent: int, tokens: Sequence[int], origin: str) -> list[int]:
+        """The nodes of a path of tokens behind `parent`."""
+        nodes = []
+        for token in tokens:
+            parent = self.add(parent, token, origin)
+            nodes.append(parent)
+        return nodes
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of `parent` with that token, if there is one."""
+        return self._place.get((parent, token))
+
+    def draft(self) -> Draft:
+        """The tree as it is."""
+        return Draft(list(self.tokens), list(self.parents), self.q, list(self.origins), self.block)

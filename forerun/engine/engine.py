@@ -1,0 +1,438 @@
+"""The engine: requests join and leave between steps, and one loop decodes for every method."""
+
+from __future__ import annotations
+
+import logging
+from collections import abc, deque
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import Drafter, Proposal, Step
+from forerun.engine.verify import committed, judge, origins, scores_behind
+from forerun.failures import UNATTRIBUTABLE, NotNumbersError
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.logprobs import Logprob, logprobs_of
+from forerun.sampling.sampler import Verdict
+
+__all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
+
+_LOG = logging.getLogger("forerun.engine.engine")
+
+CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
+PATIENCE = 128  # steps of the most rows that passed before more are tried
+SCORED = 128  # most tokens of a chunk whose logits are wanted
+
+
+class QueueFullError(RuntimeError):
+    """More requests wait than the engine allows."""
+
+
+class Engine:
+    """One target and one drafter. Requests join and leave between steps.
+
+    `add` and `abort` may be called from any thread; `step` by one thread at a time.
+
+    First come, first served. A request is admitted when a row is free and the KV budget holds the row's whole
+    reservation (prompt, new tokens, draft), so nothing is ever thrown out. Prompts are prefilled one at a time and
+    apart from verification, at most about `chunk_seconds` between two steps.
+
+    Attributes:
+        running: sequences that are decoded.
+        waiting: those that have not begun.
+        outbox: steps that nobody has fetched.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        drafter: Drafter,
+        *,
+        max_rows: int = 64,
+        max_queue: int | None = None,
+        kv_memory: int | None = None,
+        chunk_seconds: float = 0.1,
+    ) -> None:
+        """`target` and `drafter` are the engine's own from now on. `kv_memory`: bytes that keys and values of the
+        target may take; None for no bound. `max_queue`: requests that may wait."""
+        for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("kv_memory", kv_memory)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.target, self.drafter = target, drafter
+        target.keeps_hidden = target.keeps_prompt = drafter.wants_hidden
+        target.feature = drafter.feature
+        self.max_rows, self.max_queue, self.kv_memory = max_rows, max_queue, kv_memory
+        self.chunk_seconds = chunk_seconds
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.outbox: deque[Step] = deque()
+        self._ids, self._aborted = count(), deque[int]()
+        self._prefilling: tuple[Sequence, Iterator[int]] | None = None
+        self._rate = 256 / chunk_seconds  # tokens of prefill a second, until it is measured
+        self._number = 0
+        # Rows that run together: fewer where more have failed although each passes alone, as for want of memory.
+        self._most: int | None = None
+        self._failed_together, self._steps_at_most = False, 0
+        self._begun: dict[int, Sequence] = {}  # taken from the queue, their last step not yet in the outbox
+        self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the step under way
+        self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs or waits."""
+        return bool(self.running or self.waiting or self._prefilling or self.outbox)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a prompt is being read: its request neither waits nor runs."""
+        return self._prefilling is not None
+
+    def new_id(self) -> int:
+        """An id for `add`, for who must know it before the request is there."""
+        return next(self._ids)
+
+    def add(self, request: Request, id: int | None = None) -> int:
+        """Queues a request; returns its id, which its steps carry.
+
+        Raises:
+            ValueError: a prompt that fills the model's context, or a request that the KV budget can never hold.
+            QueueFullError: `max_queue` requests wait for a row.
+        """
+        context = self.target.context
+        if context is not None and len(request.tokens) >= context:
+            raise ValueError(f"the prompt of {len(request.tokens)} tokens fills the context of {context}")
+        free = max(0, self.max_rows - len(self.running) - bool(self._prefilling))
+        if self.max_queue is not None and len(self.waiting) >= self.max_queue + free:
+            raise QueueFullError(f"{len(self.waiting)} requests wait already; the queue holds {self.max_queue}")
+        seq = Sequence(request, self.new_id() if id is None else id, self.target.device, context)
+        if not self._fits(seq, 0):
+            raise ValueError(
+                f"the prompt and its new tokens need {self._reserve(seq)} positions of keys and values, more than the "
+                f"{self.kv_memory} bytes of kv_memory hold"
+            )
+        self.waiting.append(seq)
+        return seq.id
+
+    def abort(self, id: int) -> None:
+        """Ends a request with the next step; nothing happens where it has ended."""
+        self._aborted.append(id)
+
+    def step(self) -> list[Step]:
+        """Admits what fits, then one draft and one target forward for all running sequences: a Step for each of them.
+
+        Without anything to do, an empty list. An exception in a sequence's processor or criterion ends that sequence
+        alone. Any other undoes the step: sequences go back to the front of the queue with what they had, and the engine
+        can be used on. Their drafters begin anew. They are suspects then: each is stepped alone once, and one that
+        fails alone is ended by its error. A prompt that fails is tried again once as well.
+
+        What no sequence is to blame for, KeyboardInterrupt included (`forerun.failures`), undoes the step and is
+        raised.
+        """
+        self.advance()
+        return [self.outbox.popleft() for _ in range(len(self.outbox))]
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """`step`, with the steps left in `outbox`."""
+        try:
+            self._leave_aborted()
+            self._admit()
+            if self.running:
+                seqs = [seq for seq in self.running if seq.suspect] or self.running
+                for seq in seqs:
+                    state = None if seq.generator is None else seq.generator.get_state()
+                    self._before[seq.id] = len(seq.tokens), state
+                self._step(seqs)
+                self._before.clear()
+                for seq in seqs:
+                    seq.suspect = False
+                self._passed(len(seqs))
+        except BaseException as error:
+            stepped = set(self._before)
+            self._undo()
+            failed = [seq for seq in list(self.waiting) if seq.id in stepped]
+            if not failed or isinstance(error, UNATTRIBUTABLE):
+                raise
+            self._blame(failed, error)
+
+    def _undo(self) -> None:
+        """Gives up all rows. Sequences that have begun wait again, as they were before the step."""
+        delivered = {step.id for step in self.outbox if step.finish_reason is not None}
+        waiting = {seq.id for seq in list(self.waiting)}
+        begun = [self._begun[id] for id in sorted(self._begun) if id not in delivered | waiting]
+        for seq in [*self._begun.values(), *self.running]:
+            if seq.id in self._before and seq.id not in delivered:
+                seq.cut(*self._before[seq.id])
+            self.drafter.drop(seq)  # as it is now: what is undone is no output to draft from
+        self.target.reset()
+        self.running, self._prefilling = [], None
+        for each in (self._begun, self._before, self._features):
+            each.clear()
+        self.waiting.extendleft(reversed(begun))
+
+    def _blame(self, seqs: list[Sequence], error: BaseException) -> None:
+        """These sequences, which wait again, were part of what failed: they become suspects. One that failed alone as a
+        suspect ends."""
+        first = seqs[0]
+        if len(seqs) == 1 and (first.suspect or first.error is not None):
+            first.error, self._failed_together = error, False
+            self.waiting.remove(first)
+            self.outbox.append(Step(first.id, self._number, 0, finish_reason="error", error=error))
+            return
+        _LOG.warning("decoding of %d requests failed; each is tried again alone", len(seqs), exc_info=error)
+        for seq in seqs:
+            seq.suspect = True
+        if len(seqs) > 1:
+            if self._failed_together:  # each of them passed alone, so it is their number
+                self._most = max(1, len(seqs) // 2)
+            self._failed_together, self._steps_at_most = True, 0
+
+    def _passed(self, rows: int) -> None:
+        """Counts a step that passed; more rows are tried again when PATIENCE steps of the most rows have."""
+        if self._most is None:
+            return
+        self._steps_at_most += rows >= self._most
+        if self._steps_at_most >= PATIENCE:
+            self._most, self._steps_at_most = 2 * self._most, 0
+            if self._most >= self.max_rows:
+                self._most, self._failed_together = None, False
+
+    def _step(self, seqs: list[Sequence]) -> None:
+        begun, ids = perf_counter(), [seq.id for seq in seqs]
+        proposal = self._propose(seqs)
+        drafts = proposal.drafts
+        proposed = perf_counter()
+        logits = self.target.forward(ids, drafts)
+        forwarded = perf_counter()
+        verdicts, scores = judge(seqs, drafts, logits)
+        spoilt = _without_drafts(seqs, drafts)
+        self.target.commit(ids, [verdict.path for verdict in verdicts])
+        verified = perf_counter()
+        counts = [
+            0
+            if seq.error or seq in spoilt
+            else seq.extend(committed(draft, verdict), partial(scores_behind, found, verdict))
+            for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
+        ]
+        logprobs = [
+            self._logprobs(seq, row, verdict, count)
+            for seq, row, verdict, count in zip(seqs, logits, verdicts, counts, strict=True)
+        ]
+        self._observe(seqs, drafts, verdicts)
+        self._add_features(seqs, verdicts)
+        ended = [seq for seq in seqs if seq.finish_reason is not None]
+        self._leave(ended)
+        self._leave(spoilt)
+        for seq in spoilt:
+            self.waiting.appendleft(self._begun.pop(seq.id))
+        self._number += 1
+        shared = {
+            "number": self._number,
+            "rows": len(seqs),
+            "draft_forwards": proposal.forwards,
+            "draft_seconds": proposed - begun - proposal.policy_seconds,
+            "policy_seconds": proposal.policy_seconds,
+            "verify_seconds": verified - proposed,
+            "forward_seconds": proposal.forward_seconds + forwarded - proposed,
+            "seconds": perf_counter() - begun,
+        }
+        self.outbox += [
+            Step(
+                id=seq.id,
+                tokens=tuple(seq.tokens[len(seq.tokens) - count :]),
+                origins=origins(draft, verdict)[:count],
+                rejected=tuple(draft.tokens[node] for node in range(1, len(draft)) if node not in verdict.path),
+                drafted=draft.drafted,
+                tested=verdict.tested,
+                accepted=verdict.accepted,
+                logprobs=found,
+                prompt_logprobs=seq.prompt_logprobs,
+                waited=seq.waited or 0.0,
+                finish_reason=seq.finish_reason,
+                error=seq.error,
+                **shared,  # type: ignore[arg-type]
+            )
+            for seq, draft, verdict, count, found in zip(seqs, drafts, verdicts, counts, logprobs, strict=True)
+        ]
+        for seq in seqs:
+            seq.prompt_logprobs = None
+        for seq in ended:
+            del self._begun[seq.id]
+
+    def _propose(self, seqs: list[Sequence]) -> Proposal:
+        drafted = [seq for seq in seqs if not seq.request.plain]
+        if len(drafted) == len(seqs):
+            return self.drafter.propose(seqs)
+        proposal = self.drafter.propose(drafted) if drafted else Proposal([])
+        found = iter(proposal.drafts)
+        drafts = [Draft.root(seq.tokens[-1]) if seq.request.plain else next(found) for seq in seqs]
+        return replace(proposal, drafts=drafts)
+
+    def _observe(self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        rows, hidden = [row for row, seq in enumerate(seqs) if not seq.request.plain], self.target.hidden
+        if rows:
+            states = None if hidden is None else [hidden[row] for row in rows]
+            self.drafter.observe(
+                [seqs[row] for row in rows], [drafts[row] for row in rows], [verdicts[row] for row in rows], states
+            )
+
+    def _logprobs(self, seq: Sequence, logits: Tensor, verdict: Verdict, count: int) -> tuple[Logprob, ...]:
+        if seq.request.logprobs is None or not count:
+            return ()
+        return tuple(logprobs_of(logits[verdict.path[:count]], seq.tokens[-count:], seq.request.logprobs))
+
+    # Joining.
+
+    def _fits(self, seq: Sequence, rows: int) -> bool:
+        """Whether the KV budget holds a sequence's whole reservation beside so many rows."""
+        return self.kv_memory is None or self.target.fits(rows, self._reserve(seq), self.kv_memory)
+
+    def _reserve(self, seq: Sequence) -> int:
+        return seq.limit + self.drafter.spread
+
+    def _admit(self) -> None:
+        """Prefills what waits, in its order, for about `chunk_seconds`; where nothing runs, at most a large chunk."""
+        if self._prefilling is None and not self.waiting:
+            return
+        begun, left, idle = self.target.clock(), CHUNKS[1], not self.running
+        while self._prefilling is not None or self._next_fits():
+            if self._prefilling is None:
+                seq = self._begun[self.waiting[0].id] = self.waiting[0]
+                self.waiting.popleft()
+                if seq.waited is None:
+                    seq.waited = perf_counter() - seq.asked
+                self._prefilling = seq, self._prefill(seq, self._chunk())
+            seq, prefill = self._prefilling
+            try:
+                done = next(prefill, None)
+            except UNATTRIBUTABLE:
+                raise
+            except BaseException as error:
+                self._prefilling = None
+                self._leave([seq])
+                self.target.forget_prompt()
+                del self._begun[seq.id]
+                self.waiting.appendleft(seq)
+                self._blame([seq], error)
+                continue
+            if done is None:
+                self._prefilling = None
+                self.running.append(seq)
+            left -= done or 0
+            tokens = len(self.waiting[0].tokens) if done is None and self.waiting else CHUNKS[1]
+            late = self.target.clock() - begun + min(tokens, self._chunk()) / self._rate > self.chunk_seconds
+            if left <= 0 if idle else late:
+                return
+
+    def _next_fits(self) -> bool:
+        """Whether the first of those that wait may be admitted: none while a suspect runs, which is stepped alone."""
+        most = min(self.max_rows, self._most or self.max_rows)
+        if not self.waiting or len(self.running) >= most or any(seq.suspect for seq in self.running):
+            return False
+        return not self.running or self._fits(self.waiting[0], len(self.running))
+
+    def _prefill(self, seq: Sequence, chunk: int) -> Iterator[int]:
+        prefill = partial(self.target.prefill, seq.tokens[:-1], salt=seq.request.salt)
+        scored = list[Logprob]()
+        is_scored = seq.request.prompt_logprobs and not seq.output
+        if is_scored:
+            prefill = partial(prefill, hear=partial(_score, seq, scored))
+        begun = self.target.clock()
+        for done in prefill(chunk=min(chunk, SCORED) if is_scored else chunk):
+            if done >= CHUNKS[0]:
+                self._rate = done / max(self.target.clock() - begun, 1e-9)
+            _report(seq, self.target)
+            yield done
+            begun = self.target.clock()
+        if is_scored:
+            seq.prompt_logprobs = tuple(scored)
+        self.target.join(seq.id, self._reserve(seq))
+        hidden = self.target.prompt_hidden
+        if hidden is not None and self.target.prefixes is not None:
+            self._features[seq.id] = [hidden]
+        if not seq.request.plain:
+            yield from self.drafter.admit(seq, hidden, chunk)
+
+    def _chunk(self) -> int:
+        """Tokens of prefill between two steps: a power of two, so that few sizes are in use."""
+        size = 1 << int(max(self._rate * self.chunk_seconds, 1)).bit_length() - 1
+        return min(max(size, CHUNKS[0]), CHUNKS[1])
+
+    # Leaving.
+
+    def _add_features(self, seqs: list[Sequence], verdicts: list[Verdict]) -> None:
+        if not self._features or self.target.hidden is None:
+            return
+        for seq, verdict, hidden in zip(seqs, verdicts, self.target.hidden, strict=True):
+            if seq.id in self._features:
+                self._features[seq.id].append(hidden[verdict.path])
+
+    def _leave(self, seqs: abc.Sequence[Sequence]) -> None:
+        for seq in seqs:
+            if seq.finish_reason in ("stop", "length", "abort"):
+                features = self._features.get(seq.id)
+                hidden = torch.cat(features) if features else None
+                self.target.park(seq.id, seq.tokens, hidden, seq.request.salt)
+            self._features.pop(seq.id, None)
+            self.drafter.drop(seq)
+            self.target.drop(seq.id)
+        gone = {seq.id for seq in seqs}
+        self.running = [seq for seq in self.running if seq.id not in gone]
+        if not self.busy:
+            self.target.forget_prompt()
+
+    def _leave_aborted(self) -> None:
+        gone = set(self._aborted)
+        if not gone:
+            return
+        leaving = [seq for seq in self._begun.values() if seq.id in gone]
+        if self._prefilling is not None and self._prefilling[0].id in gone:
+            self._prefilling[1].close()  # type: ignore[attr-defined]
+            self._prefilling = None
+        queued = [seq for seq in list(self.waiting) if seq.id in gone]
+        for seq in queued:
+            self.waiting.remove(seq)
+        for seq in leaving:
+            seq.finish_reason = "abort"
+        self._leave(leaving)
+        for seq in leaving + queued:
+            self.outbox.append(Step(seq.id, self._number, 0, finish_reason="abort"))
+            self._begun.pop(seq.id, None)
+        while self._aborted and self._aborted[0] in gone:
+            self._aborted.popleft()
+
+
+def _report(seq: Sequence, target: CausalLM) -> None:
+    """Tells how much of a prompt was read, where that is wanted. What is raised there is not tried again."""
+    if seq.request.progress is None:
+        return
+    try:
+        seq.request.progress(target.prompt_read, len(seq.tokens))
+    except Exception as error:
+        seq.error = error
+        raise
+
+
+def _without_drafts(seqs: list[Sequence], drafts: list[Draft]) -> list[Sequence]:
+    """Sequences whose scores are not numbers, perhaps for a drafted token only: in one forward it may spoil those
+    before it too. They are to be run again, without drafts from now on."""
+    found = []
+    for seq, draft in zip(seqs, drafts, strict=True):
+        if isinstance(seq.error, NotNumbersError) and len(draft) > 1:
+            seq.cut(len(seq.tokens), None)
+            seq.request = replace(seq.request, plain=True)
+            found.append(seq)
+    return found
+
+
+def _score(seq: Sequence, scored: list[Logprob], logits: Tensor) -> None:
+    """Adds the log probabilities of the next tokens of a prompt; logits [n, V] behind those before them."""
+    at = 1 + len(scored)
+    scored += logprobs_of(logits, seq.tokens[at : at + len(logits)], seq.request.logprobs or 0)

@@ -1,0 +1,72 @@
+"""The target's verdicts on the drafts of many sequences."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import replace
+from itertools import islice
+
+from torch import Tensor
+
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Sequence
+from forerun.failures import UNATTRIBUTABLE
+from forerun.sampling.probabilities import best_of
+from forerun.sampling.sampler import Verdict, accept, accept_greedy, accept_seeded
+
+
+def judge(
+    seqs: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], logits: abc.Sequence[Tensor]
+) -> tuple[list[Verdict], list[Tensor]]:
+    """The target's verdicts on drafts, from its logits [N_r, V] of each, and the processed scores [N_r, V].
+
+    What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing. So does a ValueError
+    where its scores are not numbers.
+    """
+    greedy = [row for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
+    tokens, values = best_of(greedy) if greedy else ([], [])  # a GPU is waited for once
+    argmax, highest = iter(tokens), iter(values)
+    verdicts, scores = [], []
+    for seq, draft, row in zip(seqs, drafts, logits, strict=True):
+        best = None
+        if seq.sampler.is_argmax:
+            best = list(islice(argmax, len(draft))), list(islice(highest, len(draft)))
+        verdict, row = _judge(seq, draft, row, best)
+        verdicts.append(replace(verdict, scores=row[verdict.path[-1]]))
+        scores.append(row)
+    return verdicts, scores
+
+
+def _judge(
+    seq: Sequence, draft: Draft, logits: Tensor, best: tuple[list[int], list[float]] | None
+) -> tuple[Verdict, Tensor]:
+    """`best`: the argmax and the logit there, where tokens are the argmax of the logits themselves."""
+
+    def prefix(node: int) -> list[int]:
+        return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]
+
+    try:
+        if best is not None:
+            return accept_greedy(draft, *best), logits
+        scores = seq.sampler.scores(logits, prefix)
+        if seq.seeded is not None:
+            return accept_seeded(draft, scores, seq.source), scores
+        return accept(draft, scores, seq.greedy, seq.generator), scores
+    except UNATTRIBUTABLE:
+        raise
+    except BaseException as error:
+        seq.error = error
+        return Verdict([0], 0, 0, False), logits
+
+
+def committed(draft: Draft, verdict: Verdict) -> list[int]:
+    return [*(draft.tokens[node] for node in verdict.path[1:]), verdict.token]
+
+
+def scores_behind(scores: Tensor, verdict: Verdict, i: int) -> Tensor:
+    """The scores [V] that gave the i-th committed token."""
+    return scores[verdict.path[i]].float()
+
+
+def origins(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
+    return (*(draft.origins[node] for node in verdict.path[1:]), "correction" if verdict.rejected else "bonus")

@@ -1,8 +1,0 @@
-"""Models out of GGUF files, the format of llama.cpp, with their weights in the bits that the file has them in."""
-
-from forerun.gguf.config import gguf_config
-from forerun.gguf.model import load_gguf
-from forerun.gguf.reader import find
-from forerun.gguf.tokenizer import gguf_tokenizer
-
-__all__ = ["find", "gguf_config", "gguf_tokenizer", "load_gguf"]

@@ -1,0 +1,251 @@
+"""Heads that draft from the target's hidden states: Lyanna's (arXiv 2602.21224), and for comparison an EAGLE-like one
+(arXiv 2401.15077).
+
+Lyanna's head predicts state after state without seeing drafted tokens. Token information is added to the logits, where
+tokens are chosen. The paper gives few details; the forms here are ours. The other head is built of the same parts at
+equal size.
+
+Feature h_j [d] is the input of the target's LM head at position j, or the state below the target's last layer, as in
+the Lyanna paper's Figure 3. What a head predicts goes to the LM head in either case. All heads give logits of the
+*hot set* only: the S most frequent tokens of the target's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+
+KINDS = ("lyanna", "eagle")
+FEATURES = ("head", "below")
+FUSIONS = ("every", "first")
+
+
+class HiddenConfig(PreTrainedConfig):
+    """Settings of a head.
+
+    Attributes:
+        kind: one of KINDS.
+        hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: as of the target.
+        intermediate_size: as of the target.
+        num_hidden_layers: decoder layers of the head.
+        rank: of the token information (lyanna); 0 for a head without it.
+        known: whether lyanna's layers see tokens that are not drafted. Without, nothing is fused.
+        feature: "head": the LM head's input. "below": the states below the target's last layer.
+        fusion: "every": all states go through the fusion layer, drafted ones without a token. "first": the target's
+            features alone do, and drafted states go to the layers as they are (the paper's Figure 3; lyanna).
+        vocab_size, hot_size: tokens of the target, and how many of them it answers for.
+        max_position_embeddings: as of the target.
+        curves: calibration for 1, 2, ... places ahead, each (a, b, m). Behind right tokens, a token to which the head
+            gives log-odds x is right with log-odds a + b x. The head's argmax is right in the share m of all cases.
+        target: fingerprint of the model it belongs to (`forerun.model.causal_lm.fingerprint`).
+        recipe: how it was trained.
+    """
+
+    model_type = "forerun-hidden"
+    if TYPE_CHECKING:  # annotations of a configuration are fields to some versions of transformers
+        curves: list[list[float]]
+        target: dict[str, Any]
+        recipe: dict[str, Any]
+
+    def __init__(
+        self,
+        kind: str = "lyanna",
+        hidden_size: int = 64,
+        intermediate_size: int = 128,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 4,
+        head_dim: int = 16,
+        rope_theta: float = 10000.0,
+        rms_norm_eps: float = 1e-6,
+        num_hidden_layers: int = 1,
+        rank: int = 32,
+        known: bool = True,
+        feature: str = "head",
+        fusion: str = "every",
+        vocab_size: int = 256,
+        hot_size: int = 64,
+        max_position_embeddings: int = 1024,
+        curves: list[list[float]] | None = None,
+        target: dict[str, Any] | None = None,
+        recipe: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.kind, self.hidden_size, self.intermediate_size = kind, hidden_size, intermediate_size
+        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
+        self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
+        self.num_hidden_layers, self.rank = num_hidden_layers, rank
+        self.known, self.feature, self.fusion = known, feature, fusion
+        self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
+        self.curves = curves or [[0.0, 1.0, 0.7]]
+        self.target, self.recipe = target or {}, recipe or {}
+        super().__init__(**kwargs)
+
+
+class HiddenDrafter(PreTrainedModel):
+    """One head of any of the KINDS. `hot` [S] are its tokens, most frequent first.
+
+    lyanna: P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)) with states h^ from the layers and T(v) = U norm(E[v]), or
+    without T for a rank of 0. With `known`, the layers see the tokens that follow the target's own features, never a
+    drafted one.
+    eagle: P(x_{j+1}) = softmax(W_o h^_j). The layers see the next token beside each state, drafted ones too.
+    W_o is the target's LM head at the hot set. It is not part of the head.
+    """
+
+    config_class = HiddenConfig
+    config: HiddenConfig
+
+    def __init__(self, config: HiddenConfig) -> None:
+        super().__init__(config)
+        for name, known in (("kind", KINDS), ("feature", FEATURES), ("fusion", FUSIONS)):
+            if getattr(config, name) not in known:
+                raise ValueError(f"a head's {name} is one of {', '.join(known)}, not {getattr(config, name)!r}")
+        size = config.hidden_size
+        self.hot: Tensor
+        self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))
+        self.layers = nn.ModuleList([HeadLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.fuse = nn.Linear(2 * size, size, bias=False)
+        if config.feature == "below":  # such states are of any size, some of them of hundreds
+            self.enter = nn.RMSNorm(size, config.rms_norm_eps)
+        if config.kind == "lyanna" and config.rank:
+            self.embed = nn.Embedding(config.vocab_size, config.rank)
+            self.answer = nn.Linear(config.rank, config.hot_size, bias=False)
+        self.post_init()
+
+    def begin(self) -> None:
+        """Initial weights for training: layers return their input, token information is 0."""
+        last = ("out.weight", "down.weight", "answer.weight")
+        for name, parameter in self.named_parameters():
+            if name.endswith(last):
+                nn.init.zeros_(parameter)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+
+    def token_information(self, tokens: Tensor) -> Tensor:
+        """T [.., S] of tokens [..]."""
+        return self.answer(self.token_states(tokens))
+
+    def token_states(self, tokens: Tensor) -> Tensor:
+        """norm(E[v]) [.., r] of tokens [..]."""
+        return functional.rms_norm(self.embed(tokens), (self.config.rank,))
+
+    def fused(self, states: Tensor, embedded: Tensor | None = None) -> Tensor:
+        """Input of the layers [.., d]: states [.., d], with the embeddings of the tokens behind them or without."""
+        if embedded is None:
+            return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
+        return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
+
+    def entered(self, features: Tensor) -> Tensor:
+        """Features of the target [.., d] as the head takes them."""
+        return self.enter(features) if self.config.feature == "below" else features
+
+    @property
+    def informed(self) -> bool:
+        """Whether it has token information."""
+        return self.config.kind == "lyanna" and self.config.rank > 0
+
+    def drafted(self, features: Tensor, embedded: Tensor | None, steps: int) -> list[Tensor]:
+        """Drafts of `steps` places from every position, the head fed with its own states (HASS, arXiv 2408.15766).
+
+        Args:
+            features: [B, T, d] of the target over tokens [B, T].
+            embedded: [B, T, d] the target's embeddings of the tokens.
+        Returns:
+            For k = 1 .. steps: states [B, T - k, d]. State j stands for the feature at position j + k; it was drafted
+            from features 0 .. j.
+        """
+        length, features = features.shape[1], self.entered(features)
+        positions = torch.arange(length, device=features.device)
+        x, found = features, []
+        seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        for k in range(1, steps + 1):
+            if self.config.kind == "eagle" or (k == 1 and self.config.known):
+                # The token behind each state. The last k have none; they are cut below.
+                assert embedded is not None
+                x = self.fused(x, embedded.roll(-k, 1)).float()
+            elif k == 1 or self.config.fusion == "every":
+                x = self.fused(x).float()
+            for layer, own in zip(self.layers, seen, strict=True):
+                x = layer(x, positions + k - 1, own)
+            x = self.norm(x)
+            found.append(x[:, : length - k])
+        return found
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer like Llama's."""
+
+    def __init__(self, config: HiddenConfig) -> None:
+        super().__init__()
+        size, self.size = config.hidden_size, config.head_dim
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.before_attention = nn.RMSNorm(size, config.rms_norm_eps)
+        self.qkv = nn.Linear(size, (self.heads + 2 * self.groups) * self.size, bias=False)
+        self.out = nn.Linear(self.heads * self.size, size, bias=False)
+        self.before_mlp = nn.RMSNorm(size, config.rms_norm_eps)
+        self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, size, bias=False)
+        self.theta = config.rope_theta
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """[D / 2] of the rotation. Not a buffer: `from_pretrained` restores only what is stored."""
+        return self.theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size)
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, N, D], keys and values [B, G, N, D] of states [B, N, d] at positions [N] or [B, N]."""
+        rows, new, _ = x.shape
+        parts = (
+            self.qkv(self.before_attention(x)).view(rows, new, self.heads + 2 * self.groups, self.size).transpose(1, 2)
+        )
+        angle = positions[..., None].float() * self.frequencies(x.device)
+        cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (angle.cos(), angle.sin()))
+        if positions.ndim == 2:
+            cos, sin = cos[:, None], sin[:, None]
+        turned = parts[:, : self.heads + self.groups]
+        low, high = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat([-high, low], -1) * sin
+        return turned[:, : self.heads], turned[:, self.heads :], parts[:, self.heads + self.groups :]
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output [B, N, d] from that of attention [B, H, N, D]."""
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+    def forward(self, x: Tensor, positions: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """One step of the drafts of all positions. Draft t of [B, T, d] sees the target's features up to t and its own
+        earlier states. `seen` holds keys and values of the steps so far; this step's are appended."""
+        q, k, v = self.project(x, positions)
+        k, v = (each.repeat_interleave(self.heads // self.groups, 1) for each in (k, v))
+        seen.append((k, v))
+        if len(seen) == 1:
+            return self.finish(x, functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        first_k, first_v = seen[0]
+        length = x.shape[1]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores = [(q @ first_k.transpose(-1, -2)).masked_fill(hidden, -torch.inf)]
+        scores += [(q * own).sum(-1, keepdim=True) for own, _ in seen[1:]]
+        weights = (torch.cat(scores, -1) * self.size**-0.5).softmax(-1)
+        mixed = weights[..., :length] @ first_v
+        for i, (_, own) in enumerate(seen[1:]):
+            mixed = mixed + weights[..., length + i : length + i + 1] * own
+        return self.finish(x, mixed)
+
+
+def hot_set(counts: Sequence[int] | Tensor, size: int) -> tuple[Tensor, float]:
+    """The `size` most frequent tokens [S], most frequent first, and the share of all counts that they cover; raises
+    ValueError for a size that the vocabulary does not have."""
+    counts = torch.as_tensor(counts)
+    if not 1 <= size <= len(counts):
+        raise ValueError(f"the hot set must have 1 to {len(counts)} tokens, not {size}")
+    hot = counts.argsort(descending=True, stable=True)[:size]
+    return hot, float(counts[hot].sum() / counts.sum().clamp(min=1))

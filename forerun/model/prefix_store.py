@@ -1,0 +1,103 @@
+"""Keys and values of texts that may come again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from forerun.model.kv_cache import Stored
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A text with its keys and values, and the LM head's inputs [n, d] where they are kept. Prompts of its salt
+    find it."""
+
+    tokens: np.ndarray  # [n]
+    stored: Stored
+    hidden: Tensor | None
+    bytes: int
+    salt: str
+
+
+class PrefixStore:
+    """Texts with their KV, in at most `limit` bytes. The least recently used goes first. A text that goes on behind
+    another of its salt takes its place.
+
+    Attributes:
+        bytes: held now.
+        hits, hit_tokens: prompts that began like a text in the store, and how many tokens they did not have to run.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self.hits = self.hit_tokens = 0
+        self._entries: list[Prefix] = []  # the most recently used last
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(
+        self, tokens: Sequence[int], held: int = 0, wants_hidden: bool = False, salt: str = ""
+    ) -> tuple[Prefix, int] | None:
+        """The text that begins with most of these tokens, and with how many; None where these are no more than `held`.
+        With `wants_hidden` only texts with hidden states are looked at."""
+        wanted, best, most = np.asarray(tokens, dtype=np.int64), None, held
+        for entry in self._entries:
+            if entry.salt != salt or (entry.hidden is None and wants_hidden):
+                continue
+            length = common(entry.tokens, wanted)
+            if length > most:
+                best, most = entry, length
+        if best is None:
+            return None
+        self._touch(best)
+        self.hits += 1
+        self.hit_tokens += most - held
+        return best, most
+
+    def put(self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None = None, salt: str = "") -> None:
+        """Remembers a text: copies of its KV [G, n, D] by layer, and of its hidden states."""
+        whole = np.asarray(tokens, dtype=np.int64)
+        parts = [each for pair in stored if pair is not None for each in pair]
+        size = sum(each.numel() * each.element_size() for each in [*parts, *([] if hidden is None else [hidden])])
+        if size > self.limit:
+            return
+        for entry in [each for each in self._entries[::-1] if each.salt == salt]:
+            length = common(entry.tokens, whole)
+            if length == len(whole) and (hidden is None or entry.hidden is not None):
+                self._touch(entry)
+                return
+            if length == len(entry.tokens) and (entry.hidden is None or hidden is not None):
+                self._remove(entry)
+        while self.bytes + size > self.limit:
+            self._remove(self._entries[0])
+        copies = [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored]
+        self._entries.append(Prefix(whole, copies, None if hidden is None else hidden.clone(), size, salt))
+        self.bytes += size
+
+    def clear(self) -> None:
+        """Forgets all texts."""
+        self._entries.clear()
+        self.bytes = 0
+
+    def _touch(self, entry: Prefix) -> None:
+        self._remove(entry)
+        self._entries.append(entry)
+        self.bytes += entry.bytes
+
+    def _remove(self, entry: Prefix) -> None:
+        self._entries.remove(entry)
+        self.bytes -= entry.bytes
+
+
+def common(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
+    """How many first tokens two texts share."""
+    size = min(len(one), len(other))
+    if not size or one[0] != other[0]:
+        return 0
+    different = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
+    return int(different[0]) if len(different) else size

@@ -1,0 +1,59 @@
+"""Which models can run drafts, and how long their sequences may be."""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from forerun.model.compat import cache_argument
+
+POSITIONS = 1 << 24  # most of a model: tables of rotations are made for all of them
+_ATTENTION = {"full_attention", "sliding_attention"}
+# Their attention does not follow from `position_ids` and the mask alone, or they are encoders that count positions in
+# their own way or see what comes behind a token.
+_OWN_POSITIONS = {"gpt_neo", "moshi"} | {
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model's positions allow, None where its configuration names none.
+
+    longrope ends where its short factors do: longer ones would change every position of a sequence, and drafts and
+    other rows would decide when. Raises ValueError for more positions than POSITIONS.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            limits.append(part.get("original_max_position_embeddings"))
+    found = min((limit for limit in limits if limit), default=None)
+    if isinstance(found, int | float) and found > POSITIONS:
+        raise ValueError(f"the configuration claims {found} positions; at most {POSITIONS} are possible")
+    return found
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that cannot roll back or see a tree."""
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    accepted = inspect.signature(model.forward).parameters
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; a decoder-only model is needed")
+    if getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION:
+        raise ValueError(f"{name} has layers that cannot roll back: {sorted(kinds - _ATTENTION) or 'recurrent'}")
+    if getattr(config, "alibi", False) or config.model_type in _OWN_POSITIONS:
+        raise ValueError(
+            f"{name} takes positions from its cache or counts them in its own way (ALiBi, local attention, "
+            "encoders as decoders): drafts and batches would change what it says"
+        )
+    if "position_ids" not in accepted or cache_argument(model.forward) is None:
+        raise ValueError(f"{name}.forward takes no position_ids or no cache; it cannot run drafts")
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attention implementation {model.config._attn_implementation!r} takes no tree masks; "
+            'load the model with attn_implementation="sdpa" or "eager"'
+        )

@@ -1,0 +1,1 @@
+"""What is sampled: parameters, the distribution of a token, seeds, penalties, grammars, log probabilities."""

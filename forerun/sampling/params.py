@@ -1,0 +1,97 @@
+"""What the user asks of a generation. Needs no torch, so that bad values are refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from numbers import Integral, Real
+from typing import Any
+
+from forerun.sampling.response_format import form_of
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate. Names as in vLLM and transformers.
+
+    These win over the checkpoint's generation config: of that, only the end tokens are used. To have the rest of it,
+    give a transformers GenerationConfig instead.
+
+    Attributes:
+        max_new_tokens: the most tokens to generate. The model's context is a limit too.
+        temperature: 0 is greedy.
+        top_k: sample from the k most probable tokens; 0 from all.
+        top_p: sample from the smallest set of tokens with this probability.
+        min_p: leave out tokens less probable than this share of the most probable one.
+        repetition_penalty: divides scores of tokens seen before; 1 is none.
+        presence_penalty, frequency_penalty: OpenAI's, from -2 to 2: taken from the scores of tokens that stand in the
+            output, once and for every time. The prompt does not count.
+        logit_bias: what is added to the scores of some token ids, from -100 to 100.
+        stop: strings that end the text; none of them appears in it.
+        ignore_eos: go on behind the end token.
+        seed: what is sampled then follows from it, the model and the prompt alone: the same tokens by every method, and
+            beside any neighbours (`forerun.sampling.seeded`). Row i of a batch uses stream i of the seed; streams of
+            neighbouring seeds have nothing in common. None: from torch's own state, by the rule that accepts most
+            drafts.
+
+        response_format: the form that the output is to have, as OpenAI has it: {"type": "json_object"}, {"type":
+            "json_schema", "json_schema": {"schema": ...}}, {"type": "regex", "regex": ...} or {"type": "grammar",
+            "grammar": ...}. Needs the extra `grammar`.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    stop: str | tuple[str, ...] | list[str] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    response_format: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        _check("max_new_tokens", self.max_new_tokens, Integral, lambda n: n >= 1, "at least 1")
+        # Between 0 and 0.001 sampling would be greedy but for rounding, which overflows.
+        _check(
+            "temperature", self.temperature, Real, lambda x: x == 0 or 1e-3 <= x < inf, "0 (greedy) or at least 0.001"
+        )
+        _check("top_k", self.top_k, Integral, lambda n: n >= 0, "0 (all) or more")
+        _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
+        _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "between 0 and 1")
+        _check("repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < inf, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), Real, lambda x: -2 <= x <= 2, "between -2 and 2")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must be numbers by token id, not {type(self.logit_bias).__name__}")
+        for token, bias in self.logit_bias.items():
+            _check("a token id of logit_bias", token, Integral, lambda n: n >= 0, "0 or more")
+            _check("logit_bias", bias, Real, lambda x: -100 <= x <= 100, "between -100 and 100")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.seed is not None:
+            _check("seed", self.seed, Integral, lambda n: 0 <= n < 2**62, "0 or more and below 2**62")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        form = form_of(self.response_format)
+        if isinstance(self.response_format, Mapping):
+            object.__setattr__(self, "response_format", dict(self.response_format))
+        if form is not None and self.ignore_eos:
+            raise ValueError("ignore_eos cannot be given beside response_format, which says where the output ends")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+
+
+def _check(name: str, value: Any, type_: type, fits: Callable[[Any], bool], allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, type_):
+        raise ValueError(f"{name} must be {'an integer' if type_ is Integral else 'a number'}, not {value!r}")
+    if not fits(value):
+        raise ValueError(f"{name} must be {allowed}, not {value}")

@@ -1,0 +1,89 @@
+"""Sampling that depends on a seed, a place and a distribution, and on nothing else.
+
+Each token runs a race: it needs the time e / p, where e is exponential and p its probability, and the fastest one wins.
+So every token wins with its probability. The numbers e follow from the seed, the sequence's position and the token.
+Draft and target hold the same races: where their distributions are alike, the same token wins, and is accepted if so.
+What is sampled is then the target's choice alone, whatever was drafted, in whatever steps and beside whatever others
+(Daliri et al., arXiv 2408.07978). The price is that sampled drafts are accepted less often than by the rule of
+`forerun.sampling.sampler.accept`; for point masses there is no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from torch import Tensor
+
+from forerun.failures import NotNumbersError
+
+# What a token has beyond this runs alone. What all have up to it runs as one, which chooses among them if it wins: so
+# the many tokens that are hardly probable take no time of their own.
+FLOOR = 2.0**-12
+_REST = 2**32  # the first number of no token
+
+
+@dataclass(frozen=True)
+class SeededSampler:
+    """The races of one position.
+
+    Attributes:
+        key: 64 bits that belong to it alone.
+        names: [n] the tokens that probabilities are of, where these are those of a part of
+        size: so many tokens.
+    """
+
+    key: int
+    names: np.ndarray | None = field(default=None, compare=False)
+    size: int = 0
+
+    def uniforms(self, tokens: np.ndarray) -> np.ndarray:
+        """A number in (0, 1) for each token."""
+        # SplitMix64: its steps are those of the token's number.
+        bits = np.uint64(self.key) + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+        return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+    def sample(self, probabilities: Tensor) -> int:
+        """The winner's place among probabilities [V]. Raises ValueError for a distribution of NaN or of nothing."""
+        p = probabilities.float().cpu().numpy()
+        if not p.sum() > 0.0:
+            raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
+        ahead = np.flatnonzero(p > FLOOR)
+        numbers = self.uniforms(np.append(ahead if self.names is None else self.names[ahead], _REST))
+        low = np.minimum(p, np.float32(FLOOR))
+        times = -np.log(numbers) / np.append(p[ahead].astype(np.float64) - FLOOR, low.sum(dtype=np.float64))
+        winner = int(times.argmin())
+        return int(ahead[winner]) if winner < len(ahead) else self._among(low)
+
+    def _among(self, low: np.ndarray) -> int:
+        """The place of a token, as probable as `low` says: the first one accepted of tokens in a random order, which is
+        the same for draft and target."""
+        size, places = len(low), np.arange(len(low))
+        if self.names is not None:
+            size, places = self.size, np.full(self.size, -1)
+            places[self.names] = np.arange(len(low))
+        start, count = _REST + 1, 64
+        while True:
+            numbers = self.uniforms(np.arange(start, start + 2 * count))
+            found = places[(numbers[::2] * size).astype(np.int64)]
+            hits = np.flatnonzero((found >= 0) & (numbers[1::2] * FLOOR < low[found]))
+            if len(hits):
+                return int(found[hits[0]])
+            start, count = start + 2 * count, min(2 * count, 2**16)
+
+
+@dataclass(frozen=True)
+class SeededStream:
+    """The races of a sequence: those of one stream of a seed. Streams of neighbouring seeds have nothing in common."""
+
+    seed: int
+    stream: int = 0
+
+    def at(self, position: int) -> SeededSampler:
+        """Those of the token at a position, the prompt's tokens counted."""
+        words = b"".join(number.to_bytes(16, "little", signed=True) for number in (self.seed, self.stream, position))
+        return SeededSampler(int.from_bytes(blake2b(words, digest_size=8).digest(), "little"))

@@ -1,0 +1,1 @@
+"""Texts and tokens: stop strings, chat templates, vocabularies."""

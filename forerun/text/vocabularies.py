@@ -1,0 +1,259 @@
+"""The tokens of two tokenizers beside each other: which of them stand for the same bytes, and texts of the one as
+tokens of the other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from forerun.text.stop_strings import StopStrings
+
+LEAST = 0.5  # of a text's tokens, from which on "auto" drafts by shared ones
+REACH = 16  # tokens to look back for the beginning of a word
+
+# Byte-level vocabularies spell bytes in letters like this.
+_LETTERS = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
+_BYTE = re.compile("<0x([0-9a-fA-F]{2})>")  # and SentencePiece those that are in no other token
+_SPACE = "\u2581"
+
+# What "auto" counts tokens of.
+_SAMPLE = (
+    "The weather was fine, so Anna and her brother walked along the river until they came to an old bridge. It had "
+    "been built in 1874, and nobody could say how long it would stand. What would you do first? Explain it to me.\n\n",
+    "def mean(values: list[float]) -> float:\n    if not values:\n        raise ValueError('no values')\n"
+    "    total = sum(values)\n    return total / len(values)  # the average\n",
+)
+
+
+class Vocabulary:
+    """A tokenizer's tokens as bytes, and texts as its tokens.
+
+    Attributes:
+        spelled: [V] the bytes that each token stands for in the middle of a text. None for special tokens, and for ids
+            that are no token.
+        special: ids of special tokens by their names.
+        end: the token that ends a text, None where there is none.
+        front: the tokens that it puts before every text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        names = {id: name for name, id in tokenizer.get_vocab().items()}
+        added = tokenizer.added_tokens_decoder
+        hidden = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+        spelling = _spelling(tokenizer)
+        self.spelled: list[bytes | None] = [None] * (max(names, default=-1) + 1)
+        for id, name in names.items():
+            if id not in hidden:
+                self.spelled[id] = str(added[id]).encode() if id in added else spelling(name, id)
+        self.special = {names[id]: id for id in hidden if id in names}
+        self.end: int | None = tokenizer.eos_token_id
+        self.front: list[int] = tokenizer("")["input_ids"]
+        if self.front and self.front[-1] == self.end:  # some put an end behind every text
+            self.front = self.front[:-1]
+        # Of tokens with the same bytes an added one counts first, and a byte's last: tokenizers choose like this.
+        self.ids = {own: id for id, own in reversed(list(enumerate(self.spelled))) if own}
+        for id in sorted(names):
+            own = self.spelled[id]
+            if own and (id in added or (len(own) == 1 and _BYTE.fullmatch(names[self.ids[own]]))):
+                self.ids[own] = id
+        self._bases = [(base, self._encode(base)) for base in ("\n", "a")]
+
+    def spell(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of tokens; special ones have none."""
+        return b"".join(self.of(token) or b"" for token in tokens)
+
+    def of(self, token: int) -> bytes | None:
+        """The bytes of a token; None for a special one, and for what is none."""
+        return self.spelled[token] if token < len(self.spelled) else None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that stands in the middle of another one: without the space that some tokenizers put
+        before a text."""
+        wanted, others = text.encode(), []
+        plain = self._encode(text)
+        if self.spell(plain) == wanted:
+            return plain
+        for base, own in self._bases:
+            tokens = self._encode(base + text)
+            if tokens[: len(own)] == own:
+                others.append(tokens[len(own) :])
+                if self.spell(others[-1]) == wanted:
+                    return others[-1]
+        return others[0] if others else plain  # a normaliser has changed the text
+
+    def _encode(self, text: str) -> list[int]:
+        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    def begins_word(self, tokens: Sequence[int], at: int) -> bool:
+        """Whether no tokenizer merges what stands before a place with what stands behind it, as far as one can tell:
+        there is one space or a new line between two words."""
+        here = self.of(tokens[at])
+        before = self.of(tokens[at - 1]) if at else None
+        if not before:
+            return True
+        if not here:
+            return here is None
+        apart = here[:1] == b" " and not here[1:2].isspace() and not before[-1:].isspace()
+        return apart or (before[-1:] == b"\n" and not here[:1].isspace())
+
+
+def _spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, int], bytes]:
+    """What gives a token's bytes from its name and id: by the tokenizer's decoder, so that a large vocabulary need not
+    be decoded token by token."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    parts = state.get("decoders", [state])
+    kinds = {part.get("type") for part in parts}
+    if kinds == {"ByteLevel"}:
+        return lambda name, id: _by_letters(name)
+    spaced = any(
+        part.get("replacement") == _SPACE or (part.get("pattern"), part.get("content")) == ({"String": _SPACE}, " ")
+        for part in parts
+    )
+    if spaced and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        return lambda name, id: _by_pieces(name, "ByteFallback" in kinds)
+    one_by_one = StopStrings(tokenizer, ())
+    return lambda name, id: one_by_one.bytes_of(id)
+
+
+def _by_letters(name: str) -> bytes:
+    try:
+        return name.translate(_LETTERS).encode("latin-1")
+    except UnicodeEncodeError:
+        return name.encode()
+
+
+def _by_pieces(name: str, has_bytes: bool) -> bytes:
+    found = _BYTE.fullmatch(name) if has_bytes else None
+    return bytes.fromhex(found[1]) if found else name.replace(_SPACE, " ").encode()
+
+
+def whole(text: bytes) -> tuple[bytes, bytes]:
+    """Bytes up to a character that is not complete at their end, and those of the latter, at most three."""
+    for count in range(1, min(3, len(text)) + 1):
+        lead = text[-count]
+        if lead >= 0xC0:
+            needed = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+            return (text[:-count], text[-count:]) if needed > count else (text, b"")
+        if lead < 0x80:
+            break
+    return text, b""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A target's tokens and those of a draft with another tokenizer.
+
+    Attributes:
+        way: "shared", the draft proposes the tokens that both have, or "text", what it says is cut into the target's
+            tokens.
+        overlap: the part of a sample's tokens that both have.
+    """
+
+    target: Vocabulary
+    draft: Vocabulary
+    way: str
+    overlap: float
+
+    @property
+    def reason(self) -> str:
+        """What it does, and why that may be best."""
+        part = f"{self.overlap:.0%} of a sample's tokens"
+        if self.way == "shared":
+            return f"it proposes tokens that both have ({part}); --draft-tokens text would go by text"
+        return f"it drafts by text, as both have only {part}; --draft-tokens shared would propose those"
+
+    @cached_property
+    def shared(self) -> dict[int, int]:
+        """The draft's token for each of the target's that it has as well: ordinary ones of the same bytes, and the ends
+        of texts. Of several tokens with the same bytes, each has one here."""
+        return _shared(self.target, self.draft)
+
+    @cached_property
+    def reads(self) -> dict[int, int]:
+        """The draft's token for each of the target's, where one token will do: more than are drafted, as special tokens
+        of the same name are read, and all tokens with the same bytes."""
+        ids, special = self.draft.ids, self.draft.special
+        found = {id: special[name] for name, id in self.target.special.items() if name in special}
+        if self.way == "shared":
+            found |= {id: ids[own] for id, own in enumerate(self.target.spelled) if own and own in ids}
+        return found | {id: other for id, other in self.shared.items() if id == self.target.end}
+
+    def read(self, text: bytes) -> list[int] | None:
+        """The draft's tokens for some bytes. None where they end in half a character that it has no tokens for."""
+        text, half = whole(text)
+        left = [self.draft.ids.get(half[i : i + 1]) for i in range(len(half))]
+        known = [token for token in left if token is not None]
+        return [*self.draft.encode(text.decode("utf-8", "replace")), *known] if len(known) == len(left) else None
+
+    def write(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        """The target's tokens, behind its `tokens`, for what the draft says; half a character at the end is left out.
+        Where the target would not have cut its text like this, they are those of what the draft says alone."""
+        ended = bool(drafted) and drafted[-1] == self.draft.end
+        said = b""
+        for token in drafted:
+            own = self.draft.of(token)
+            if own is None:
+                break
+            said += own
+        start = len(tokens)
+        for at in range(start - 1, max(start - REACH, 0) - 1, -1):
+            if self.target.of(tokens[at]) is None:
+                break
+            if self.target.begins_word(tokens, at):
+                start = at
+                break
+        chain: list[int] = []
+        for at in (start, len(tokens)):
+            text, half = whole(self.target.spell(tokens[at:]) + said)
+            found = self.target.encode(text.decode("utf-8", "replace"))
+            if found[: len(tokens) - at] == list(tokens[at:]):
+                chain = found[len(tokens) - at :]
+                break
+        return [*chain, self.target.end] if ended and self.target.end is not None and not half else chain
+
+
+def _shared(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    found = {id: draft.ids[own] for own, id in target.ids.items() if own in draft.ids}
+    if target.end is not None and draft.end is not None:
+        found[target.end] = draft.end
+    return found
+
+
+def translate(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str, way: str = "auto"
+) -> Translation:
+    """What a draft of that name drafts with. "auto": by shared tokens, where these are at least `LEAST` of a sample's
+    tokens, else by text.
+
+    Raises ValueError where the two have no shared tokens, or no text, in common.
+    """
+    ours, theirs = Vocabulary(target), Vocabulary(draft)
+    tokens = [token for text in _SAMPLE for token in ours.encode(text)]
+    overlap = sum(ours.of(token) in theirs.ids for token in tokens) / max(1, len(tokens))
+    chosen = way if way != "auto" else "shared" if overlap >= LEAST else "text"
+    both = Translation(ours, theirs, chosen, overlap)
+    if not (both.shared.keys() - {ours.end} if chosen == "shared" else _has_text(ours, theirs)):
+        what = "token" if chosen == "shared" else "text"
+        raise ValueError(f"draft {name!r}: its tokenizer and the target's have no {what} in common")
+    return both
+
+
+def _has_text(target: Vocabulary, draft: Vocabulary) -> bool:
+    """Whether what the draft says can reach the target: a letter comes through both, whatever its case."""
+    for letter in sorted({char.lower() for text in _SAMPLE for char in text if char.isalpha()}):
+        said = draft.spell(draft.encode(letter))
+        if said and target.spell(target.encode(said.decode("utf-8", "replace"))).lower() == said.lower():
+            return True
+    return False
