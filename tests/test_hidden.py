@@ -22,6 +22,7 @@ from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
 from forerun.backends.lean import lean_forward
 from forerun.backends.recorded import Recorded
+from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
@@ -35,7 +36,7 @@ from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
 from forerun.methods.split import Split
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 from forerun.zoo.quantise import save_quantised
 
 EVEN = torch.arange(3)

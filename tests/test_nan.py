@@ -21,6 +21,7 @@ from forerun.backends import prepare
 from forerun.backends.family import FamilyForward
 from forerun.backends.heads import HiddenLM
 from forerun.backends.stored import store
+from forerun.engine.acceptance import accept, accept_greedy
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
@@ -29,7 +30,7 @@ from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import best_of
-from forerun.sampling.sampler import Sampler, accept, accept_greedy
+from forerun.sampling.sampler import Sampler
 
 POISON = 62  # a token whose embedding is NaN
 BAD = [5, 6, POISON, *range(7, 40)]

@@ -28,6 +28,7 @@ from toys import (
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
@@ -40,7 +41,7 @@ from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.window import Window
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from forerun.backends.heads import HiddenLM
+from forerun.engine.acceptance import accept
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.heads.echo import SIZES
@@ -20,7 +21,7 @@ from forerun.heads.pre_verifier import LEAST, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import last_probabilities, probabilities_of
-from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution, accept, next_tokens
+from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution, next_tokens
 
 TOP_P = 0.95
 COUNTS = (1, 2, 4, 8, 16, 32)

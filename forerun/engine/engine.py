@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, Proposal, Step
@@ -20,7 +21,6 @@ from forerun.engine.verify import committed, judge, origins, scores_behind
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.logprobs import Logprob, logprobs_of
-from forerun.sampling.sampler import Verdict
 
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 

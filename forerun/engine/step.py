@@ -11,9 +11,9 @@ from forerun.engine.draft import Draft
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
     from forerun.sampling.logprobs import Logprob
-    from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)

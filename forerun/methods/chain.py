@@ -17,9 +17,10 @@ from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
     from forerun.model.causal_lm import CausalLM
-    from forerun.sampling.sampler import Drafted, Verdict
+    from forerun.sampling.sampler import Drafted
 
 
 class Drafting(Method):

@@ -26,11 +26,11 @@ from forerun.methods.window import Window
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.pools import PhrasePool
     from forerun.model.causal_lm import CausalLM
-    from forerun.sampling.sampler import Verdict
 
 SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
 
