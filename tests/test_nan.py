@@ -89,7 +89,7 @@ def solo(target: CausalLM, prompts: abc.Sequence[abc.Sequence[int]], length: int
 
 def assert_clean(engine: Engine) -> None:
     """No buffer of the target's holds anything that is no number, used or not."""
-    for cache_ in (engine.target.cache, engine.target._prompt):
+    for cache_ in (engine.target.cache, engine.target.prompts.cache):
         for layer in cache_.layers:
             assert layer.keys.isfinite().all() and layer.values.isfinite().all()
 
@@ -386,7 +386,7 @@ def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
         found = made.generate(prompt, max_new_tokens=12)
         assert found.tokens == plain.generate(prompt, max_new_tokens=12).tokens
     assert not any(POISON in entry.tokens for entry in model.prefixes._entries)
-    for cache_ in (model.cache, model._prompt):
+    for cache_ in (model.cache, model.prompts.cache):
         for layer in cache_.layers:
             assert layer.keys.isfinite().all() and layer.values.isfinite().all()
     fresh = Decoder(target, None, draft, method("sd", gamma=3), False, prefix_bytes=0)

@@ -176,7 +176,7 @@ def test_a_window_says_what_plain_forwards_say(architecture: str) -> None:
     for id, prompt in enumerate(prompts):
         list(model.prefill(prompt, 8))
         model.join(id, 64)
-    (logits,) = model.forward([0], [draft])
+    (logits,) = model.forward([0], [draft]).logits
     assert len(draft) > 12 and not draft.is_chain
     for node in range(len(draft)):
         plain = model.fresh()

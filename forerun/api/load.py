@@ -48,7 +48,6 @@ def load(
     tensor_parallel: bool = False,
     trust_remote_code: bool = False,
     fast: bool = True,
-    graphs: bool = False,
     guard: bool | None = None,
     pre_verifier: str | Path | PreVerifier | None = None,
     phrases: str | Path | None = None,
@@ -90,8 +89,6 @@ def load(
             by transformers' own plan for its architecture. Draft and heads are whole in each of them. All of them must
             make the same calls, and each of them gets the output. Needs accelerate (docs/tensor-parallel.md).
         trust_remote_code: passed on to transformers.
-        graphs: record forwards of a few tokens as CUDA graphs, for plain Llamas on a GPU; takes memory and some seconds
-            at first. Raises ValueError elsewhere.
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/runtime).
         pre_verifier: the trained layer of "pacer", a folder or the layer; those that come with forerun
             are there. Raises ValueError where it belongs to other models.
@@ -125,10 +122,6 @@ def load(
     named = [isinstance(source, str | Path) for source in (target, draft) if source is not None]
     if draft_vocabulary is not None and draft_vocabulary < 0:
         raise ValueError(f"draft_vocabulary must be at least 0, not {draft_vocabulary}")
-    if draft_vocabulary and graphs:
-        raise ValueError("draft_vocabulary cannot stand beside graphs: recorded forwards have the whole head")
-    if tensor_parallel and graphs:
-        raise ValueError("tensor_parallel cannot stand beside graphs")
     if tensor_parallel:
         check_ranks()
         check_split(target, "target", weights, device, device_map)  # before the ranks wait for each other
@@ -182,7 +175,7 @@ def load(
             how["device"] = shared.device
         model = load_model(source, part, weights=weights if part == "target" else draft_weights, **how)
         # A model that nobody else holds need not survive the packing of its weights.
-        with_options: dict[str, bool] = {"fast": fast, "in_place": isinstance(source, str | Path), "graphs": graphs}
+        with_options: dict[str, bool] = {"fast": fast, "in_place": isinstance(source, str | Path)}
         if part == "draft":
             folder = resolve(source, part) if isinstance(source, str | Path) else None
             return prepare_draft(model, folder, draft_vocabulary, **with_options)

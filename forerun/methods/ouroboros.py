@@ -235,10 +235,9 @@ class OuroborosDrafter(ChainDrafter):
             ids = [chain.seq.id for chain in going]
             trees = [self._tree(chain) for chain in going]
             begun = perf_counter()
-            logits = self.model.forward(ids, [tree.draft() for tree in trees])
+            logits, hidden = self.model.forward(ids, [tree.draft() for tree in trees], self.capture)
             seconds += perf_counter() - begun
             forwards += 1
-            hidden = self.model.hidden if self.policy.wants_draft else None
             walks = [
                 self._walk(chain, tree, logits[row], hidden[row] if hidden is not None else None)
                 for row, (chain, tree) in enumerate(zip(going, trees, strict=True))
