@@ -134,7 +134,7 @@ def custom_generate(
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     try:
-        for batch in decoder.driver().run(requests):
+        for batch in decoder.driver().add(requests):
             for index, step in batch:
                 steps[index].append(step)
                 if token_streamer is not None:

@@ -30,7 +30,7 @@ from forerun.backends.hot import prepare_draft
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Drafter, Engine, Step
 from forerun.engine.sequence import Request
-from forerun.engine.session import Driver, Run
+from forerun.engine.session import Run, Session
 from forerun.engine.stats import Stats, summarise
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
@@ -147,7 +147,7 @@ class Decoder:
         self.method = resolve(None, draft, method, **given).method
         self.sampling_method = resolve(None, draft, sampling_method, **given).method if sampling_method else None
         self.costs = costs  # measured when a method first asks for them
-        self._made: tuple[Driver, list[Any], list[Any]] | None = None  # the driver in use, and what it was made of
+        self._made: tuple[Session, list[Any], list[Any]] | None = None  # the driver in use, and what it was made of
         self._making = Lock()
         for each in (self.method, self.sampling_method):
             if each is not None:
@@ -283,7 +283,7 @@ class Decoder:
     def _completions(
         self, asked: list[Request], params: SamplingParams | GenerationConfig, begun: float
     ) -> list[Completion]:
-        steps = self.driver().run(asked).collect()
+        steps = self.driver().add(asked).collect()
         seconds = perf_counter() - begun
         completions = []
         for request, taken in zip(asked, steps, strict=True):
@@ -308,7 +308,7 @@ class Decoder:
 
     def _stream(self, asked: list[Request], params: SamplingParams | GenerationConfig) -> Iterator[Chunk]:
         texts = [self._text(request, params) for request in asked]
-        return _chunks(self.driver().run(asked), texts)
+        return _chunks(self.driver().add(asked), texts)
 
     def stream(
         self,
@@ -438,7 +438,7 @@ class Decoder:
         after `close`, when an adapter was switched."""
         return self.driver().engine
 
-    def driver(self) -> Driver:
+    def driver(self) -> Session:
         """The engine and its callers. Another one is made when a setting has changed, and for each call to a model with
         layers of other packages; calls that are under way go on with theirs."""
         tried = [self.method, *([self.sampling_method] if self.sampling_method is not None else [])]
@@ -452,10 +452,10 @@ class Decoder:
             parts = [self.costs, self.pre_verifier, self.head, self.pools]  # held, so that ids stay theirs
             made = self._made
             same = made is not None and made[1] == settings and all(map(is_, made[2], parts))
-            if made is not None and same and not (foreign and made[0].called):
+            if made is not None and same and not (foreign and made[0].was_used):
                 return made[0]
             self.close()
-            driver = Driver(
+            driver = Session(
                 Engine(
                     self.target.fresh(self.prefix_bytes),
                     self._drafter(tried),
