@@ -26,7 +26,7 @@ PHASES = {
     "policy": "#e9c46a",
     "verify": "#264653",
     "rest": "#adb5bd",
-}  # with their colours in pictures
+}  # and colours
 COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisation", "overhead", "same tokens")
 
 
