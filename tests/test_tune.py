@@ -23,8 +23,8 @@ from forerun.api import profiles
 from forerun.api.load import Decoder
 from forerun.api.loading import load_model
 from forerun.api.profiles import Choice, Pair, find, pair_of, read, save
-from forerun.backends.costs import measure_costs
 from forerun.api.resolve import resolve
+from forerun.backends.costs import measure_costs
 from forerun.bench import tune
 from forerun.bench.runners import Outcome, Run
 from forerun.bench.tune import candidates, finalists, new_tokens, rate, screen
