@@ -18,12 +18,14 @@ from statistics import median
 from typing import Any
 
 WORKER = """
-import inspect, json, sys, time
+import json, sys, time
 import forerun
-from forerun.train.corpus import held_out_prompts
+try:
+    from forerun.train.corpus import held_out_prompts
+except ImportError:  # until November 2026
+    from forerun.zoo.corpus import held_out_prompts
 methods, count, tokens = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3])
-own = {"prefix_bytes": 0} if "prefix_bytes" in inspect.signature(forerun.load).parameters else {}
-decoders = {name: forerun.load(method=name, guard=False, **own) for name in methods}
+decoders = {name: forerun.load(method=name, guard=False, prefix_bytes=0) for name in methods}
 prompts = held_out_prompts(next(iter(decoders.values())).tokenizer, "test", count=count)
 for decoder in decoders.values():
     decoder.generate(prompts[-1], max_new_tokens=32)
