@@ -300,7 +300,7 @@ def sequence(tokens: abc.Sequence[int], id: int = 0, new: int = 30, **request: A
 
 def lyanna(seqs: abc.Sequence[Sequence], reuse: str, width: int = 1, **settings: Any) -> LyannaDrafter:
     head: Any = TellingLyanna(seqs)
-    return LyannaDrafter(head, DEPTH, width, 12 if width > 1 else DEPTH, reuse, **settings)
+    return LyannaDrafter(Lyanna(DEPTH, width, 12, reuse=reuse, **settings), head)
 
 
 @pytest.mark.parametrize("reuse", ["off", "add", "free"])
@@ -461,7 +461,7 @@ class TellingEagle(TellingHead):
 def test_an_eagles_logits_are_those_of_its_paths(width: int) -> None:
     seqs = [sequence([3, 1, 4, 1, 5]), sequence([2, 7], 1), sequence([6], 2)]
     head: Any = TellingEagle(seqs)
-    drafter = EagleDrafter(head, 4, width, 9)
+    drafter = EagleDrafter(Eagle(4, width, 9), head)
     for seq in seqs:
         admit(drafter, seq)
     seqs[1].limit = 6  # at most three more
@@ -490,7 +490,7 @@ def test_features_of_an_accepted_path() -> None:
     """Of a tree, those of the accepted nodes in their order."""
     seq = sequence([3, 1])
     head: Any = TellingEagle([seq])
-    drafter = EagleDrafter(head, 4, 2, 6)
+    drafter = EagleDrafter(Eagle(4, 2, 6), head)
     admit(drafter, seq)
     draft, hidden = Draft([1, 5, 6, 7, 8], [-1, 0, 0, 2, 1]), torch.arange(5, dtype=torch.float64)[:, None]
     for path, wanted in (
@@ -622,9 +622,7 @@ def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, 
     head = HiddenLM(random_head(target), target)
 
     def drafted(costs: Costs) -> tuple[list[Draft], int]:
-        drafter = LyannaDrafter(
-            head.fresh(), 6, width, 12 if width > 1 else 6, "off", costs_for=lambda mode: costs, block=block
-        )
+        drafter = LyannaDrafter(PacerLyanna(6, width, 12, reuse="off", block=block), head.fresh(), costs)
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
@@ -646,7 +644,7 @@ def test_an_eagles_budget_is_lyannas(width: int, most: int) -> None:
     head = HiddenLM(random_head(target, kind="eagle"), target)
 
     def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[Draft], int]:
-        drafter = EagleDrafter(head.fresh(), 6, width, 12 if width > 1 else 6, lambda mode: costs, block)
+        drafter = EagleDrafter(PacerEagle(6, width, 12, block=block), head.fresh(), costs, width)
         drafter.head.curves = [[shift, 1.0, exp(min(shift, 0.0))]]  # all tokens are certain, or hopeless
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
@@ -895,8 +893,8 @@ def test_two_methods_take_one_kind_of_states() -> None:
     target = CausalLM(tiny("llama"))
     below, head = (HiddenLM(random_head(target, feature=feature), target) for feature in ("below", "head"))
     with pytest.raises(ValueError, match="one method needs the LM head's inputs"):
-        Split(LyannaDrafter(below, 3, 1, 3, "off"), LyannaDrafter(head, 3, 1, 3, "off"))
-    assert Split(LyannaDrafter(below, 3, 1, 3, "off"), PlainDrafter()).feature == "below"
+        Split(LyannaDrafter(Lyanna(), below), LyannaDrafter(Lyanna(), head))
+    assert Split(LyannaDrafter(Lyanna(), below), PlainDrafter()).feature == "below"
 
 
 def test_settings_are_checked() -> None:

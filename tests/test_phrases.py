@@ -35,9 +35,10 @@ from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.chain import FixedLength
 from forerun.methods.guard import Guarded, SpeedTracker
-from forerun.methods.ouroboros import SOURCES, OuroborosDrafter
+from forerun.methods.ouroboros import OuroborosDrafter
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
+from forerun.methods.stop import LengthPolicy
 from forerun.methods.window import Window
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler, Verdict
@@ -238,7 +239,7 @@ class Seen(OuroborosDrafter):
 
 
 def seen(requests: abc.Sequence[Request], rows: int = 2, **options) -> tuple[Seen, list[list[int]]]:
-    made = drafter(pacer=True, kind=Seen, most_greedy=rows)
+    made = drafter(pacer=True, kind=Seen, rows=rows)
     return made, [tokens_of(steps) for steps in decode(TableLM(TARGET), made, requests, **options)]
 
 
@@ -265,7 +266,7 @@ def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
 
 def test_a_row_keeps_its_state_between_both_ways() -> None:
     """Echoes, runs of accepted tokens and the draft's cache are those of one sequence, however it is drafted."""
-    made = drafter(pacer=True, most_greedy=1)
+    made = drafter(pacer=True, rows=1)
     engine = Engine(TableLM(TARGET), made, max_rows=2)
     first = engine.add(Request(PROMPT, 60))
     ways, runs = [], []
@@ -279,7 +280,7 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
         row = made.model.rows[first]
         assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
     assert 2 in ways[4:] and ways[-1] == 1
-    assert made.policy.past[first].echo._known > len(PROMPT) + 5 and made.rows[first].learnt > len(PROMPT)
+    assert made.policy.past[first].echo._known > len(PROMPT) + 5 and made.rows[first].read > len(PROMPT)
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
@@ -299,24 +300,14 @@ def small_layer() -> PreVerifier:
 
 
 def drafter(
-    width: int = 2,
-    guesses: int = 3,
-    suffixes: int = 2,
-    pacer: bool = False,
-    pool: PhrasePool | None = None,
-    kind: type[OuroborosDrafter] = OuroborosDrafter,
-    gamma: int = 5,
-    **options,
+    pacer: bool = False, pool: PhrasePool | None = None, kind: type[OuroborosDrafter] = OuroborosDrafter, **settings
 ) -> OuroborosDrafter:
-    layer = small_layer() if pacer else None
-    embeddings = torch.nn.Embedding(4, 4)
-    return kind(
-        TableLM(DRAFT),  # type: ignore[arg-type]
-        PacerStop(layer, embeddings, 2, 7, costs=lambda mode, rows: COSTS) if layer else FixedLength(gamma),
-        V,
-        **{"width": width, "guesses": guesses, "shape": (2, 3), "suffixes": suffixes, "sources": SOURCES, "pool": pool}
-        | options,
-    )
+    made = {"window": 2, "guesses": 3, "ngram": 3, "suffixes": 2} | settings
+    chosen = PacerOuroboros(**made) if pacer else Ouroboros(**{"gamma": 5} | made)
+    policy: LengthPolicy = FixedLength(made.get("gamma", 5))
+    if pacer:
+        policy = PacerStop(small_layer(), torch.nn.Embedding(4, 4), 2, 7, costs=lambda mode, rows: COSTS)
+    return kind(chosen, TableLM(DRAFT), policy, V, pool)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pacer", [False, True])
@@ -352,11 +343,11 @@ def decoded(made: OuroborosDrafter, new: int = 12) -> tuple[int, int, list[int]]
 
 def test_phrases_spare_forwards() -> None:
     """The same draft as a plain chain's, in fewer forwards the more there is to go by."""
-    plain = decoded(drafter(width=0, guesses=0, suffixes=0))
-    cold = decoded(drafter(width=0, suffixes=0))
+    plain = decoded(drafter(window=0, guesses=0, suffixes=0))
+    cold = decoded(drafter(window=0, suffixes=0))
     pool = PhrasePool(2, 3)
-    decoded(drafter(width=0, suffixes=0, pool=pool))
-    warm = decoded(drafter(width=0, suffixes=0, pool=pool))
+    decoded(drafter(window=0, suffixes=0, pool=pool))
+    warm = decoded(drafter(window=0, suffixes=0, pool=pool))
     assert plain[0] == plain[1] == cold[1] == warm[1] and plain[2] == cold[2] == warm[2]
     assert warm[0] < cold[0] < plain[0] and len(pool) > 5
 
@@ -377,7 +368,7 @@ def draft_text(new: int) -> list[int]:
 def test_a_phrase_may_fill_all_the_room_but_for_the_token_of_its_forward(room: int) -> None:
     """A pool that foresaw everything: one forward drafts a phrase and a token, and what is left is one phrase more."""
     text = draft_text(12)
-    made = drafter(width=0, guesses=1, suffixes=0, gamma=99, shape=(2, 1), pool=pooled(text, 2))
+    made = drafter(window=0, guesses=1, suffixes=0, gamma=99, pool=pooled(text, 2))
     seq = Sequence(Request([0], room), device="cpu")
     list(made.admit(seq, None, 8))
     proposal = made.propose([seq])
@@ -399,7 +390,7 @@ def test_a_phrase_may_fill_all_the_room_but_for_the_token_of_its_forward(room: i
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> None:
     """The draft ends `count` tokens short of what the sequence may draft; as many tokens of a phrase fit."""
-    made = drafter(width=0, guesses=0, suffixes=1, gamma=2, shape=(2, 3))
+    made = drafter(window=0, guesses=0, suffixes=1, gamma=2)
     seq = Sequence(Request([0], 2 + count + 1))
     list(made.admit(seq, None, 8))
     end = draft_text(2)[-1]
@@ -426,7 +417,7 @@ def test_the_window_stands_at_the_end_of_the_text(kind: str, monkeypatch: pytest
     """`end` tokens of sequence and draft come before it, and as many may follow as there is room for."""
     home = "forerun.methods" if kind == "ouroboros" else "benchmarks.baselines"
     monkeypatch.setattr(f"{home}.{kind}.Window", Positions)
-    made = drafter(width=3, guesses=0, suffixes=0) if kind == "ouroboros" else LookaheadDrafter(3, 2, 2)
+    made = drafter(window=3, guesses=0, suffixes=0) if kind == "ouroboros" else LookaheadDrafter(3, 2, 2)
     seq = Sequence(Request(PROMPT, 9))
     list(made.admit(seq, None, 8))
     planted.clear()
@@ -447,7 +438,7 @@ def test_guesses_of_the_window_come_true() -> None:
         table[:, last, (last + 1) % size] = 9.0
     counts = {}
     for width in (0, 4):
-        made = drafter(width=width, guesses=2, suffixes=0, gamma=6, sources=())
+        made = drafter(window=width, guesses=2, suffixes=0, gamma=6, sources="")
         made.model, made.vocab_size = TableLM(table), size  # type: ignore[assignment]
         (steps,) = decode(TableLM(table), made, [Request([0, 3], 35)])
         assert tokens_of(steps) == [(4 + at) % size for at in range(35)]
@@ -494,7 +485,7 @@ class SeenVerdicts(FixedLength):
 
 
 def test_the_targets_verdict_becomes_phrases() -> None:
-    made = drafter(width=0, guesses=0, suffixes=2)
+    made = drafter(window=0, guesses=0, suffixes=2)
     made.sources, made.policy = ("rejected", "suffixes"), SeenVerdicts()
     seq = Sequence(Request([0, 1], 38))
     list(made.admit(seq, None, 8))
@@ -540,7 +531,7 @@ def test_tokens_that_the_draft_lacks() -> None:
     target, draft = random_table(6, 3, 1.3), random_table(4, 4, 1.3)
     generator, outcomes, wild = torch.Generator().manual_seed(0), [], False
     for _ in range(1500):
-        made = drafter(width=0)
+        made = drafter(window=0)
         made.model, made.vocab_size = TableLM(draft), 6  # type: ignore[assignment]
         engine, tokens = Engine(TableLM(target), made), []
         engine.add(Request(PROMPT, 6, Sampler(False), generator=generator))

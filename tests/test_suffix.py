@@ -226,9 +226,9 @@ def test_what_limits_a_draft() -> None:
 def test_a_tree_where_counts_split() -> None:
     text = [5, 1, 6, 5, 2, 7, 5, 1, 8, 5]
     seq = Sequence(Request(text, 20))
-    drafter = SuffixDrafter(1.0, 4.0, 16, 2, 0.1)
+    drafter = SuffixDrafter(Suffix(offset=4.0, width=2, least=0.1))
     list(drafter.admit(seq, None, 8))
-    (draft,), (alone,) = drafter.propose([seq]).drafts, SuffixDrafter(1.0, 4.0, 16, 1, 0.1).spread or [None]
+    (draft,), (alone,) = drafter.propose([seq]).drafts, SuffixDrafter(Suffix(offset=4.0, least=0.1)).spread or [None]
     spelt = {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))}
     assert spelt == {(1,), (2,), (2, 7), (1, 8), (1, 6)} and drafter.spread == 16 and alone is None
     assert set(draft.origins[1:]) == {"lookup"}
@@ -249,7 +249,7 @@ def test_a_grammar_cuts_what_it_forbids(width: int, drafted: set[tuple[int, ...]
     from transformers import LogitsProcessorList
 
     seq = Sequence(Request([5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, LogitsProcessorList([Only()]))))
-    drafter = SuffixDrafter(1.0, 4.0, 16, width, 0.1)
+    drafter = SuffixDrafter(Suffix(offset=4.0, width=width, least=0.1))
     list(drafter.admit(seq, None, 8))
     (draft,) = drafter.propose([seq]).drafts
     assert {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))} == drafted
@@ -259,7 +259,7 @@ def test_a_grammar_cuts_what_it_forbids(width: int, drafted: set[tuple[int, ...]
 def test_reading_token_by_token_equals_reading_at_once(tokens: list[int], begin: int) -> None:
     """Beside another sequence, which comes and goes."""
     seq, other = Sequence(Request(tokens[:begin], 100), 0), Sequence(Request([3, 2, 1, 0], 9), 1)
-    drafter = SuffixDrafter(1.0, 3.0, 16, 1, 0.1)
+    drafter = SuffixDrafter(Suffix(offset=3.0, least=0.1))
     list(drafter.admit(seq, None, 8))
     for count, token in enumerate(tokens[begin:]):
         if count % 3 == 0:
@@ -282,7 +282,7 @@ def ended(tokens: list[int], prompt: int, reason: str | None = "stop") -> Sequen
 
 def test_outputs_are_drafted_from_later() -> None:
     memory = SuffixMemory(100)
-    drafter = SuffixDrafter(1.0, 3.0, 16, 1, 0.1, memory)
+    drafter = SuffixDrafter(Suffix(offset=3.0, least=0.1), memory)
     for reason in (None, "error"):  # a step that was undone; a processor that raised
         drafter.drop(ended([1, 2, 3, 4], 2, reason))
     drafter.drop(ended([1, 2], 2))
@@ -306,7 +306,7 @@ def test_a_text_that_goes_round_in_circles_takes_no_others_place() -> None:
 
 def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
     memory = SuffixMemory(100)
-    drafter = SuffixDrafter(1.0, 0.0, 16, 1, 0.1, memory)
+    drafter = SuffixDrafter(Suffix(least=0.1), memory)
     memory.add([1, 2, 3, 4, 5])
     memory.add([9, 9])
     for text, draft, score in (
@@ -447,7 +447,7 @@ def test_greedy_output_with_a_head(kind: str) -> None:
 def test_sampling_follows_the_targets_distribution(width: int) -> None:
     """With a memory that grows from batch to batch."""
     memory = SuffixMemory(500)
-    suffixes = SuffixDrafter(2.0, 1.0, 8, width, 0.1, memory)
+    suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, width=width, least=0.1), memory)
     made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0)
     generator, outcomes, origins = torch.Generator().manual_seed(0), [], Counter[str]()
     for _ in range(20):
@@ -547,7 +547,7 @@ class Fixed(PlainDrafter):
 @pytest.mark.parametrize("wants_hidden", [False, True])
 def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: bool) -> None:
     other = Fixed(wants_hidden)
-    made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), other, 3.0)
+    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 3.0)
     engine = Engine(CausalLM(tiny("llama")), made)
     repeats, fresh = [3, 4, 5, 6, 7, 3, 4, 5], [21]
     ids = [engine.add(Request(prompt, 8)) for prompt in (repeats, fresh)]
@@ -559,7 +559,7 @@ def test_the_others_guard_judges_only_steps_of_its_own() -> None:
     seen: list[int] = []
     pace = SpeedTracker()
     pace.saw = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
-    made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), Guarded(Fixed(), pace), 3.0)
+    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), Guarded(Fixed(), pace), 3.0)
     engine = Engine(CausalLM(tiny("llama")), made)
     first, _ = engine.add(Request([3, 4, 5, 6, 7, 3, 4, 5], 8)), engine.add(Request([21], 8))
     engine.step()
@@ -574,7 +574,7 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     pace = SpeedTracker()
     guarded = Guarded(Fixed(), pace)
     for other, wanted in ((Fixed(), [[4, 5]]), (guarded, [[]] * 2)):  # it looks at two plain steps first
-        made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), other, 3.0)
+        made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 3.0)
         seq = Sequence(Request([3, 4, 5, 6, 7, 8, 2, 3], 20))
         list(made.admit(seq, None, 8))
         for tokens in wanted:

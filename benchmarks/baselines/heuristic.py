@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
-from forerun.methods.base import Sampling, at_least
+from forerun.methods.base import Sampling, integer
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 from forerun.sampling.sampler import Verdict
@@ -21,12 +21,8 @@ from forerun.sampling.sampler import Verdict
 class Heuristic(Sampling, Drafting):
     """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
 
-    gamma: int = 5
+    gamma: int = integer(5)
     name: ClassVar[str] = "heuristic"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("gamma", self.gamma, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return HeuristicSchedule(self.gamma)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, Parts, Sampling, at_least
+from forerun.methods.base import Method, Parts, Sampling, integer
 from forerun.methods.later import sampling, seeded, torch
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import Bounds, DraftState, Fixed, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,38 +37,31 @@ class Drafting(Method):
 
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
-        block = self.verification == "block"
-        if parts.translation is not None:
-            from forerun.methods.translated import translated
+        made = parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block"
+        if parts.translation is None:
+            return ChainDrafter(*made)
+        from forerun.methods.translated import SharedDrafter, TextDrafter
 
-            assert self.any_tokenizer
-            return translated(parts.draft, self.policy(parts), parts.target.vocab_size, parts.translation, block)
-        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, block)
+        assert self.any_tokenizer
+        return (SharedDrafter if parts.translation.way == "shared" else TextDrafter)(parts.translation, *made)
 
 
 @dataclass(frozen=True)
 class SD(Sampling, Drafting):
     """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
 
-    gamma: int = 5
+    gamma: int = integer(5)
     name: ClassVar[str] = "sd"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("gamma", self.gamma, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return FixedLength(self.gamma)
 
 
-class FixedLength(LengthPolicy, StopRule):
+class FixedLength(Fixed):
     """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
-
-    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        return self
 
     def bounds(self) -> Bounds:
         return Bounds(self.gamma)

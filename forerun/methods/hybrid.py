@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal, observe_rows
-from forerun.methods.base import Method, Parts, between
+from forerun.methods.base import Method, Parts, number
 from forerun.methods.guard import Guarded
 from forerun.methods.suffix import Suffix, SuffixDrafter
 
@@ -30,13 +30,12 @@ class Hybrid(Suffix):
     Where nothing is there, suffixes draft alone.
     """
 
-    threshold: float = 6.0
+    threshold: float = number(6.0, 0, 1000)
     other: str = "auto"
     name: ClassVar[str] = "hybrid"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("threshold", self.threshold, 0, 1000)
         if self.other == "auto":
             return
         other = self._other()

@@ -13,7 +13,7 @@ from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.heads.echo import SIZES, Echo
-from forerun.methods.base import Parts, Sampling, at_least, between
+from forerun.methods.base import Parts, Sampling, integer, number, one_of
 from forerun.methods.chain import Drafting
 from forerun.methods.confidence import ProductRule
 from forerun.methods.later import np, pre_verifier, quick, torch
@@ -42,29 +42,19 @@ SCORES: dict[str, Callable[[Array], Array]] = {
 class Pacer(Sampling, Drafting):
     """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
 
-    A block of None ("auto") is the best size by the table of costs; 4 where a threshold is given.
+    A block of None ("auto") is the best size by the table of costs; 4 with a threshold.
 
-    It stops behind a block where the `score` of its tokens' survival, their last, mean or min, is below `threshold`; a
+    It stops after a block if the `score` of its tokens' survival, their last, mean or min, is below `threshold`; a
     threshold of None ("auto") is the best one by the table of costs.
     """
 
-    block: int | None = None
-    threshold: float | None = None
-    score: str = "last"
-    most: int = 32
+    block: int | None = integer(None)
+    threshold: float | None = number(None, 0, 1)
+    score: str = one_of("last", "last", "mean", "min")
+    most: int = integer(32)
     name: ClassVar[str] = "pacer"
     layer: ClassVar[str | None] = "pre-verifier"
     kind: ClassVar[str | None] = "survival"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block is not None:
-            at_least("block", self.block, 1)
-        if self.threshold is not None:
-            between("threshold", self.threshold, 0, 1)
-        if self.score not in ("last", "mean", "min"):
-            raise ValueError(f"score must be last, mean or min, not {self.score!r}")
-        at_least("most", self.most, 1)
 
     @property
     def needs_costs(self) -> bool:

@@ -252,6 +252,14 @@ class SuffixMemory:
         return memory
 
 
+Pool = PhrasePool | SuffixMemory
+
+
+def new_pool(shape: tuple[int, int]) -> Pool:
+    """Return an empty pool of a shape (`Method.phrases`)."""
+    return PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])
+
+
 def write_tables(path: str | Path, what: str, form: str, tensors: dict[str, Tensor], about: dict[str, int]) -> None:
     """Writes a safetensors file, whole or not at all. `what` names the contents in errors, `form` is their format.
 

@@ -115,12 +115,7 @@ class TranslatedDrafter(ChainDrafter):
     model would cut otherwise, its row is cropped to what is still right."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        policy: LengthPolicy,
-        vocab_size: int,
-        translation: Translation,
-        block: bool = True,
+        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
     ) -> None:
         assert not policy.wants_draft and not policy.wants_target  # such a layer belongs to a pair of one tokenizer
         super().__init__(model, policy, vocab_size, block)
@@ -190,9 +185,9 @@ class SharedDrafter(TranslatedDrafter):
     tokens, and a length policy, sees that distribution, at the target's tokens."""
 
     def __init__(
-        self, model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool = True
+        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
     ) -> None:
-        super().__init__(model, policy, vocab_size, translation, block)
+        super().__init__(translation, model, policy, vocab_size, block)
         known = sorted(translation.shared.items())
         self._ids = {ours: theirs for ours, theirs in known if ours < vocab_size and theirs < model.vocab_size}
         self._ours = torch.tensor([*self._ids], device=model.device)
@@ -226,9 +221,9 @@ class TextDrafter(TranslatedDrafter):
     length policy sees the draft's own tokens; a draft's verdict counts the target's."""
 
     def __init__(
-        self, model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool = True
+        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
     ) -> None:
-        super().__init__(model, policy, model.vocab_size, translation, block)
+        super().__init__(translation, model, policy, model.vocab_size, block)
         self.target_size = vocab_size
 
     def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
@@ -258,11 +253,3 @@ class TextDrafter(TranslatedDrafter):
         chain = self.translation.write(seq.tokens, said)[: max(0, seq.remaining - 1)] if said else []
         known = next((i for i, token in enumerate(chain) if token >= self.target_size), len(chain))
         return Draft.chain(seq.tokens[-1], seq.sampler.fitting(seq.tokens, chain[:known]))
-
-
-def translated(
-    model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool
-) -> TranslatedDrafter:
-    """The chain drafter of a translation's way."""
-    kind = SharedDrafter if translation.way == "shared" else TextDrafter
-    return kind(model, policy, vocab_size, translation, block)
