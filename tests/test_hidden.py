@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import abc
 from collections.abc import Iterator
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -298,9 +299,12 @@ def sequence(tokens: abc.Sequence[int], id: int = 0, new: int = 30, **request: A
     return Sequence(Request(list(tokens), new, **request), id)
 
 
-def lyanna(seqs: abc.Sequence[Sequence], reuse: str, width: int = 1, **settings: Any) -> LyannaDrafter:
+def lyanna(
+    seqs: abc.Sequence[Sequence], reuse: str, width: int = 1, costs: Costs | None = None, **settings: Any
+) -> LyannaDrafter:
     head: Any = TellingLyanna(seqs)
-    return LyannaDrafter(Lyanna(DEPTH, width, 12, reuse=reuse, **settings), head)
+    kind = Lyanna if costs is None else PacerLyanna
+    return LyannaDrafter(kind(DEPTH, width, 12, reuse=reuse, **settings), head, costs)
 
 
 @pytest.mark.parametrize("reuse", ["off", "add", "free"])
@@ -403,7 +407,7 @@ def test_neighbours_change_nothing() -> None:
 
     def run(chosen: list[int]) -> dict[int, list[list[int]]]:
         seqs = {id: sequence([3, 1, 4, id], id, **modes[id % 3]) for id in chosen}
-        drafter = lyanna(list(seqs.values()), "free", least=2, costs_for=lambda mode: FREE, block=2)
+        drafter = lyanna(list(seqs.values()), "free", least=2, costs=FREE, block=2)
         # The run that a state is from depends on neighbours, the position and the tokens do not.
         drafter.head.table = TellingLyanna.table[:1].expand(99, -1, -1)  # type: ignore[attr-defined]
         found: dict[int, list[list[int]]] = {id: [] for id in chosen}
@@ -532,7 +536,7 @@ def test_a_draft_is_as_long_as_its_calibration_has_it() -> None:
     """Three places are as good as certain and the others hopeless; old logits are as far ahead as when they came."""
     seq = sequence([3, 1, 4, 1, 5])
     costs = Costs({1: 1.0, 2: 1.01, 50: 1.5}, {}, head={1: 0.01})
-    drafter = lyanna([seq], "free", least=2, costs_for=lambda mode: costs, block=DEPTH)
+    drafter = lyanna([seq], "free", least=2, costs=costs, block=DEPTH)
     drafter.head.curves = [[30.0, 1.0, 0.99]] * 3 + [[-30.0, 1.0, 0.01]] * 9
     admit(drafter, seq)
     (draft,) = drafter.propose([seq]).drafts
@@ -541,7 +545,7 @@ def test_a_draft_is_as_long_as_its_calibration_has_it() -> None:
     (draft,) = drafter.propose([seq]).drafts
     assert set(draft.origins) == {"reused"} and max(draft.depths) == 2
     for shift, count in ((30.0, 12), (-30.0, 0)):
-        tree = lyanna([seq], "off", 2, costs_for=lambda mode: costs)
+        tree = lyanna([seq], "off", 2, costs, block=1)
         tree.head.curves = [[shift, 1.0, 0.5]]
         admit(tree, seq)
         assert tree.propose([seq]).drafts[0].drafted == count
@@ -549,21 +553,14 @@ def test_a_draft_is_as_long_as_its_calibration_has_it() -> None:
 
 def test_costs_go_by_mode() -> None:
     """A sequence drafts by the costs of its own mode: greedy ones together, others alone."""
-    asked: list[str] = []
-
-    def costs_for(mode: str) -> Costs:
-        asked.append(mode)
-        dear = Costs({1: 1.0, 2: 1.0, 3: 1e6, 100: 1e9}, {}, head={1: 0.0})
-        return {"greedy": FREE, "sampled": dear}[mode]
-
     sampled: dict[str, Any] = {"sampler": Sampler(False)}
     seqs = [sequence([3, 1, 4], 0), sequence([3, 1], 1, **sampled), sequence([3, 1], 2, seed=1, **sampled)]
     seqs.append(sequence([9, 9], 3))
-    drafter = lyanna(seqs, "off", costs_for=costs_for, block=2)
+    drafter = lyanna(seqs, "off", costs=replace(FREE, judging=1e6), block=2)
     for seq in seqs:
         admit(drafter, seq)
     drafts = drafter.propose(seqs).drafts
-    assert [draft.drafted for draft in drafts] == [DEPTH, 1, 1, DEPTH] and set(asked) == {"greedy", "sampled"}
+    assert [draft.drafted for draft in drafts] == [DEPTH, 0, 0, DEPTH]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -783,7 +780,7 @@ def test_reused_logits_are_those_of_the_earlier_step(feature: str) -> None:
 
     texts: list[list[int]] = []
     head = HiddenLM(random_head(CausalLM(target), feature=feature), CausalLM(target))
-    drafter = Watched(head, 5, 1, 5, "free", least=1)
+    drafter = Watched(Lyanna(5, reuse="free", least=1), head)
     decode(CausalLM(target), drafter, [Request([5, 6, 7, 5, 6], 60)])
     assert len(seen) > 3 and not drafter.old and not head.cache.ids
     for text, (length, ahead, places) in list(zip(texts, seen, strict=True))[:6]:
