@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import abc
 from functools import cache
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from toys import (
     COSTS,
     LAYERS,
@@ -83,49 +81,6 @@ def test_a_text_is_learnt_as_it_grows() -> None:
     assert contents(parts) == contents(whole) and whole.get(text[45])[0] == tuple(text[46:50])
     whole.drop(text[45], text[46:50])
     assert tuple(text[46:50]) not in whole.get(text[45])
-
-
-def test_a_pool_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = PhrasePool(2, 3)
-    pool.learn(Random(1).choices(range(9), k=40))
-    path = tmp_path / "deep" / "pool.safetensors"
-    pool.save(path, 9)
-    again = PhrasePool.load(path, 9)
-    assert contents(again) == contents(pool) and (again.span, again.most) == (2, 3)
-    before = path.read_bytes()
-
-    def interrupted(tensors: dict, where: Path, about: dict) -> None:
-        Path(where).write_bytes(before[:20])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pools, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pool.save(path, 9)
-    assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-def test_files_that_are_no_pools(tmp_path: Path) -> None:
-    pool = PhrasePool(2, 3)
-    pool.learn([1, 2, 3, 4, 5])
-    path = tmp_path / "pool"
-    pool.save(path, 9)
-    with pytest.raises(ValueError, match="for 9 tokens, not 10"):
-        PhrasePool.load(path, 10)
-    with pytest.raises(ValueError, match="cannot read"):
-        PhrasePool.load(tmp_path / "nothing", 9)
-    cut = tmp_path / "cut"
-    cut.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="no file of phrases, or a part of one"):
-        PhrasePool.load(cut, 9)
-    other = tmp_path / "other"
-    save_file(load_file(path), other)
-    with pytest.raises(ValueError, match="its format is None"):
-        PhrasePool.load(other, 9)
-    wild = PhrasePool(2, 3)
-    wild.add(7, (8, 99))
-    wild.save(path, 9)
-    with pytest.raises(ValueError, match="damaged"):
-        PhrasePool.load(path, 9)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), st.integers(0, 10_000))
@@ -543,7 +498,7 @@ def test_tokens_that_the_draft_lacks() -> None:
     assert wild and p_value(outcomes, joint_distribution(target, PROMPT, 3, None)) > 1e-4
 
 
-def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
+def test_phrases_outlive_the_call_where_they_may() -> None:
     target = tiny("llama")
     made = [
         Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(warm=warm), guard=False) for warm in (True, False)
@@ -556,18 +511,6 @@ def test_phrases_outlive_the_call_where_they_may(tmp_path: Path) -> None:
     # What is sampled may not depend on what came before.
     sampled = [made[0].generate(text, max_new_tokens=20, temperature=1.0, seed=3).tokens for _ in range(2)]
     assert sampled[0] == sampled[1]
-    path = tmp_path / "phrases"
-    made[0].save_phrases(path)
-    again = Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(), guard=False)
-    again.read_phrases(path)
-    assert again.generate(text, max_new_tokens=40).stats.draft_forwards == second
-    other = Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(ngram=3))
-    with pytest.raises(
-        ValueError, match=r"have 4 tokens, 1 for each token at most; method 'ouroboros' is set to \(2, 1"
-    ):
-        other.read_phrases(path)
-    with pytest.raises(ValueError, match="'ar' does not keep phrases"):
-        Decoder(target, method=method("ar")).save_phrases(path)
 
 
 def test_settings_are_checked() -> None:

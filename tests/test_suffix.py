@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, abc
-from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from toys import (
     LAYERS,
     TableLM,
@@ -29,12 +26,12 @@ from toys import (
 from forerun import Decoder
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
-from forerun.methods import AR, SD, Hybrid, Ouroboros, Parts, Suffix, method, pools
+from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.automaton import Automaton
 from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.methods.hybrid import HybridDrafter
-from forerun.methods.pools import PhrasePool, SuffixMemory
+from forerun.methods.pools import SuffixMemory
 from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Constraint, Sampler, Verdict
@@ -347,74 +344,6 @@ def test_the_least_recently_used_texts_are_forgotten(puts: list[tuple[list[int],
     check(memory.automaton, kept, [text for text, _ in puts])
 
 
-def filled(most: int = 200) -> SuffixMemory:
-    random, memory = Random(1), SuffixMemory(most)
-    for _ in range(30):
-        memory.add(random.choices(range(4), k=random.randint(1, 30)))
-        memory.use(memory.automaton.match(random.choices(range(4), k=3))[0])
-    return memory
-
-
-def test_a_memory_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, path = filled(), tmp_path / "deep" / "outputs"
-    memory.save(path, 9)
-    again = SuffixMemory.load(path, 9)
-    assert again.texts == memory.texts and again.most == memory.most and len(again) == len(memory) > 150
-    check(again.automaton, memory.texts, [])
-    # It goes on as it would have done.
-    for each in (memory, again):
-        each.add([3, 2, 1, 0] * 10)
-    assert again.texts == memory.texts
-    SuffixMemory(7).save(tmp_path / "empty", 9)
-    assert SuffixMemory.load(tmp_path / "empty", 9).texts == []
-    before = path.read_bytes()
-
-    def interrupted(tensors: dict, where: Path, about: dict) -> None:
-        Path(where).write_bytes(before[:20])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pools, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        memory.save(path, 9)
-    assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-def test_files_that_are_no_memories(tmp_path: Path) -> None:
-    path, other = tmp_path / "outputs", tmp_path / "other"
-    filled().save(path, 9)
-    with pytest.raises(ValueError, match="for 9 tokens, not 10"):
-        SuffixMemory.load(path, 10)
-    with pytest.raises(ValueError, match="cannot read"):
-        SuffixMemory.load(tmp_path / "nothing", 9)
-    other.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="no file of outputs, or a part of one"):
-        SuffixMemory.load(other, 9)
-    PhrasePool(2, 3).save(other, 9)
-    with pytest.raises(ValueError, match="its format is 'forerun-phrases-1'"):
-        SuffixMemory.load(other, 9)
-    tensors, about = load_file(path), {"format": "forerun-suffixes-1", "about": '{"most": 200, "vocab_size": 9}'}
-    ok = dict(tensors)
-    for change in (
-        {"tokens": tensors["tokens"] + 9},
-        {"tokens": tensors["tokens"] - 9},
-        {"tokens": tensors["tokens"][:-1].clone()},
-        {"tokens": tensors["tokens"].float()},
-        {"tokens": tensors["tokens"][None]},
-        {"lengths": -tensors["lengths"]},
-        {"ranks": torch.zeros_like(tensors["ranks"])},
-    ):
-        save_file(ok | change, other, about)
-        with pytest.raises(ValueError, match=r"^the outputs in .* are damaged: [^\n]*$"):
-            SuffixMemory.load(other, 9)
-    for wrong in ("{", "[]", '{"most": 0, "vocab_size": 9}', '{"most": "x", "vocab_size": 9}', '{"vocab_size": 9}'):
-        save_file(ok, other, about | {"about": wrong})
-        with pytest.raises(ValueError, match="are damaged"):
-            SuffixMemory.load(other, 9)
-    save_file({"tokens": tensors["tokens"]}, other, about)
-    with pytest.raises(ValueError, match="are damaged"):
-        SuffixMemory.load(other, 9)
-
-
 # The methods.
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], [11, 12, 11, 12, 11], list(range(2, 42))]
@@ -482,22 +411,6 @@ def test_the_text_and_the_memory_both_save_forwards() -> None:
     assert seeded[0] == seeded[1] == cold.generate(PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=3).tokens
 
 
-def test_a_memory_goes_from_run_to_run(tmp_path: Path) -> None:
-    target, path = tiny("llama"), tmp_path / "outputs"
-    made, again = (Decoder(target, method=Suffix(), guard=False) for _ in range(2))
-    made.save_phrases(path)
-    first = forwards(made)
-    made.save_phrases(path)
-    again.read_phrases(path)
-    assert forwards(again) == forwards(made) < first
-    with pytest.raises(ValueError, match="have 65536 tokens at most; method 'hybrid' is set to 99: see memory"):
-        Decoder(target, method=Hybrid(memory=99)).read_phrases(path)
-    with pytest.raises(ValueError, match="is no file of phrases"):
-        Decoder(target, None, noisy_copy(target, 0.03), Ouroboros()).read_phrases(path)
-    with pytest.raises(ValueError, match="'suffix' does not keep phrases"):
-        Decoder(target, method=Suffix(warm=False)).save_phrases(path)
-
-
 def test_auto_is_what_the_decoder_has() -> None:
     target = tiny("llama")
     small = noisy_copy(target, 0.03)
@@ -558,7 +471,7 @@ def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: bool) -> 
 def test_the_others_guard_judges_only_steps_of_its_own() -> None:
     seen: list[int] = []
     pace = SpeedTracker()
-    pace.saw = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
+    pace.record = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
     made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), Guarded(Fixed(), pace), 3.0)
     engine = Engine(CausalLM(tiny("llama")), made)
     first, _ = engine.add(Request([3, 4, 5, 6, 7, 3, 4, 5], 8)), engine.add(Request([21], 8))
@@ -581,7 +494,7 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
             (draft,) = made.propose([seq]).drafts
             assert draft.tokens[1:] == tokens[:1]
             made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
-    pace.hold(2)
+    pace.pause(2)
     for wait in (1, 0):
         (draft,) = made.propose([seq]).drafts
         assert draft.tokens[1:] == [4] and pace.wait == wait
@@ -610,8 +523,6 @@ def test_settings_are_checked() -> None:
     for options in ({"threshold": -1.0}, {"other": "hybrid"}, {"other": "oracle"}, {"other": 3}):
         with pytest.raises(ValueError, match=next(iter(options))):
             method("hybrid", **options)
-    with pytest.raises(ValueError, match="at least 1 token"):
-        SuffixMemory(0)
     for other, told in (("sd:depth=2", "no setting 'depth'"), ("sd:gamma=x", "sd.gamma"), ("sd:gamma", "sd.gamma")):
         with pytest.raises(ValueError, match=told):
             method("hybrid", other=other)
