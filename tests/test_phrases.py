@@ -33,11 +33,10 @@ from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.chain import FixedLength
 from forerun.methods.guard import Guarded, SpeedTracker
-from forerun.methods.ouroboros import OuroborosDrafter
+from forerun.methods.ouroboros import OuroborosDrafter, Window
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.stop import LengthPolicy
-from forerun.methods.window import Window
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler, Verdict
 

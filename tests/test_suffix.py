@@ -498,11 +498,11 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     for wait in (1, 0):
         (draft,) = made.propose([seq]).drafts
         assert draft.tokens[1:] == [4] and pace.wait == wait
-        assert not made._asked and not guarded.asked(seq)
+        assert not guarded._asked
         made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
     assert len(pace._plain[1]) == 2  # such steps say nothing of plain ones
     (draft,) = made.propose([seq]).drafts
-    assert guarded.asked(seq) and draft.tokens[1:] == [4]
+    assert guarded._asked == {seq.id} and draft.tokens[1:] == [4]
 
 
 def test_a_decoders_guard_is_there_for_both_or_not_at_all() -> None:

@@ -14,8 +14,8 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Method, Parts
 from forerun.methods.base import integer
+from forerun.methods.ouroboros import Window
 from forerun.methods.pools import PhrasePool
-from forerun.methods.window import Window
 from forerun.sampling.sampler import Verdict
 
 

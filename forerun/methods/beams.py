@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
+from forerun.methods.chain import Chain
 from forerun.sampling.sampler import RowError, next_tokens
 from forerun.sampling.seeded import SeededSampler
 
@@ -84,8 +85,8 @@ def _chains(roots: abc.Sequence[int], logits: Logits, hot: Tensor, depth: int, b
             block.append(found)
             if len(block) == budget.block or k + 1 == depth:
                 whole = torch.cat(block, 1).float()  # [B, n, S]
-                chances = whole.amax(-1) - whole.logsumexp(-1)
-                if not budget.deeper_chains(k + 1 - len(block), chances.tolist()):
+                logs = whole.amax(-1) - whole.logsumexp(-1)
+                if not budget.deeper_chains(k + 1 - len(block), logs.tolist()):
                     break
                 block = []
     return torch.cat(chain, 1)
@@ -150,11 +151,7 @@ def sample_chains(
     the hot tokens. Where they raise, they will do so for the target's logits too.
     """
 
-    def text(row: int) -> list[int]:
-        return seqs[row].tokens + chains[row]
-
-    chains: list[list[int]] = [[] for _ in seqs]
-    probs: list[list[Tensor]] = [[] for _ in seqs]
+    chains = [Chain(seq, limit, block=block) for seq, limit in zip(seqs, limits, strict=True)]
     tokens = torch.tensor([seq.tokens[-1] for seq in seqs], device=hot.device)
     beams, names = torch.zeros_like(tokens)[:, None], hot.cpu().numpy()
     live = list(range(len(seqs)))
@@ -165,23 +162,19 @@ def sample_chains(
         found = logits(k, tokens[:, None], beams)[:, 0].float()
         for row in list(live):
             # One by one: which part of the vocabulary a row's processors see is not for its neighbours to decide.
-            seq, scores, source = seqs[row], found[row : row + 1], seqs[row].source(k)
+            chain, seq, scores, source = chains[row], seqs[row], found[row : row + 1], seqs[row].source(k)
             within = seq.sampler.index_free
             if not within:
                 scores = scores.new_full((1, vocab_size), -torch.inf).index_copy_(1, hot, scores)
             elif isinstance(source, SeededSampler):
                 source = replace(source, names=names, size=vocab_size)
             try:
-                (chosen,), _, q = next_tokens([seq.sampler], scores, lambda _, row=row: text(row), [source])  # type: ignore[misc]
+                (chosen,), _, q = next_tokens([seq.sampler], scores, lambda _, chain=chain: chain.text(), [source])  # type: ignore[misc]
             except RowError:
                 live.remove(row)
                 continue
             tokens[row] = token = int(hot[chosen]) if within else chosen
-            chains[row].append(token)
-            if q is not None and seq.seeded is None:
-                whole = q[0]
-                probs[row].append(whole.new_zeros(vocab_size).index_copy_(0, hot, whole) if within else whole)
-    return [
-        Draft.chain(seq.tokens[-1], chain, torch.stack(own) if own else None, origin, block)
-        for seq, chain, own, origin in zip(seqs, chains, probs, origins, strict=True)
-    ]
+            if q is not None and within and chain.needs_q:
+                q = q.new_zeros(1, vocab_size).index_copy_(1, hot, q)
+            chain.add(token, None if q is None else q[0])
+    return [chain.draft(origin) for chain, origin in zip(chains, origins, strict=True)]

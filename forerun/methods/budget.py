@@ -54,8 +54,8 @@ class Group:
         spent, verify = self.spent + ms, self.costs.verify
         tokens = float(len(survival))
         most, size = tokens / (spent + verify[0]), 0
-        for count, chances in enumerate(zip_longest(*survival, fillvalue=0.0), 1):
-            tokens += sum(chances)
+        for count, probs in enumerate(zip_longest(*survival, fillvalue=0.0), 1):
+            tokens += sum(probs)
             rate = tokens / (spent + verify[count])
             if rate > most:
                 most, size = rate, count
@@ -88,11 +88,11 @@ class Budget:
     def _deepest(self, group: Group) -> int:
         return max(self.deep[row] for row in group.rows)
 
-    def gains(self, k: int, chances: Array) -> Array:
+    def gains(self, k: int, logs: Array) -> Array:
         """Return what tokens add to the values of their paths: log-probabilities [B, w, m] of tokens at depth k,
         calibrated, in the same order."""
         shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
-        odds = chances - np.log1p(-np.exp(chances).clip(max=_CERTAIN))
+        odds = logs - np.log1p(-np.exp(logs).clip(max=_CERTAIN))
         return -np.logaddexp(0, -shift - slope * odds)
 
     def deeper(self, k: int, values: Array) -> list[bool]:
@@ -104,19 +104,19 @@ class Budget:
         self._go_on(k)
         return [end > 0 for end in self.ends]
 
-    def deeper_chains(self, k: int, chances: list[list[float]]) -> bool:
-        """Return whether any chain grows on. `chances` [B, n]: log-probabilities of tokens at depths k, k + 1, ..."""
-        for row, own in enumerate(chances):
-            for place, chance in enumerate(own[: max(0, self.limits[row] - k)], k):
+    def deeper_chains(self, k: int, logs: list[list[float]]) -> bool:
+        """Return whether any chain grows on. `logs` [B, n]: log-probabilities of tokens at depths k, k + 1, ..."""
+        for row, own in enumerate(logs):
+            for place, each in enumerate(own[: max(0, self.limits[row] - k)], k):
                 if not self.ends[row]:
                     break
                 shift, slope, _ = self.curves[row][place]
-                odds = chance - log1p(-min(exp(chance), _CERTAIN))
+                odds = each - log1p(-min(exp(each), _CERTAIN))
                 self.ends[row] /= 1 + exp(min(-shift - slope * odds, 700.0))
                 self.sure[row].append(self.ends[row])
             if k + len(own) >= self.limits[row]:
                 self.ends[row] = 0.0
-        self._go_on(k + len(chances[0]) - 1)
+        self._go_on(k + len(logs[0]) - 1)
         return any(self.ends)
 
     def sizes(self) -> list[int]:

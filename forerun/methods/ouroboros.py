@@ -22,7 +22,6 @@ from forerun.methods.chain import Chain, ChainDrafter, Drafting, FixedLength
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.methods.window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,6 +109,55 @@ class PacerOuroboros(Phrases, Pacer):
             return costs
         ms = self.share * costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
         return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0)
+
+
+class Window:
+    """The lookahead window (arXiv 2402.02057): guesses of the tokens to come that a model corrects with every forward.
+
+    `span` rows of `width` guesses; row k, column j (both from 0) stands j + k + 1 tokens after the end of a text. Row 0
+    is a chain, and every column goes on below it. That is a tree, and needs no mask of its own. One forward gives a
+    token after every column. It makes a phrase of `span` tokens under the column's first, and the newest row. Ours:
+    guesses keep their places when the text grows by several tokens, or shrinks.
+    """
+
+    def __init__(self, width: int, span: int, text: abc.Sequence[int], random: Random) -> None:
+        self.width, self.random, self.text = width, random, list(text)
+        self.rows = [self._any(width) for _ in range(span)]
+        self.end = len(text)  # of the text
+        self.nodes: list[int] = []  # of the last row, where it was last planted
+
+    def _any(self, count: int) -> list[int]:
+        """Return tokens to begin with: some of the prompt."""
+        return self.random.choices(self.text, k=count)
+
+    def plant(self, tree: Tree, at: int, end: int, depth: int) -> None:
+        """Grow the window after the node `at` of a tree, with which a text of `end` tokens ends, at most `depth` tokens
+        deep; leave out the columns that do not fit."""
+        moved = max(-self.width, min(end - self.end, self.width))
+        if moved:
+            some = [self._any(abs(moved)) for _ in self.rows]
+            pairs = zip(self.rows, some, strict=True)
+            self.rows = [[*row[moved:], *any_] if moved > 0 else [*any_, *row[:moved]] for row, any_ in pairs]
+        self.end, self.nodes = end, []
+        for column in range(min(self.width, depth - len(self.rows) + 1)):
+            at = tree.add(at, self.rows[0][column], "window")
+            node = at
+            for row in self.rows[1:]:
+                node = tree.add(node, row[column], "window")
+            self.nodes.append(node)
+
+    def harvest(self, argmax: abc.Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Return keys and phrases from the most probable token after every node, and move the window on by a token."""
+        if not self.nodes:
+            return []
+        newest = [argmax[node] for node in self.nodes]
+        found = [
+            (key, [*(row[column] for row in self.rows[1:]), newest[column]])
+            for column, key in enumerate(self.rows[0][: len(newest)])
+        ]
+        self.rows = [*self.rows[1:], newest + self._any(self.width - len(newest))]
+        self.end, self.nodes = self.end + 1, []
+        return found
 
 
 @dataclass
@@ -245,9 +293,7 @@ class OuroborosDrafter(ChainDrafter):
                     (token,), here, q = sampling.next_tokens([sampler], here, lambda _: chain.text(), [source])
                 except sampling.RowError:  # nothing is left to draft
                     return False, path
-            chain.tokens.append(token)
-            if q is not None and chain.is_drawn:
-                chain.q.append(q[0])
+            chain.add(token, None if q is None else q[0])
             assert chain.rule is not None
             asked = perf_counter()
             (more,) = chain.rule.more(

@@ -1,4 +1,4 @@
-"""Suffix drafting: what followed the longest stretch that the text ends with, where it occurred before.
+"""Suffix drafting: what followed earlier occurrences of the longest stretch that the text ends with.
 
 The method is SuffixDecoding's (arXiv 2411.04975; Arctic Inference has an implementation). The length of a draft follows
 from the length of the match, its tokens from counts, and of this text and earlier outputs the one with the higher score

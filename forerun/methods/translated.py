@@ -1,8 +1,8 @@
 """Drafting with a model of another tokenizer (Timor et al., arXiv 2502.05202): by shared tokens, or by text.
 
-The paper's TLI draws from the draft's distribution at the tokens that both have, its SLEM cuts the draft's text into
-the target's tokens. Both leave the target's distribution as it is: the acceptance rule gets the distribution that was
-drawn from, and tokens made of text are point masses. So what the draft misreads can cost acceptance, and nothing else.
+The paper's TLI samples from the draft's distribution at the tokens that both have, its SLEM cuts the draft's text into
+the target's tokens. Both keep the target's distribution: the acceptance rule gets the distribution that was sampled
+from, and tokens made of text are point masses. So what the draft misreads can cost acceptance, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from forerun.text.vocabularies import REACH, Translation
 
 
 class Reader:
-    """What a target has committed of a sequence, in the draft's tokens.
+    """The committed tokens of a sequence, translated to the draft's tokens.
 
-    As long as the target's tokens are the draft's as well, each is read as that. Where one is not, the text is cut anew
-    from the beginning of its word.
+    A token that both have is read as such. For others the text is cut anew from the beginning of its word.
 
     Attributes:
         tokens: the draft's tokens for all that was read.
@@ -38,11 +37,11 @@ class Reader:
         self.translation = translation
         self.tokens: list[int] = list(translation.draft.front)
         self._own: list[int] = []  # the target's tokens that were read
-        self._ends = [len(self.tokens)]  # how many of ours stand for the first i of them; -1 where none ends there
+        self._ends = [len(self.tokens)]  # the number of ours for the first i of them; -1 if none ends there
 
     def read(self, tokens: abc.Sequence[int]) -> bool:
-        """Reads the target's tokens, in place of those that it has read and that differ. False where they end in half a
-        character that the draft has no tokens for; then that is not read, nor what goes with it."""
+        """Read the target's tokens, in place of those that differ from what was read. Return False if they end in half
+        a character that the draft has no tokens for; then its word is not read."""
         count = len(self._own)
         self._cut(count if list(tokens[:count]) == self._own else common(self._own, tokens))
         while len(self._own) < len(tokens):
@@ -51,14 +50,14 @@ class Reader:
         return True
 
     def _cut(self, count: int) -> None:
-        """Keeps the first `count` of the target's tokens, or fewer, up to where one of the draft's ends."""
+        """Keep the first `count` of the target's tokens, or fewer, up to where one of the draft's ends."""
         while self._ends[count] < 0:
             count -= 1
         del self._own[count:], self._ends[count + 1 :]
         del self.tokens[self._ends[count] :]
 
     def _read_one(self, token: int) -> bool:
-        """Reads a token for which one of the draft's stands, or none: it has no text."""
+        """Read a token that is one of the draft's, or none as it has no text. Return whether it is."""
         one, front = self.translation.reads.get(token), self.translation.draft.front
         if one is None and self.translation.target.of(token):
             return False
@@ -70,7 +69,7 @@ class Reader:
         return True
 
     def _read_on(self, tokens: abc.Sequence[int]) -> bool:
-        """Reads all tokens up to the next one without text, from the beginning of a word on."""
+        """Read all tokens up to the next one without text, from the beginning of a word on."""
         target, draft = self.translation.target, self.translation.draft
         here = stop = len(self._own)
         while stop < len(tokens) and target.of(tokens[stop]):
@@ -100,7 +99,7 @@ class Reader:
         return True
 
     def _word(self, tokens: abc.Sequence[int], here: int) -> int:
-        """Where the word begins that the token `here` belongs to; `here` itself where that is too far back."""
+        """Return where the word begins that the token `here` belongs to; `here` itself if that is too far back."""
         target = self.translation.target
         for at in range(here, max(here - REACH, 0) - 1, -1):
             if at < here and not target.of(tokens[at]):
@@ -147,8 +146,8 @@ class TranslatedDrafter(ChainDrafter):
         return min(seq.remaining - 1, context - len(self._text(seq)) + 1 if context else seq.remaining)
 
     def _settle(self, seq: Sequence) -> bool:
-        """Reads what the target has committed, and keeps as much of the model's row as is still right, but not the last
-        token, which is to be run. Whether there is anything to draft behind."""
+        """Read what the target has committed, and keep as much of the model's row as is still right, but not the last
+        token, which is to be run. Return whether there is anything to draft after."""
         reader, held = self._readers[seq.id], self._held[seq.id]
         is_read = reader.read(seq.tokens)
         right = len(held) if reader.tokens[: len(held)] == held else common(held, reader.tokens)
@@ -169,10 +168,10 @@ class TranslatedDrafter(ChainDrafter):
         return [*text[length:], *self._own(chain.tokens[max(0, length - len(text)) :])]
 
     def _at_once(self, chain: Chain, rule: StopRule) -> None:
-        """Never: what the model says is not yet what is drafted."""
+        """Return None: the model's tokens are not those that are drafted."""
 
     def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
-        """Drafted tokens, as the model has them."""
+        """Return drafted tokens, as the model has them."""
         raise NotImplementedError
 
     def _ran(self, ids: abc.Sequence[int], chains: abc.Sequence[abc.Sequence[int]]) -> None:
@@ -197,7 +196,7 @@ class SharedDrafter(TranslatedDrafter):
         return [self._ids[token] for token in tokens]
 
     def _goes_on(self, chain: Chain) -> bool:
-        token = chain.tokens[-1]  # a processor may have forced one that the draft has not got
+        token = chain.tokens[-1]  # a processor may have forced one that the draft lacks
         return len(chain.tokens) < chain.depth and token not in chain.seq.eos and token in self._ids
 
     def _roll(
@@ -230,7 +229,7 @@ class TextDrafter(TranslatedDrafter):
         return tokens
 
     def _goes_on(self, chain: Chain) -> bool:
-        # Behind a special token there is no text to go on with.
+        # After a special token there is no text to go on with.
         return len(chain.tokens) < chain.depth and self.translation.draft.of(chain.tokens[-1]) is not None
 
     def _is_argmax(self, seq: Sequence) -> bool:
@@ -249,7 +248,7 @@ class TextDrafter(TranslatedDrafter):
         drafts = [self._written(seq, draft.tokens[1:]) for seq, draft in zip(seqs, proposal.drafts, strict=True)]
         return replace(proposal, drafts=drafts)
 
-    def _written(self, seq: Sequence, said: abc.Sequence[int]) -> Draft:
-        chain = self.translation.write(seq.tokens, said)[: max(0, seq.remaining - 1)] if said else []
+    def _written(self, seq: Sequence, drafted: abc.Sequence[int]) -> Draft:
+        chain = self.translation.write(seq.tokens, drafted)[: max(0, seq.remaining - 1)] if drafted else []
         known = next((i for i, token in enumerate(chain) if token >= self.target_size), len(chain))
         return Draft.chain(seq.tokens[-1], seq.sampler.fitting(seq.tokens, chain[:known]))
