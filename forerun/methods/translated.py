@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -76,23 +77,17 @@ class Reader:
             stop += 1
         self._cut(self._word(tokens, here))
         span = tokens[len(self._own) : stop]
-        sizes = [len(target.of(token) or b"") for token in span]
         text = target.spell(span)
         found = self.translation.read(text)
         if found is None and stop < len(tokens):  # that character will never be whole
             found = draft.encode(text.decode("utf-8", "replace"))
         if found is None:
             return False
-        ends = {}
+        ends: dict[int, int] = {}
         if draft.spell(found) == text:
-            size = 0
-            for count, token in enumerate(found, len(self.tokens) + 1):
-                size += len(draft.of(token) or b"")
-                ends[size] = count
-        size = 0
-        for each in sizes:
-            size += each
-            self._ends.append(ends.get(size, -1))
+            sizes = accumulate(len(draft.of(token) or b"") for token in found)
+            ends = {size: count for count, size in enumerate(sizes, len(self.tokens) + 1)}
+        self._ends += [ends.get(size, -1) for size in accumulate(len(target.of(token) or b"") for token in span)]
         self.tokens += found
         self._own += span
         self._ends[-1] = len(self.tokens)
