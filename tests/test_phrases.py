@@ -26,6 +26,7 @@ from toys import (
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
@@ -38,7 +39,7 @@ from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.stop import LengthPolicy
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)

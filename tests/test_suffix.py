@@ -26,6 +26,7 @@ from toys import (
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
@@ -38,7 +39,7 @@ from forerun.methods.hybrid import HybridDrafter
 from forerun.methods.pools import SuffixMemory
 from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Constraint, Sampler, Verdict
+from forerun.sampling.sampler import Constraint, Sampler
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.backends.heads import HiddenLM
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
-    from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)
