@@ -36,7 +36,7 @@ from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, Method, Parts
 from forerun.methods.guard import Guarded, SpeedTracker
-from forerun.methods.pools import PhrasePool, SuffixMemory
+from forerun.methods.pools import Pool
 from forerun.methods.split import Split
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
@@ -142,7 +142,7 @@ class Decoder:
         self._paces: dict[
             tuple[Method, bool], SpeedTracker
         ] = {}  # sampling costs and accepts otherwise than greedy decoding
-        self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = {} if share_outputs else None
+        self.pools: dict[tuple[int, int], Pool] | None = {} if share_outputs else None
         given: dict[str, Any] = {"pre_verifier": pre_verifier, "head": head}
         self.method = resolve(None, draft, method, **given).method
         self.sampling_method = resolve(None, draft, sampling_method, **given).method if sampling_method else None
@@ -194,36 +194,6 @@ class Decoder:
                 raise ValueError(f"the head is of the kind {head.kind!r}; the method needs {method.head!r}")
             return head
         return HiddenLM(load_head(head, self.target, method.head), self.target)
-
-    def read_phrases(self, path: str | Path) -> None:
-        """Begins with the phrases of a file that `save_phrases` wrote, or the earlier outputs; they are for greedy
-        decoding, outputs for sampling as well.
-
-        Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and where the method has
-        no use for phrases of that form.
-        """
-        wanted, pools = self._phrases()
-        pool = (PhrasePool if wanted[0] else SuffixMemory).load(path, self.target.vocab_size)
-        if pool.shape != wanted:
-            found = f"the phrases in {path} have {pool.shape[0]} tokens, {pool.shape[1]} for each token at most"
-            set_to, see = str(wanted), "ngram and guesses"
-            if isinstance(pool, SuffixMemory):
-                found, set_to, see = f"the outputs in {path} have {pool.most} tokens at most", str(wanted[1]), "memory"
-            raise ValueError(f"{found}; method {self.method.name!r} is set to {set_to}: see {see}")
-        pools[wanted] = pool
-        self.close()  # an engine that is there goes on with what it has
-
-    def save_phrases(self, path: str | Path) -> None:
-        """Writes what the method has gathered, for `read_phrases`: whole or not at all."""
-        shape, pools = self._phrases()
-        empty = PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])
-        pools.get(shape, empty).save(path, self.target.vocab_size)
-
-    def _phrases(self) -> tuple[tuple[int, int], dict[tuple[int, int], PhrasePool | SuffixMemory]]:
-        shape, pools = self.method.phrases, self.pools
-        if shape is None or pools is None or not self.method.warm:
-            raise ValueError(f"method {self.method.name!r} does not keep phrases between calls: see warm")
-        return shape, pools
 
     def method_for(self, greedy: bool) -> Method:
         """What decodes: greedy and sampled output may have methods of their own."""

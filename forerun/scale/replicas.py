@@ -81,7 +81,7 @@ def app(args: Args) -> serve.Application:
     method = options.pop("method", None)
     rows = options.get("max_rows", 64)
     made = engines(
-        Loader(args.target, method, options, args.threads, is_shared=options.keys().isdisjoint(("warm", "phrases"))),
+        Loader(args.target, method, options, args.threads, is_shared="warm" not in options),
         least=args.replicas,
         most=most,
         rows=rows,
