@@ -17,7 +17,7 @@ from toys import noisy_copy, tiny, tiny_tokenizer
 from forerun.api.decoder import Decoder
 from forerun.server.app import Service, Settings, create_app
 from forerun.server.listening import listen
-from forerun.server.run import _Protocol
+from forerun.server.run import Protocol
 from forerun.server.worker import Worker
 
 NAME = "tiny"
@@ -63,7 +63,7 @@ def live(make: Any = make_decoder, idle: int = 15, **settings: Any) -> Iterator[
         app = create_app(worker, Settings(**settings))
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=Protocol,
             log_config=None,
             access_log=False,
             timeout_keep_alive=idle,

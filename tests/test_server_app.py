@@ -16,7 +16,7 @@ from forerun.failures import TargetLostError
 from forerun.server import answers, run
 from forerun.server.app import STATIC, Settings, create_app
 from forerun.server.errors import ApiError
-from forerun.server.run import _Protocol
+from forerun.server.run import Protocol
 from forerun.server.schemas import CompletionBody
 from forerun.server.worker import Worker
 
@@ -127,7 +127,7 @@ def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.Monkey
             aborted.append(1)
 
     async def stall(resumes: bool) -> None:
-        protocol = _Protocol.__new__(_Protocol)
+        protocol = Protocol.__new__(Protocol)
         protocol.loop, protocol.transport, protocol.flow = asyncio.get_running_loop(), Anything(), Anything()  # type: ignore[assignment]
         protocol.pause_writing()
         if resumes:

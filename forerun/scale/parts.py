@@ -17,6 +17,7 @@ from forerun.engine.engine import Engine, Step
 from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError
+from forerun.server.readers import Readers
 from forerun.server.worker import Worker
 
 BEAT = 2.0  # seconds without a step, behind which a replica says that it is there
@@ -67,14 +68,14 @@ def remade(parts: Sequence[Part], decoder: Decoder) -> list[Request]:
     return found
 
 
-async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
+async def decoded(worker: Worker, readers: Readers, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
     """The steps of parts with one prompt, and empty lists at the beginning and in between.
 
     Raises ApiError for what ends the body, and what the worker failed with where it can do no more.
     """
     yield []
     assert worker.decoder is not None
-    reading = asyncio.ensure_future(worker.call(remade, parts, worker.decoder))  # a grammar may take seconds
+    reading = asyncio.ensure_future(readers.call(remade, parts, worker.decoder))  # a grammar may take seconds
     try:
         while not (await asyncio.wait([reading], timeout=BEAT))[0]:
             yield []

@@ -1,4 +1,4 @@
-"""Listening, signals, and the end."""
+"""The process: the socket, signals, and the end."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.server.app import Service, Settings, create_app
+from forerun.server.backend import Backend
 from forerun.server.errors import shutting_down
-from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")
 
 IDLE = 15  # seconds of a connection without a request
-STALLED = 60.0  # seconds that a reader may take nothing while there is more than fits into its buffers
-FLUSH = 5  # seconds for the last bytes when the server ends
-SWITCH = 0.0002  # seconds that the engine's thread waits for the loop's, and the other way round; 0.005 is Python's
+STALLED = 60.0  # seconds that a reader may take nothing while its buffers are full
+FLUSH = 5  # seconds for the last bytes at the end
+SWITCH = 0.0002  # seconds until the engine's thread and the loop's give way to each other; 0.005 is Python's
 
 
-class _Protocol(H11Protocol):
-    """uvicorn's own, which also closes connections that never ask or whose headers never end, and those of readers that
-    have stopped reading."""
+class Protocol(H11Protocol):
+    """uvicorn's own. It also closes connections without a request, connections whose headers never end, and those of
+    readers that have stopped reading."""
 
     _stalled: asyncio.TimerHandle | None = None
-    _heading: asyncio.TimerHandle | None = None  # runs while headers are half there
+    _heading: asyncio.TimerHandle | None = None  # runs while headers are incomplete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service, self.drain = service, drain
         self._draining: asyncio.Task[None] | None = None
-        service.worker.on_failure = self._stop
+        service.backend.on_failure = self._stop
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
                 while self.service.open:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            self.service.worker.give_up(shutting_down())
+            self.service.backend.give_up(shutting_down())
         self._stop()
 
     def _stop(self) -> None:
@@ -108,24 +108,24 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    worker: Worker,
+    backend: Backend,
     settings: Settings,
-    found: socket.socket,
+    listening: socket.socket,
     *,
     drain: float = 30,
     log_level: str = "info",
     log_json: bool = False,
-) -> None:
-    """Serve on a socket until a signal ends it. The worker gets its decoder after the first answers of /health.
+) -> Service:
+    """Serve on a socket until a signal ends it. The backend loads its models after the first answers of /health.
 
-    Raises what the worker fails with.
+    Raises what the backend fails with.
     """
     set_up_log(log_level, log_json)
     sys.setswitchinterval(SWITCH)
-    app = create_app(worker, settings)
+    app = create_app(backend, settings)
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -134,18 +134,19 @@ def serve(
         timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=FLUSH,
     )
-    address = found.getsockname()
+    address = listening.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     _LOG.info("http://%s:%d", host, address[1])
-    Server(config, app.state.service, drain).run(sockets=[found])
-    if worker.failed is not None:
-        raise worker.failed
+    service: Service = app.state.service
+    Server(config, service, drain).run(sockets=[listening])
+    if backend.failed is not None:
+        raise backend.failed
+    return service
 
 
-def leave(worker: Worker) -> None:
-    """End the process where its worker is in a long step, or still loading: nothing is lost, and Python would wait or
-    crash."""
-    if not worker.ended:
+def leave(service: Service) -> None:
+    """End the process if a thread is in a long step, or loads or reads: Python would wait for it, or crash."""
+    if service.readers.calls or not service.backend.ended:
         sys.stderr.flush()
         os._exit(0)
 
