@@ -208,7 +208,7 @@ class Breaking(Loader):
     def __call__(self) -> Decoder:
         decoder = super().__call__()
         engine, fatal = decoder.engine, set[int]()
-        add, abort, step = engine.add, engine.abort, engine.step
+        add, abort, advance = engine.add, engine.abort, engine.advance
         assert decoder.tokenizer is not None
         fails, ends = (decoder.tokenizer.encode(each * 100)[-8:] for each in "!?")
 
@@ -223,12 +223,12 @@ class Breaking(Loader):
             fatal.discard(id)
             return abort(id)
 
-        def breaking_step() -> Any:
+        def breaking_advance() -> Any:
             if fatal:
                 raise RuntimeError("no memory")
-            return step()
+            return advance()
 
-        engine.add, engine.abort, engine.step = breaking_add, breaking_abort, breaking_step  # type: ignore[method-assign]
+        engine.add, engine.abort, engine.advance = breaking_add, breaking_abort, breaking_advance  # type: ignore[method-assign]
         return decoder
 
 

@@ -444,13 +444,13 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_decoder() -> Any:
     """One whose answers take seconds, so that there is a middle to be killed in."""
     decoder = make_decoder()
-    engine, step = decoder.engine, decoder.engine.step
+    engine, advance = decoder.engine, decoder.engine.advance
 
     def slowly() -> Any:
         time.sleep(0.03)
-        return step()
+        return advance()
 
-    engine.step = slowly
+    engine.advance = slowly
     return decoder
 
 

@@ -104,8 +104,8 @@ def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
                     trickling.sendall(b"x")
                     time.sleep(0.05)
         engine, go = server.worker.engine, threading.Event()
-        step = engine.step
-        engine.step = lambda: step() if go.wait(120) else []  # type: ignore[method-assign]
+        advance = engine.advance
+        engine.advance = lambda: advance() if go.wait(120) else None  # type: ignore[method-assign]
         body = {"prompt": "a", "max_tokens": 3, "stream": True, "echo": True, "temperature": 0}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False) as response:
             lines = response.iter_lines()
@@ -173,7 +173,7 @@ def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch, kin
         def broken() -> list[Any]:
             raise kind
 
-        monkeypatch.setattr(server.worker.engine, "step", broken)
+        monkeypatch.setattr(server.worker.engine, "advance", broken)
         answer = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4})
         assert answer.status_code == 500 and kind.__name__ in answer.json()["error"]["message"]
         assert failed.wait(30) and isinstance(server.worker.failed, kind)

@@ -190,13 +190,13 @@ def test_the_openai_client_sees_its_own_errors(server: Live) -> None:
 def test_a_full_queue_answers_at_once() -> None:
     with live(lambda: make_decoder(max_rows=1, max_queue=1)) as server, httpx.Client(trust_env=False) as http:
         engine, go = server.worker.engine, threading.Event()
-        step = engine.step
+        advance = engine.advance
 
-        def held() -> Any:
+        def held() -> None:
             assert go.wait(120)
-            return step()
+            advance()
 
-        engine.step = held  # type: ignore[method-assign]
+        engine.advance = held  # type: ignore[method-assign]
         url, body = server.url + PLAIN, {"prompt": "a", "max_tokens": 5, "stream": True}
         try:  # one has the row to come, one waits, and there is no room for more
             with http.stream("POST", url, json=body, timeout=120) as one, http.stream("POST", url, json=body) as other:
@@ -283,20 +283,20 @@ class Together:
         self.engine, self.bodies, self.server = server.worker.engine, bodies, server
 
     def __enter__(self) -> list[httpx.Response]:
-        self._step = self.engine.step
+        self._advance = self.engine.advance
 
         def held() -> Any:
             if len(self.engine.waiting) == len(self.bodies):
-                self.engine.step = self._step  # type: ignore[method-assign]
-                return self._step()
-            return time.sleep(0.001) or []
+                self.engine.advance = self._advance  # type: ignore[method-assign]
+                return self._advance()
+            return time.sleep(0.001)
 
-        self.engine.step = held  # type: ignore[method-assign]
+        self.engine.advance = held  # type: ignore[method-assign]
         with ThreadPoolExecutor(len(self.bodies)) as pool:
             return list(pool.map(lambda body: post(self.server, PLAIN, body), self.bodies))
 
     def __exit__(self, *error: object) -> None:
-        self.engine.step = self._step  # type: ignore[method-assign]
+        self.engine.advance = self._advance  # type: ignore[method-assign]
 
 
 MARK = 299  # a token that only the culprit's prompt has

@@ -222,7 +222,7 @@ def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) 
         until(lambda: not server.service.open)
         assert ended(server) == {"length": 2, "abort": 2}
         monkeypatch.setattr(answers, "_steps", steps)
-        monkeypatch.setattr(server.worker.engine, "step", lambda: time.sleep(0.01) or [])
+        monkeypatch.setattr(server.worker.engine, "advance", lambda: time.sleep(0.01))
         object.__setattr__(server.service.settings, "max_seconds", 0.2)
         for stream in (False, True):
             assert "took too long" in post(server, PLAIN, body | {"stream": stream}).text

@@ -6,21 +6,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Event, Thread
-from time import perf_counter, sleep
+from threading import Thread
+from time import perf_counter
 from typing import Any
 
 from forerun.api.decoder import Decoder
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
-from forerun.failures import UNATTRIBUTABLE
+from forerun.engine.session import Run, Session
 from forerun.server.backend import Job, Load
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
 from forerun.server.memory import default_kv_memory
 
 _LOG = logging.getLogger("forerun.server")
-
-TRIES = 3  # failed steps in a row, with no request to blame, before all requests get an error
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,8 @@ class Worker:
         self.ready = asyncio.Event()
         self.on_step: Callable[[Step, float], None] = lambda step, at: None
         self.on_failure: Callable[[], None] = lambda: None
-        self._engine: Engine | None = None
-        self._jobs: dict[int, tuple[Job, int]] = {}  # with the index of the choice, by id in the engine
-        self._wake, self._stopping = Event(), False
+        self._session: Session | None = None
+        self._jobs: dict[Run, Job] = {}
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def start(self) -> None:
@@ -72,8 +69,8 @@ class Worker:
 
     async def stop(self) -> None:
         self.give_up(shutting_down())
-        self._stopping = True
-        self._wake.set()
+        if self._session is not None:
+            self._session.stop()
         await asyncio.to_thread(self._thread.join, 4 if self.ready.is_set() else 0)  # seconds; a step may be long
 
     @property
@@ -81,10 +78,14 @@ class Worker:
         return not self._thread.is_alive()
 
     @property
-    def engine(self) -> Engine:
-        if self._engine is None:
+    def session(self) -> Session:
+        if self._session is None:
             raise loading()
-        return self._engine
+        return self._session
+
+    @property
+    def engine(self) -> Engine:
+        return self.session.engine
 
     def load(self) -> Load:
         if not self.ready.is_set():
@@ -105,47 +106,38 @@ class Worker:
         if capacity is not None and len(requests) > capacity:
             raise ApiError(400, f"{len(requests)} answers at once; this server holds {capacity}", "n")
         try:
-            for choice, request in enumerate(requests):
-                id = engine.new_id()
-                self._jobs[id] = job, choice
-                engine.add(request, id)
+            self._jobs[self.session.add(requests)] = job
         except QueueFullError:
-            self.cancel(job)
             raise queue_full() from None
         except ValueError as error:
-            self.cancel(job)
             raise ApiError(400, str(error), "max_tokens") from None
-        self._wake.set()
         return job
 
     def cancel(self, job: Job) -> None:
-        for id in [id for id, (owner, _) in self._jobs.items() if owner is job]:
-            del self._jobs[id]
-            self.engine.abort(id)
+        for run in [run for run, each in self._jobs.items() if each is job]:
+            del self._jobs[run]
+            run.close()
         job.open.clear()
-        self._wake.set()
 
     def give_up(self, error: ApiError) -> None:
-        for job in {job for job, _ in self._jobs.values()}:
+        for job in list(self._jobs.values()):
             self._fail(job, error)
 
     def _fail(self, job: Job, error: ApiError) -> None:
         job.fail(error)
         self.cancel(job)
 
-    def _deliver(self, steps: list[Step], at: float) -> None:
-        for step in steps:
+    def _deliver(self, steps: list[tuple[Run | None, Step]], at: float) -> None:
+        for run, step in steps:
             self.on_step(step, at)
-            if step.id not in self._jobs:
+            job = None if run is None else self._jobs.get(run)
+            if run is None or job is None:
                 continue
-            job, choice = self._jobs[step.id]
             if step.error is not None:
                 _LOG.error("a request failed: %r", step.error)
                 self._fail(job, to_api_error(step.error))
-                continue
-            if step.finish_reason is not None:
-                del self._jobs[step.id]
-            job.put(choice, step, at)
+            for choice, taken in run.take():
+                job.put(choice, taken, at)
 
     # In the thread.
 
@@ -160,44 +152,16 @@ class Worker:
                 decoder.kv_memory = decoder.target.agreed(default_kv_memory(decoder.target.device))
             if decoder.kv_memory is not None:
                 _LOG.info("keys and values may take %.2f GiB", decoder.kv_memory / 2**30)
-            self._engine, self.decoder = _warm_engine(decoder), decoder
+            session = decoder.driver()  # its first steps try out and build what later ones use
+            session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()
+            assert session.engine.target.position_bytes  # known before `add` asks for it in another thread
+            self._session, self.decoder = session, decoder
             self._post(self.ready.set)
-            self._decode(self._engine)
+            session.drive(
+                lambda steps: self._post(self._deliver, steps, perf_counter()),
+                lambda error: self._post(self.give_up, to_api_error(error)),
+            )
         except BaseException as error:  # SystemExit too: without its thread the server could only keep clients waiting
             self.failed = error
             self._post(self.give_up, to_api_error(error))
             self._post(self.on_failure)
-
-    def _decode(self, engine: Engine) -> None:
-        failures = 0
-        while not self._stopping:
-            if not engine.busy:
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            try:
-                steps = engine.step()
-                failures = 0
-            except UNATTRIBUTABLE:
-                raise
-            except BaseException as error:  # the engine has undone the step, and found no request to blame
-                failures += 1
-                _LOG.exception("a step of the engine failed")
-                if failures == TRIES:
-                    failures = 0
-                    self._post(self.give_up, to_api_error(error))
-                sleep(0.05)
-                continue
-            self._post(self._deliver, steps, perf_counter())
-
-
-def _warm_engine(decoder: Decoder) -> Engine:
-    """Return the engine after a few steps: the first ones try out and build what later ones use."""
-    engine = decoder.engine
-    engine.add(decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True))
-    while engine.busy:
-        for step in engine.step():
-            if step.error is not None:
-                raise step.error
-    assert engine.target.position_bytes  # known before `add` asks for it in another thread
-    return engine
