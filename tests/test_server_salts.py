@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-from serving import Live, live, make_decoder, post
+from serving import Live, get, live, make_decoder, post
 from toys import noisy_copy, tiny
 
 from forerun import Decoder
@@ -73,7 +72,7 @@ def test_what_was_answered_is_shared_in_the_same_way(server: Live) -> None:
 
 
 def test_the_description_names_salts(server: Live) -> None:
-    schemas = httpx.get(server.url + "/openapi.json", trust_env=False).json()["components"]["schemas"]
+    schemas = get(server, "/openapi.json").json()["components"]["schemas"]
     for name in ("ChatBody", "CompletionBody"):
         assert schemas[name]["properties"]["cache_salt"]["anyOf"][0]["maxLength"] == 256
 

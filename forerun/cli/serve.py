@@ -118,7 +118,7 @@ def serve(
     is_shared = not any(each.startswith("warm=") for each in decoding.method_arg or [])
     options = decoding.for_load() | {"max_rows": max_rows, "max_queue": max_queue, "kv_memory": kv_memory}
     if ray is None:
-        service = serve(Worker(Loader(model, method, options, decoding.threads, is_shared)), serving, found, **how)
+        serve(Worker(Loader(model, method, options, decoding.threads, is_shared)), serving, found, **how)
     else:
         from forerun.scale import replicas as scale
 
@@ -126,5 +126,5 @@ def serve(
         count: dict[str, Any] = {"least": least, "most": most, "cpus": decoding.threads or 1}
         made = scale.engines(loader, rows=max_rows, room=max_rows + max_queue, **count)
         with scale.serving(ray, **count) as application:
-            service = serve(scale.fleet(made, application), serving, found, **how)
-    leave(service)
+            serve(scale.fleet(made, application), serving, found, **how)
+    leave()

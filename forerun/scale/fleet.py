@@ -79,8 +79,6 @@ class Fleet:
         recovered: seconds from the last word of the lost replica to the first tokens of the next one.
     """
 
-    ended = True  # it has no thread
-
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self.decoder: Decoder | None = None

@@ -202,7 +202,6 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         backend.start()
         yield
-        service.readers.stop()
         await backend.stop()
 
     errors: dict[int | str, dict[str, Any]] = {each: {"model": schemas.ErrorBody} for each in ("4XX", "5XX")}

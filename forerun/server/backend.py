@@ -128,11 +128,6 @@ class Backend(Protocol):
 
     def load(self) -> Load: ...
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has no thread at work, so that Python can exit."""
-        ...
-
 
 async def until_ready(backend: Backend) -> None:
     """Wait until a backend can decode. Raises what loading raised."""

@@ -20,7 +20,7 @@ class Readers:
     """A pool of threads with a bounded queue.
 
     Attributes:
-        calls: how many run or wait.
+        calls: how many are awaited.
     """
 
     def __init__(self) -> None:
@@ -32,17 +32,11 @@ class Readers:
         many calls wait."""
         if self.calls >= MOST_CALLS:
             raise ApiError(503, "too many requests are being read; try again later", code="queue_full")
-        loop = asyncio.get_running_loop()
-        called = self._pool.submit(_contain, function, *args)
         self.calls += 1
-        called.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._called))
-        return await asyncio.wrap_future(called)
-
-    def _called(self) -> None:
-        self.calls -= 1
-
-    def stop(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, _contain, function, *args)
+        finally:
+            self.calls -= 1
 
 
 def _contain(function: Callable[..., _T], *args: Any) -> _T:

@@ -74,10 +74,6 @@ class Worker:
         await asyncio.to_thread(self._thread.join, 4 if self.ready.is_set() else 0)  # seconds; a step may be long
 
     @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
     def session(self) -> Session:
         if self._session is None:
             raise loading()
