@@ -139,25 +139,17 @@ def _is_token(value: Any) -> bool:
 
 
 def _render(messages: Any, decoder: Decoder, **template: Any) -> list[int]:
-    """Return the tokens of messages, which may have any form. Raises ValueError.
-
-    Clients also send nulls and names of speakers, which are left out, and the role `developer`, which is `system`.
-    """
-    size, cleaned = 0, messages
+    """Return the tokens of messages, which may have any form. Raises ValueError."""
+    _check_length(len(json.dumps(messages, ensure_ascii=False)), decoder)
     if isinstance(messages, list):
-        cleaned = []
-        for message in messages:
-            if isinstance(message, dict):
-                message = {key: each for key, each in message.items() if each is not None and key != "name"}
-                if message.get("role") == "developer":
-                    message["role"] = "system"
-                content = message.get("content")
-                parts = content if isinstance(content, list) else [content]
-                texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-                size += sum(len(text) for text in texts if isinstance(text, str))
-            cleaned.append(message)
-    _check_length(size, decoder)
-    return chat_prompt(decoder.tokenizer, cleaned, **template)
+        messages = [_known_keys(each) if isinstance(each, dict) else each for each in messages]
+    return chat_prompt(decoder.tokenizer, messages, **template)
+
+
+def _known_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """Leave out nulls and names of speakers, which clients send; the role `developer` is `system`."""
+    found = {key: each for key, each in message.items() if each is not None and key != "name"}
+    return found | {"role": "system"} if found.get("role") == "developer" else found
 
 
 def _check_length(characters: int, decoder: Decoder) -> None:
