@@ -65,8 +65,7 @@ def decoders(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> di
         layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
         kind = METHODS[name].head
         head = random_head(CausalLM(target), kind=kind) if kind else None
-        made[name] = Decoder(target, tokenizer, draft, method(name), pre_verifier=layer, head=head)
-        made[name].costs = COSTS
+        made[name] = Decoder(target, tokenizer, draft, method(name), pre_verifier=layer, head=head, costs=COSTS)
     return made
 
 
@@ -225,8 +224,7 @@ def test_a_seed_repeats_and_no_seed_follows_torch(decoders: dict[str, Decoder]) 
         decoder = decoders[name]
         assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
         assert decoder.generate("def", params, seed=1).tokens != decoder.generate("def", params, seed=2).tokens
-        decoder = copy.copy(decoder)
-        decoder.guard = False  # which goes by the clock where no seed is given
+        decoder = decoder.replace(guard=False)  # which goes by the clock where no seed is given
         if name in ("suffix", "hybrid"):  # without a seed, outputs that they remember change what is sampled
             continue
         torch.manual_seed(3)

@@ -206,7 +206,7 @@ class Breaking(Loader):
     """Its engine cannot take some prompts: of 100 times "!" each step fails, "?" ends the process."""
 
     def __call__(self) -> Decoder:
-        decoder = super().__call__()
+        decoder = super().__call__().replace(kv_memory=2**28)  # else a worker would replace it
         engine, fatal = decoder.engine, set[int]()
         add, abort, advance = engine.add, engine.abort, engine.advance
         assert decoder.tokenizer is not None

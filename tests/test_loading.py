@@ -27,7 +27,8 @@ from transformers import (
 import forerun
 from forerun import Decoder
 from forerun.api import loading
-from forerun.api.loading import check_tokenizers, load_config, load_head, load_model, load_pre_verifier
+from forerun.api.layers import load_head, load_pre_verifier
+from forerun.api.loading import check_tokenizers, load_config, load_model
 from forerun.cli import main
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.heads import HiddenDrafter

@@ -11,8 +11,8 @@ from joining import join_all
 from toys import CONTEXT, VOCAB, noisy_copy, random_head, random_tree, tiny
 from transformers import PreTrainedModel
 
+from forerun.api.layers import load_head
 from forerun.api.load import Decoder
-from forerun.api.loading import load_head
 from forerun.backends import lean, recorded
 from forerun.backends.heads import HiddenLM
 from forerun.backends.lean import lean_forward

@@ -443,7 +443,7 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def slow_decoder() -> Any:
     """One whose answers take seconds, so that there is a middle to be killed in."""
-    decoder = make_decoder()
+    decoder = make_decoder(kv_memory=2**28)  # else a worker would replace it
     engine, advance = decoder.engine, decoder.engine.advance
 
     def slowly() -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -92,8 +91,7 @@ def custom_generate(
     padding = _padding(input_ids, model_kwargs)
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
-    decoder = _decoder(model, draft, method, pre_verifier, head)
-    decoder.guard = guard
+    decoder = _decoder(model, draft, method, guard, pre_verifier, head)
     prompts = [row[count:] for row, count in zip(input_ids.tolist(), padding, strict=True)]
     context = decoder.target.context
     encode(prompts, None, context, decoder.target.vocab_size)
@@ -134,7 +132,7 @@ def custom_generate(
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     try:
-        for batch in decoder.driver().add(requests):
+        for batch in decoder.session.add(requests):
             for index, step in batch:
                 steps[index].append(step)
                 if token_streamer is not None:
@@ -212,6 +210,7 @@ def _decoder(
     model: PreTrainedModel,
     draft: PreTrainedModel | None,
     method: str | Method | None,
+    guard: bool | None,
     pre_verifier: str | Path | PreVerifier | None,
     head: str | Path | HiddenDrafter | None,
 ) -> Decoder:
@@ -229,22 +228,18 @@ def _decoder(
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):
         kept = vars(model)[_KEPT] = None  # two copies of the weights are enough
-        prepared = Decoder(model, None, needed, chosen, pre_verifier=pre_verifier, head=head)
-        kept = vars(model)[_KEPT] = _Kept(prepared, model, needed)
+        decoder = Decoder(model, None, needed, chosen, guard, pre_verifier=pre_verifier, head=head)
+        kept = vars(model)[_KEPT] = _Kept(decoder, model, needed)
         kept.head = head
-        decoder = copy.copy(prepared)
-    else:
-        decoder = copy.copy(kept.decoder)
-        decoder.method, decoder.pre_verifier = chosen, decoder.layer_for(chosen, pre_verifier)
-        if head is None or head != kept.head or decoder.head is None or decoder.head.kind != chosen.head:
-            decoder.head = decoder.head_for(chosen, head)
-            if decoder.head is not None:
-                kept.head, kept.decoder.head = head, decoder.head
-                if decoder.costs is not None:
-                    decoder.costs = replace(decoder.costs, head={})
-    decoder.measure(chosen)
-    kept.decoder.costs = decoder.costs
-    return decoder
+        return decoder
+    changes: dict[str, Any] = {"method": chosen, "guard": guard}
+    if chosen.layer is not None:
+        changes["pre_verifier"] = pre_verifier
+    known = kept.decoder.head
+    if chosen.head is not None and (head != kept.head or known is None or known.kind != chosen.head):
+        changes["head"] = kept.head = head
+    kept.decoder = kept.decoder.replace(**changes)
+    return kept.decoder
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import zoo
-from forerun.api.decoder import Chunk, Completion, Decoder
+from forerun.api.completion import Chunk, Completion
+from forerun.api.decoder import Decoder
 from forerun.api.loading import check_split, load_model, load_tokenizer, translation_for
 from forerun.api.options import EngineOptions, ModelOptions, split_options
 from forerun.api.resolve import resolve

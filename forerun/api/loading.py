@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,18 +24,14 @@ from forerun.backends import is_as_made
 from forerun.backends.gguf import find, gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.stored import store
 from forerun.backends.tensor_parallel import check_shape
-from forerun.heads.heads import HiddenConfig, HiddenDrafter
-from forerun.heads.pre_verifier import PreVerifier
 from forerun.kinds import check_kind
-from forerun.model.causal_lm import CausalLM, context_of
-from forerun.model.claims import check_config, check_layer, check_model, lacking
-from forerun.model.fingerprint import same_model
+from forerun.model.causal_lm import context_of
+from forerun.model.claims import check_config, check_model, lacking
 from forerun.text.vocabularies import Translation, translate
 from forerun.zoo import resolve
-from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
+from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Prompt = str | Sequence[int]
-_Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
 
 _LOG = logging.getLogger("forerun")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -123,7 +118,7 @@ def load_model(
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cannot use device {device!r}: {_first_line(error)}") from None
+        raise ValueError(f"cannot use device {device!r}: {first_line(error)}") from None
     if device.partition(":")[0] == "meta":
         raise ValueError("cannot use device 'meta': it computes nothing")
     auto, weights = weights == "auto", None if weights == "auto" else weights
@@ -181,7 +176,7 @@ def load_model(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
         )
     except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load {part} {name!r}: {_first_line(error)}") from error
+        raise ValueError(f"cannot load {part} {name!r}: {first_line(error)}") from error
     model, found = loaded
     if found["missing_keys"]:  # transformers fills these with random numbers
         raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
@@ -213,98 +208,6 @@ def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
         return model
 
 
-def load_pre_verifier(
-    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, output: str | None = None
-) -> PreVerifier:
-    """The trained layer of a folder, for just this target and draft.
-
-    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or
-    draft.
-    """
-    name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
-    layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
-    if layer.config.kind not in ((output,) if output is not None else ("survival", "acceptance")):
-        needed = output or "survival or acceptance"
-        raise ValueError(f"{name} gives {layer.config.kind!r}; the method needs {needed!r}")
-    for part, model in (("target", target), ("draft", draft)):
-        if not same_model(getattr(layer.config, part), model.fingerprint):
-            trained = layer.config.recipe.get(part)
-            raise ValueError(
-                f"{name} belongs to another {part}: it was trained for {trained!r}; train one for this pair"
-            )
-    return nn.Module.to(layer, target.device).eval()
-
-
-def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | None = None) -> HiddenDrafter:
-    """The head over hidden states of a folder, for just this target; of any form where none is named.
-
-    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, and one that was
-    trained for another target.
-    """
-    name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
-    head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
-    if form is not None and head.config.kind != form:
-        raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {form!r}")
-    if not same_model(head.config.target, target.fingerprint):
-        trained = head.config.recipe.get("target")
-        raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
-    hot, known = head.hot.tolist(), min(head.config.vocab_size, target.vocab_size)
-    if len(set(hot)) < len(hot) or not all(0 <= token < known for token in hot):
-        raise ValueError(f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}")
-    return nn.Module.to(head, target.device).eval()
-
-
-def config_file(folder: Path, name: str) -> Path:
-    """The configuration in the folder of a trained layer. Raises ValueError, before any weights are read, for none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"cannot load {name}: there is no {path}")
-    return path
-
-
-def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
-    """A trained layer of ours from its folder, in float32. Raises ValueError where anything is missing or broken."""
-    folder = Path(source)
-    path = config_file(folder, name)
-    config: Any = cls.config_class
-    try:
-        settings = json.loads(path.read_text())
-        known = set(config().to_dict()) | {"architectures", "dtype", "heads", "states"}  # the last two of older files
-        unknown = sorted(set(settings) - known)
-    except Exception as error:
-        raise ValueError(f"cannot load {name}: config.json: {_first_line(error)}") from None
-    if unknown:
-        raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
-    if settings.get("model_type") != config.model_type:
-        raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
-    try:
-        made = config(**settings)
-        context_of(made)  # raises for too long ones
-        check_layer(folder, _blocks(made), lambda: cls(made))
-        if (folder / WEIGHTS).is_file():  # the embedded target's
-            stored = cls(made)
-            restore(stored, folder)
-            return stored
-        loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
-    except Exception as error:  # broken files may raise anything
-        raise ValueError(f"cannot load {name}: {_first_line(error)}") from error
-    layer: _Layer = loaded[0]
-    found: dict[str, Any] = loaded[1]
-    if found["missing_keys"] or found.get("unexpected_keys"):
-        first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
-        raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
-    return layer
-
-
-def _blocks(config: Any) -> int:
-    """How many blocks a trained layer's configuration claims."""
-    if isinstance(config, HiddenConfig):
-        return config.num_hidden_layers
-    return config.layers
-
-
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The text configuration of a hub id or folder, without its weights. Raises ValueError for none or a broken one."""
     folder = resolve(source, part)
@@ -319,7 +222,7 @@ def load_config(source: str | Path, part: str, *, trust_remote_code: bool = Fals
         context_of(config)  # raises for too long ones
         return config
     except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load {part} {str(source)!r}: {_first_line(error)}") from error
+        raise ValueError(f"cannot load {part} {str(source)!r}: {first_line(error)}") from error
 
 
 def load_tokenizer(
@@ -336,7 +239,7 @@ def load_tokenizer(
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {_first_line(error)}") from error
+        raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {first_line(error)}") from error
 
 
 def _may_have_tokenizer(source: str | Path) -> bool:
@@ -451,7 +354,7 @@ def check_prompts(
     return tokenizer
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of an error's text, behind its class where the text was not written to be read alone."""
     name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return name + (str(error).strip() or "no reason given").splitlines()[0]

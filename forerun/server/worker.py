@@ -144,11 +144,13 @@ class Worker:
     def _run(self) -> None:
         try:
             decoder = self._make()
-            if decoder.kv_memory is None:  # measured now, as the models have their memory; no client may take the rest
-                decoder.kv_memory = decoder.target.agreed(default_kv_memory(decoder.target.device))
-            if decoder.kv_memory is not None:
-                _LOG.info("keys and values may take %.2f GiB", decoder.kv_memory / 2**30)
-            session = decoder.driver()  # its first steps try out and build what later ones use
+            kv_memory = decoder.options.kv_memory
+            if kv_memory is None:  # measured now, as the models have their memory; no client may take the rest
+                kv_memory = decoder.target.agreed(default_kv_memory(decoder.target.device))
+                decoder = decoder.replace(kv_memory=kv_memory)
+            if kv_memory is not None:
+                _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)
+            session = decoder.session  # its first steps try out and build what later ones use
             session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()
             assert session.engine.target.position_bytes  # known before `add` asks for it in another thread
             self._session, self.decoder = session, decoder
