@@ -9,7 +9,7 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
 
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from forerun.api.decoder import Decoder
 from forerun.api.requests import requests
@@ -130,16 +130,11 @@ class Face:
         return cls(decoder.tokenizer, config, target.context, target.vocab_size, room, positions, spread)
 
     def decoder(self) -> Decoder:
-        """What reads bodies in the app's place of a Decoder. It cannot decode."""
-
-        def processors(config: Any, prompt_length: int, extra: Any = None) -> LogitsProcessorList:
-            return LogitsProcessorList(extra or [])
-
+        """Return what reads bodies in place of a Decoder. It cannot decode."""
         target = SimpleNamespace(
             context=self.context,
             vocab_size=self.vocab_size,
             model=SimpleNamespace(generation_config=self.config),
-            processors=processors,
         )
         return cast(Decoder, SimpleNamespace(target=target, tokenizer=self.tokenizer))
 
