@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
 from forerun.api.loading import load_model
+from forerun.engine.acceptance import Verdict
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.pre_verifier import UNKNOWN, law_of
 from forerun.heads.quick import QuickPreVerifier
@@ -25,7 +26,7 @@ from forerun.methods import AR, Pacer, method
 from forerun.methods.pacer import PacerStop
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import Recipe, of_conversations, train_pre_verifier
 from forerun.train.rollout import FIELDS, roll_out
 from forerun.train.texts import Conversation, Texts, of_chats

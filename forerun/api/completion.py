@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from forerun.engine.engine import Step
-from forerun.engine.session import Run
+from forerun.engine.sequence import Request
+from forerun.engine.session import Run, Session
 from forerun.engine.stats import Stats, summarise
 from forerun.text.stop_strings import TextStream
 
@@ -52,29 +54,40 @@ class Chunk:
     finish_reason: str | None
 
 
-def complete(run: Run, texts: Sequence[TextStream | None], begun: float) -> list[Completion]:
-    """Return a completion for each request of a run when all have ended."""
-    steps, completions = run.collect(), []
-    seconds = perf_counter() - begun
-    for text, taken in zip(texts, steps, strict=True):
-        tokens = [token for step in taken for token in step.tokens]
-        origins = [origin for step in taken for origin in step.origins]
-        if text is not None:
-            text.push(tokens, origins, finished=True)
-        reason = taken[-1].finish_reason
-        assert reason is not None
-        said = text.text if text is not None else ""
-        completions.append(Completion(said, tokens, origins, reason, summarise(taken, seconds), taken))
-    return completions
+@dataclass(frozen=True)
+class Call:
+    """The requests of one call, and what turns their tokens into text."""
 
+    requests: list[Request]
+    texts: list[TextStream | None]
+    is_single: bool
+    begun: float
 
-def chunks(run: Run, texts: Sequence[TextStream | None]) -> Iterator[Chunk]:
-    """Yield a chunk for each step of a run as it comes. Letting go of the iterator aborts the run."""
-    try:
-        for batch in run:
-            for index, step in batch:
-                text, reason = texts[index], step.finish_reason
-                pieces = text.push(step.tokens, step.origins, reason is not None) if text is not None else []
-                yield Chunk(index, "".join(piece for piece, _ in pieces), pieces, step, reason)
-    finally:
-        run.close()
+    def complete(self, session: Session) -> Any:
+        """Return a completion, or a list of them for several requests, when all have ended."""
+        steps, found = session.add(self.requests).collect(), []
+        seconds = perf_counter() - self.begun
+        for text, taken in zip(self.texts, steps, strict=True):
+            tokens = [token for step in taken for token in step.tokens]
+            origins = [origin for step in taken for origin in step.origins]
+            if text is not None:
+                text.push(tokens, origins, finished=True)
+            reason = taken[-1].finish_reason
+            assert reason is not None
+            said = text.text if text is not None else ""
+            found.append(Completion(said, tokens, origins, reason, summarise(taken, seconds), taken))
+        return found[0] if self.is_single else found
+
+    def stream(self, session: Session) -> Iterator[Chunk]:
+        """Queue the requests, and return an iterator over a chunk for each step. Letting go of it aborts them."""
+        return self._chunks(session.add(self.requests))
+
+    def _chunks(self, run: Run) -> Iterator[Chunk]:
+        try:
+            for batch in run:
+                for index, step in batch:
+                    text, reason = self.texts[index], step.finish_reason
+                    pieces = text.push(step.tokens, step.origins, reason is not None) if text is not None else []
+                    yield Chunk(index, "".join(piece for piece, _ in pieces), pieces, step, reason)
+        finally:
+            run.close()

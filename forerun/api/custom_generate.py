@@ -57,23 +57,22 @@ def custom_generate(
     head: str | Path | HiddenDrafter | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """`model.generate(..., custom_generate=forerun.custom_generate)` calls this and passes on what is described below.
-    `streamer`, `tokenizer` and `assistant_model` never arrive: use `token_streamer`, StopStringCriteria and `draft`.
+    """Decode in place of transformers' own loop, as `model.generate(..., custom_generate=forerun.custom_generate)`.
 
-    Rows are given to processors and criteria one by one, and end at the model's context. What was prepared of the
-    models is kept on `model`, with the draft, until either has other weights (writes into `.data` of a few numbers go
-    unseen). Keys and values are not: each call reads its prompts anew, so adapters may be switched between calls.
+    `streamer`, `tokenizer` and `assistant_model` never arrive: use `token_streamer`, StopStringCriteria and `draft`.
+    Processors and criteria see rows one by one; rows end at the model's context. The prepared models are kept on
+    `model`, with the draft, until either has other weights (writes into `.data` of a few numbers go unseen). Keys and
+    values are not: each call reads its prompts anew, so adapters may be switched between calls.
 
     Args:
         draft: a smaller model with the same vocabulary.
-        method: a name from `forerun.methods.METHODS` or its dataclass. Default: "pacer-ouroboros" with a draft and
-            its pre-verifier, "sd" with a draft, else "suffix".
-        token_streamer: is given the prompt, then each token; for a single sequence.
+        method: a name from `forerun.methods.METHODS` or its dataclass. Default: see `forerun.api.resolve.resolve`.
+        token_streamer: gets the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
-        guard: as in `forerun.load`.
+        guard: see `forerun.EngineOptions`.
         pre_verifier: the trained layer of "pacer", a folder (read in every call) or the layer. Costs
             that a method asks for are measured in the first call, and kept as the models are.
-        head: what "lyanna" and others like it draft with, a folder or the head; kept likewise.
+        head: what "lyanna" and methods like it draft with, a folder or the head; kept likewise.
 
     Returns:
         ids [B * num_return_sequences, longest], padded on the right, or GenerateDecoderOnlyOutput with them alone.
@@ -156,7 +155,7 @@ def custom_generate(
 
 
 def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """How many tokens of padding stand before each row of ids [B, n]; raises ValueError for inputs of other kinds."""
+    """Return the tokens of padding before each row of ids [B, n]. Raises ValueError for inputs of other kinds."""
     for name, value in model_kwargs.items():
         if name not in _INPUTS and value is not None:
             raise ValueError(f"{name} is not supported; only token ids and an attention mask are")
@@ -176,7 +175,7 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
 
 
 class _Kept:
-    """A decoder and what it was made of. Copies and pickles of its target go without: it belongs to the original."""
+    """A decoder and what it was made of. Copies and pickles of its target lack it: it belongs to the original."""
 
     def __init__(self, decoder: Decoder, model: PreTrainedModel, draft: PreTrainedModel | None) -> None:
         self.decoder, self.model, self.draft = decoder, model, draft
@@ -184,8 +183,8 @@ class _Kept:
         self.head: str | Path | HiddenDrafter | None = None  # what that of the decoder was made of
 
     def _state(self) -> list[Any]:
-        """What changes with weights, modules, hooks and attention implementations. Modules and not their ids, which
-        others may be given."""
+        """Return what changes with weights, modules, hooks and attention implementations. Modules and not their ids,
+        which other modules may get."""
         found: list[Any] = []
         for model in (self.model, self.draft):
             if model is not None:
@@ -214,7 +213,7 @@ def _decoder(
     pre_verifier: str | Path | PreVerifier | None,
     head: str | Path | HiddenDrafter | None,
 ) -> Decoder:
-    """A decoder of what is kept on the model, where that still fits, or of what is prepared now.
+    """Return a decoder of what is kept on the model if that still fits, or of what is prepared now.
 
     On the model, so that it goes with it: a weak dictionary would hold a target by its own decoder.
     """

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from forerun.api.build import build_drafter, measured
-from forerun.api.completion import Chunk, Completion, chunks, complete
+from forerun.api.completion import Call, Chunk, Completion
 from forerun.api.layers import layers_for
 from forerun.api.loading import Prompt, check_vocabularies, encode
 from forerun.api.options import EngineOptions
@@ -59,16 +59,6 @@ class _State:
     costs: Costs | None
     session: Session | None = None
     lock: Lock = field(default_factory=Lock)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The requests of one call, and what turns their tokens into text."""
-
-    requests: list[Request]
-    texts: list[TextStream | None]
-    is_single: bool
-    begun: float
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -241,7 +231,7 @@ class Decoder:
             ValueError: empty prompts, prompts that fill the context, settings that are unknown or out of range.
             Exception: what a processor or criterion raises.
         """
-        return self._complete(self._call(prompts, params, **options))
+        return self._call(prompts, params, **options).complete(self.session)  # type: ignore[no-any-return]
 
     def stream(
         self,
@@ -253,7 +243,7 @@ class Decoder:
 
         Letting go of the stream, or an exception in it, ends its sequences.
         """
-        return self._stream(self._call(prompts, params, **options))
+        return self._call(prompts, params, **options).stream(self.session)
 
     def chat(
         self,
@@ -277,7 +267,7 @@ class Decoder:
         Raises:
             ValueError: what `forerun.text.chat.chat_prompt` and `generate` refuse.
         """
-        return self._complete(self._chat(messages, params, system, template_args, **options))
+        return self._chat(messages, params, system, template_args, **options).complete(self.session)
 
     def stream_chat(
         self,
@@ -289,7 +279,7 @@ class Decoder:
         **options: Any,
     ) -> Iterator[Chunk]:
         """Like `chat`, as chunks, as `stream` gives them. Checks its arguments at once."""
-        return self._stream(self._chat(messages, params, system, template_args, **options))
+        return self._chat(messages, params, system, template_args, **options).stream(self.session)
 
     def request(
         self, prompt: Prompt, params: SamplingParams | GenerationConfig | None = None, **options: Any
@@ -305,7 +295,7 @@ class Decoder:
         stopping_criteria: StoppingCriteriaList | None = None,
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
-    ) -> _Call:
+    ) -> Call:
         begun = perf_counter()
         single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         params, tokenizer = merged(params, options), self.tokenizer
@@ -314,7 +304,7 @@ class Decoder:
             asked = [replace(each, progress=progress) for each in asked]
         stop = stop_strings(params)
         texts = [TextStream(tokenizer, row, stop) if tokenizer is not None else None for row in rows]
-        return _Call(asked, texts, single, begun)
+        return Call(asked, texts, single, begun)
 
     def _chat(
         self,
@@ -323,7 +313,7 @@ class Decoder:
         system: str | None,
         template_args: dict[str, Any] | None,
         **options: Any,
-    ) -> _Call:
+    ) -> Call:
         """Return the call of one conversation or of several, which end where a turn does."""
         single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
         many = [messages] if single else messages
@@ -333,13 +323,6 @@ class Decoder:
             return call
         ends = turn_ends(self.tokenizer)
         return replace(call, requests=[replace(each, eos=each.eos | ends) for each in call.requests])
-
-    def _complete(self, call: _Call) -> Any:
-        found = complete(self.session.add(call.requests), call.texts, call.begun)
-        return found[0] if call.is_single else found
-
-    def _stream(self, call: _Call) -> Iterator[Chunk]:
-        return chunks(self.session.add(call.requests), call.texts)
 
     # The engine.
 

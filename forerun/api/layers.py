@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from forerun.api.loading import first_line
+from forerun.api.loading import loading
 from forerun.backends.heads import HiddenLM
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
@@ -51,11 +51,10 @@ def layers_for(
 def load_pre_verifier(
     source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, output: str | None = None
 ) -> PreVerifier:
-    """The trained layer of a folder, for just this target and draft.
+    """Load the trained layer of a folder, for just this target and draft.
 
-    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or
-    draft.
+    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
+    layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or draft.
     """
     name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
     layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
@@ -72,11 +71,11 @@ def load_pre_verifier(
 
 
 def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | None = None) -> HiddenDrafter:
-    """The head over hidden states of a folder, for just this target; of any form where none is named.
+    """Load the head over hidden states of a folder, for just this target; of any form if none is named.
 
-    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, and one that was
-    trained for another target.
+    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
+    head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, and one that was trained for
+    another target.
     """
     name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
     head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
@@ -92,7 +91,7 @@ def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | 
 
 
 def config_file(folder: Path, name: str) -> Path:
-    """The configuration in the folder of a trained layer. Raises ValueError, before any weights are read, for none."""
+    """Return the configuration file of a trained layer's folder. Raises ValueError if there is none."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"cannot load {name}: there is no {path}")
@@ -100,41 +99,31 @@ def config_file(folder: Path, name: str) -> Path:
 
 
 def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
-    """A trained layer of ours from its folder, in float32. Raises ValueError where anything is missing or broken."""
+    """Load a trained layer of ours from its folder, in float32. Raises ValueError for missing and broken parts."""
     folder = Path(source)
     path = config_file(folder, name)
     config: Any = cls.config_class
-    try:
+    with loading(f"{name}: config.json"):
         settings = json.loads(path.read_text())
         known = set(config().to_dict()) | {"architectures", "dtype", "heads", "states"}  # the last two of older files
         unknown = sorted(set(settings) - known)
-    except Exception as error:
-        raise ValueError(f"cannot load {name}: config.json: {first_line(error)}") from None
     if unknown:
         raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
     if settings.get("model_type") != config.model_type:
         raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
-    try:
+    with loading(name):
         made = config(**settings)
         context_of(made)  # raises for too long ones
-        check_layer(folder, _blocks(made), lambda: cls(made))
+        blocks = made.num_hidden_layers if isinstance(made, HiddenConfig) else made.layers
+        check_layer(folder, blocks, lambda: cls(made))
         if (folder / WEIGHTS).is_file():  # the embedded target's
             stored = cls(made)
             restore(stored, folder)
             return stored
         loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
-    except Exception as error:  # broken files may raise anything
-        raise ValueError(f"cannot load {name}: {first_line(error)}") from error
     layer: _Layer = loaded[0]
     found: dict[str, Any] = loaded[1]
     if found["missing_keys"] or found.get("unexpected_keys"):
         first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
         raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
     return layer
-
-
-def _blocks(config: Any) -> int:
-    """How many blocks a trained layer's configuration claims."""
-    if isinstance(config, HiddenConfig):
-        return config.num_hidden_layers
-    return config.layers

@@ -127,11 +127,7 @@ def _ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions
         assert shared is not None
         return ShardedLM(model, shared)
     # A model that nobody else holds need not survive the packing of its weights.
-    how: dict[str, bool] = {
-        "fast": models.fast,
-        "in_place": isinstance(source, str | Path),
-        "graphs": models.graphs,
-    }
+    how: dict[str, bool] = {"fast": models.fast, "in_place": isinstance(source, str | Path)}
     if part == "target":
         return prepare(model, **how)
     folder = zoo.resolve(source, part) if isinstance(source, str | Path) else None

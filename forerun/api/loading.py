@@ -1,9 +1,10 @@
-"""Models, tokenizers and prompts from what users name them by, with one clear error for what cannot be had."""
+"""Models, tokenizers and prompts by name, with one clear error for what cannot be loaded."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def encode(
     context: int | None,
     vocab_size: int,
 ) -> tuple[bool, list[list[int]]]:
-    """Whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
+    """Return whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
     if hasattr(prompts, "tolist"):  # tensors and arrays, without padding
         prompts = prompts.tolist()
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -90,7 +91,7 @@ def load_model(
     plain: bool = False,
     tensor_parallel: bool = False,
 ) -> PreTrainedModel:
-    """The model of a hub id, folder or GGUF file.
+    """Load the model of a hub id, folder or GGUF file; return a model as it is.
 
     Args:
         part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
@@ -125,7 +126,7 @@ def load_model(
     on_cpu = device.partition(":")[0] == "cpu" and device_map is None and not tensor_parallel
     if weights is not None and dtype is not None:
         raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
-    file = find(source) if isinstance(source, Path) else None
+    file = _gguf_file(source)
     if file is not None and plain:
         weights, dtype = "float32", None
     few = weights in ("int4", "int8") or (file is not None and weights is None)
@@ -159,10 +160,8 @@ def load_model(
     if small and device_map is not None:
         raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
     if isinstance(source, Path):
-        try:
+        with loading(f"{part} {name!r}"):
             check_model(source, trust_remote_code)
-        except ValueError as error:
-            raise ValueError(f"cannot load {part} {name!r}: {error}") from None
     if small:
         restored: Any = load_quantised(Path(source))
         return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
@@ -171,12 +170,10 @@ def load_model(
         from transformers.distributed import DistributedConfig
 
         placed = {"distributed_config": DistributedConfig(tp_plan="auto")}
-    try:
+    with loading(f"{part} {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
         )
-    except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load {part} {name!r}: {first_line(error)}") from error
     model, found = loaded
     if found["missing_keys"]:  # transformers fills these with random numbers
         raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
@@ -184,20 +181,20 @@ def load_model(
 
 
 def check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
-    """Raises ValueError for what transformers cannot split among ranks."""
+    """Raise ValueError for what transformers cannot split among ranks."""
     if not isinstance(source, str | Path):
         raise ValueError(f"tensor_parallel is for models that are loaded by name; this {part} is an object")
     if device is not None or device_map is not None:
         raise ValueError("give tensor_parallel or a device, not both: each rank takes its own")
     folder = resolve(source, part)
-    stored = isinstance(folder, Path) and (find(folder) is not None or (folder / WEIGHTS).exists())
+    stored = isinstance(folder, Path) and (_gguf_file(folder) is not None or (folder / WEIGHTS).exists())
     if stored or weights in ("int4", "int8"):
         raise ValueError(f"{part} {str(source)!r}: weights in few bits cannot be split among ranks")
     check_shape(load_config(source, part), str(source))
 
 
 def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
-    """A float32 model stored as `kind`. "auto", for drafts: in 8 bits where it can be."""
+    """Return a float32 model stored as `kind`. "auto", for drafts: in 8 bits if it can be."""
     if kind != "auto":
         return model if kind is None else store(model, kind)
     if not is_as_made(model):
@@ -209,48 +206,47 @@ def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
 
 
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The text configuration of a hub id or folder, without its weights. Raises ValueError for none or a broken one."""
+    """Load the text configuration of a hub id, folder or GGUF file. Raises ValueError for none or a broken one."""
     folder = resolve(source, part)
-    file = find(folder) if isinstance(folder, Path) else None
-    if file is not None:
+    if (file := _gguf_file(folder)) is not None:
         return gguf_config(file)
-    try:
+    with loading(f"{part} {str(source)!r}"):
         if isinstance(folder, Path):
             check_config(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = config.get_text_config(decoder=True)
         context_of(config)  # raises for too long ones
-        return config
-    except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load {part} {str(source)!r}: {first_line(error)}") from error
+    return config
 
 
 def load_tokenizer(
     source: str | Path, part: str = "target", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or folder. Raises ValueError where there is none."""
+    """Load the tokenizer of a hub id, folder or GGUF file. Raises ValueError if it has none."""
     folder = resolve(source, part)
-    file = find(folder) if isinstance(folder, Path) else None
-    if file is not None:
+    if (file := _gguf_file(folder)) is not None:
         return gguf_tokenizer(file)
     # Without this, transformers makes up an empty tokenizer for some configurations.
     if not _may_have_tokenizer(folder):
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: the folder has no tokenizer files")
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {first_line(error)}") from error
+    with loading(f"the tokenizer of {str(source)!r}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return tokenizer
+
+
+def _gguf_file(source: str | Path) -> Path | None:
+    return find(source) if isinstance(source, Path) else None
 
 
 def _may_have_tokenizer(source: str | Path) -> bool:
-    """False for folders without tokenizer files. Hub ids may always have one."""
-    if not isinstance(source, Path) or find(source) is not None:
+    """Return False for a folder without tokenizer files. Hub ids may always have one."""
+    if not isinstance(source, Path) or _gguf_file(source) is not None:
         return True
     return any(any(source.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError where a draft's tokenizer differs from the target's, naming the first difference."""
+    """Raise ValueError if a draft's tokenizer differs from the target's, naming the first difference."""
     found = _difference(target, draft)
     if found is not None:
         raise ValueError(
@@ -260,7 +256,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 
 
 def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
-    """The first difference of a draft's tokenizer from the target's; None where there is none.
+    """Return the first difference of a draft's tokenizer from the target's; None if they are equal.
 
     All tokens with their ids are compared, added ones too. Then the tokens of a few texts are: tokenizers of equal
     vocabularies may still merge or normalise differently. Which tokens begin, end or pad a text is not compared: only
@@ -283,14 +279,14 @@ def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
 def check_draft_tokenizer(
     target: PreTrainedTokenizerBase, draft: str | Path, *, trust_remote_code: bool = False
 ) -> None:
-    """`check_tokenizers` with that of a draft's hub id or folder. A folder without a tokenizer passes."""
+    """`check_tokenizers` with the tokenizer of a draft's hub id or folder. A folder without one passes."""
     own = _own_tokenizer(draft, trust_remote_code)
     if own is not None:
         check_tokenizers(target, own, str(draft))
 
 
 def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """That of a draft's hub id or folder; None for a folder without one."""
+    """Load the tokenizer of a draft's hub id or folder; None for a folder without one."""
     if not _may_have_tokenizer(resolve(draft, "draft")):
         return None
     return load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
@@ -304,11 +300,12 @@ def translation_for(
     *,
     trust_remote_code: bool = False,
 ) -> Translation | None:
-    """How the draft of a hub id or folder drafts, where it has another tokenizer than the target; None where it has
-    the same. A folder without a tokenizer passes for such. `strict`: a method that needs the target's tokenizer.
+    """Return how a draft with another tokenizer than the target's drafts; None for one with the same tokenizer.
+
+    A folder without a tokenizer passes for one with the same. `strict`: a method that needs the target's tokenizer.
 
     Raises ValueError for a `way` that needs the tokenizer of a folder without one, tokenizers with nothing in common,
-    and one that differs where a method is strict.
+    and one that differs if a method is strict.
     """
     own = _own_tokenizer(draft, trust_remote_code)
     if own is None:
@@ -330,7 +327,7 @@ def translation_for(
 
 
 def check_vocabularies(target: int, draft: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises ValueError where embeddings of these sizes differ by more than padding behind the tokenizer's ids."""
+    """Raise ValueError if embeddings of these sizes differ by more than padding after the tokenizer's ids."""
     if target == draft:
         return
     used = max(_tokens_by_id(tokenizer), default=0) + 1 if tokenizer is not None else None
@@ -347,7 +344,7 @@ def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def check_prompts(
     target: str | Path, prompts: Prompt | Sequence[Prompt], *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The target's tokenizer. Raises ValueError for prompts that decoding would refuse, without loading weights."""
+    """Load the target's tokenizer. Raises ValueError for prompts that decoding would refuse; loads no weights."""
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     config = load_config(target, "target", trust_remote_code=trust_remote_code)
     encode(prompts, tokenizer, context_of(config), config.vocab_size)
@@ -355,6 +352,15 @@ def check_prompts(
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, behind its class where the text was not written to be read alone."""
+    """Return the first line of an error's text, after its class if the text was not written to be read alone."""
     name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return name + (str(error).strip() or "no reason given").splitlines()[0]
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Raise a ValueError of one line for any error: broken files and remote code may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot load {what}: {first_line(error)}") from error

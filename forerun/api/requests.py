@@ -23,7 +23,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import GenerationMode, logits_process
+from transformers.generation import GenerationMode
 
 from forerun.engine.sequence import Request
 from forerun.model.causal_lm import CausalLM
@@ -37,18 +37,14 @@ from forerun.text.chat import turn_ends
 from forerun.text.stop_strings import StopStrings
 
 # They keep state from call to call or run a model of their own: calls for drafted tokens would change what they do.
-_STATEFUL = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "SynthIDTextWatermarkLogitsProcessor",
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "ClassifierFreeGuidanceLogitsProcessor",
-        "DiaClassifierFreeGuidanceLogitsProcessor",
-        "DiaEOSDelayPatternLogitsProcessor",
-        "WhisperTimeStampLogitsProcessor",
-    )
-    if hasattr(logits_process, name)
-)
+_STATEFUL = {
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+}
 
 
 def requests(
@@ -98,10 +94,10 @@ def requests(
             grammar = grammar_of(len(row)) if grammar_of is not None else None
             extra += [grammar] if grammar is not None else []
             if isinstance(params, SamplingParams):
-                chosen = _processors(params, len(row), target.vocab_size, extra)
+                chosen = LogitsProcessorList(_processors(params, len(row), target.vocab_size, extra))
             else:
-                chosen = target.processors(config, len(row), extra)
-            sampler = Sampler(greedy, LogitsProcessorList(chosen))
+                chosen = target.processors(config, len(row), LogitsProcessorList(extra))
+            sampler = Sampler(greedy, chosen)
         new = config.max_new_tokens
         if new is None:
             new = config.max_length - len(row)
@@ -124,7 +120,7 @@ def requests(
 
 
 def stop_strings(config: GenerationConfig | SamplingParams) -> list[str]:
-    """The stop strings of a configuration."""
+    """Return the stop strings of parameters."""
     found = config.stop if isinstance(config, SamplingParams) else config.stop_strings
     return [found] if isinstance(found, str) else list(found or ())
 
@@ -132,7 +128,7 @@ def stop_strings(config: GenerationConfig | SamplingParams) -> list[str]:
 def merged(
     params: SamplingParams | GenerationConfig | None, options: dict[str, Any]
 ) -> SamplingParams | GenerationConfig:
-    """Parameters with single options in their place; raises ValueError for an unknown one."""
+    """Return parameters with single options in their place. Raises ValueError for an unknown one."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, GenerationConfig):
@@ -146,7 +142,7 @@ def merged(
 
 
 def check_supported(config: GenerationConfig, copies: bool = False) -> None:
-    """Raises ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
+    """Raise ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
@@ -165,9 +161,9 @@ def check_supported(config: GenerationConfig, copies: bool = False) -> None:
 
 
 def check_processors(processors: LogitsProcessorList | None) -> None:
-    """Raises ValueError for transformers' processors that must not be called for drafted tokens."""
+    """Raise ValueError for transformers' processors that must not be called for drafted tokens."""
     for processor in processors or ():
-        if isinstance(processor, _STATEFUL):
+        if not _STATEFUL.isdisjoint(cls.__name__ for cls in type(processor).__mro__):
             raise ValueError(
                 f"{type(processor).__name__} is not supported: it keeps state from call to call, and drafted tokens "
                 "would change it"
@@ -175,7 +171,7 @@ def check_processors(processors: LogitsProcessorList | None) -> None:
 
 
 def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """A processor of a whole batch, for any number of continuations of one of its rows."""
+    """Return a processor of a whole batch for any number of continuations of one of its rows."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
         processor = copy.copy(processor)

@@ -18,6 +18,7 @@ import torch
 from forerun.api.layers import config_file, load_pre_verifier
 from forerun.api.loading import check_draft_tokenizer, check_vocabularies, load_model, load_tokenizer
 from forerun.backends.hot import prepare_draft
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
 from forerun.heads.pre_verifier import PreVerifier
@@ -25,7 +26,6 @@ from forerun.integrations.options import read
 from forerun.integrations.texts import Text, Texts, agreed, chain_of
 from forerun.methods import Parts
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Verdict
 from forerun.zoo import resolve
 
 CHUNK = 512  # tokens of a prompt that the draft model reads at once

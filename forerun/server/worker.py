@@ -87,13 +87,13 @@ class Worker:
         if not self.ready.is_set():
             return Load()
         engine = self.engine
-        cache, prefixes = engine.target.cache, engine.target.prefixes
+        memory = engine.target.memory()
         return Load(
             running=len(engine.running) + engine.prefilling,
             waiting=len(engine.waiting),
-            used=cache.used_bytes,
-            allocated=engine.kv_memory or cache.allocated_bytes,
-            hits=0 if prefixes is None else prefixes.hit_tokens,
+            used=memory.used,
+            allocated=engine.kv_memory or memory.allocated,
+            hits=memory.hits,
         )
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
