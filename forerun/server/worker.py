@@ -29,15 +29,12 @@ class Loader:
         method: a name, its settings, or None for `forerun.load`'s choice.
         options: other arguments of `forerun.load`.
         threads: of torch, for the thread that calls.
-        is_shared: clients do not know each other, so nothing that was decoded for one is drafted for another: rejected
-            drafts, which a client may ask for, would be words of other clients' answers.
     """
 
     target: str
     method: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     threads: int | None = None
-    is_shared: bool = False
 
     def __call__(self) -> Decoder:
         import torch
@@ -46,7 +43,7 @@ class Loader:
 
         if self.threads:
             torch.set_num_threads(self.threads)
-        return load(self.target, method=self.method, share_outputs=not self.is_shared, **self.options)
+        return load(self.target, method=self.method, **self.options)
 
 
 class Worker:
