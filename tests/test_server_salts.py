@@ -138,6 +138,6 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
 
 def test_a_salt_goes_along_to_replicas() -> None:
     decoder = make_decoder()
-    (asked,) = prepare_completion(CompletionBody(prompt="the cat", cache_salt="one"), decoder).requests
+    ((asked,), _) = prepare_completion(CompletionBody(prompt="the cat", cache_salt="one"), decoder)
     (found,) = remade([Part.of(asked, 1)], decoder)
     assert asked.salt == found.salt == "one"

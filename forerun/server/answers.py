@@ -13,8 +13,7 @@ from forerun.server.backend import Job
 from forerun.server.errors import ApiError, timed_out
 from forerun.server.logprobs import LogprobsJson, TokenTexts, as_json
 from forerun.server.metrics import AnswerCounts
-from forerun.server.requests import Prepared
-from forerun.server.schemas import ChatBody
+from forerun.server.schemas import ChatBody, SamplingBody
 from forerun.text.stop_strings import TextStream
 
 KEEP_ALIVE = 15.0  # seconds without a chunk
@@ -39,13 +38,22 @@ class Answer:
         ended_by: the finish reason of choices without their own: "abort" if the reader has gone.
     """
 
-    def __init__(self, prepared: Prepared, job: Job, texts: TokenTexts, model: str) -> None:
-        self.body, self.prompts, self.job, self._texts = prepared.body, prepared.prompts, job, texts
-        self._echo = prepared.echo
+    def __init__(
+        self,
+        body: SamplingBody,
+        requests: list[Request],
+        echo: list[str] | None,
+        job: Job,
+        texts: TokenTexts,
+        model: str,
+    ) -> None:
+        """`echo`: the texts of the prompts, if answers begin with them."""
+        self.body, self.job, self._echo, self._texts = body, job, echo, texts
+        self.prompts = [each.tokens for each in requests[:: body.n or 1]]
         self._is_chat = isinstance(self.body, ChatBody)
         self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=sum(map(len, self.prompts)))
         self.ended_by = "abort"
-        self.choices = [_Choice(each, self.body.stop, texts, self._is_chat) for each in prepared.requests]
+        self.choices = [_Choice(each, self.body.stop, texts, self._is_chat) for each in requests]
         self._scored: dict[int, LogprobsJson] = {}  # of each prompt, from its first choice for the next ones
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"

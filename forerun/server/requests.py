@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -36,21 +36,9 @@ _PROMPT = "prompt must be text, a list of texts, token ids, or a list of them"
 _turn_ends = lru_cache(1)(turn_ends)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A body's requests: for each prompt, one for each of its `n` answers.
-
-    Attributes:
-        echo: the text of each prompt, if answers begin with it.
-    """
-
-    body: SamplingBody
-    requests: list[Request]
-    echo: list[str] | None = None
-
-    @property
-    def prompts(self) -> list[Sequence[int]]:
-        return [each.tokens for each in self.requests[:: self.body.n or 1]]
+# A body's requests: for each prompt, one for each of its `n` answers. And the texts of its prompts, if answers begin
+# with them.
+Prepared = tuple[list[Request], list[str] | None]
 
 
 def prepare_chat(body: ChatBody, decoder: Decoder) -> Prepared:
@@ -68,7 +56,7 @@ def prepare_chat(body: ChatBody, decoder: Decoder) -> Prepared:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
     ends = frozenset[int]() if body.ignore_eos else _turn_ends(decoder.tokenizer)
-    return Prepared(body, _requests(body, [row], decoder, CHAT_TOKENS, top, ends))
+    return _requests(body, [row], decoder, CHAT_TOKENS, top, ends), None
 
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
@@ -77,13 +65,13 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
         rows = encode_prompts(body.prompt, decoder)
     found = _requests(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, frozenset())
     if not body.echo:
-        return Prepared(body, found)
+        return found, None
     given = zip(_prompts(body.prompt), rows, strict=True)
     echo = [each if isinstance(each, str) else text_of(decoder, row) for each, row in given]
     if body.logprobs is not None:  # of each prompt once
         copies = body.n or 1
         found[::copies] = [replace(each, prompt_logprobs=True) for each in found[::copies]]
-    return Prepared(body, found, echo)
+    return found, echo
 
 
 def encode_prompts(prompt: Any, decoder: Decoder) -> list[list[int]]:
