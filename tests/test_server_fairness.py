@@ -222,25 +222,26 @@ def test_a_job_loses_nothing() -> None:
     first, second = ((index, Step(id=0, number=0, rows=1), 0.0) for index in (0, 1))
 
     async def run() -> None:
-        job = Job(2, 0.0)
-        assert await job.take(0.01) == [] and not job.ended
-        waiting = asyncio.ensure_future(job.take(60))
+        job = Job(0.0)
+        job.open = {7: 0}
+        assert await job.wait(0.01) == [] and not job.ended
+        waiting = asyncio.ensure_future(job.wait(60))
         await asyncio.sleep(0)
         waiting.cancel()
         job.put(*first)
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await job.take(60) == [first]
-        waiting = asyncio.ensure_future(job.take(60))
+        assert await job.wait(60) == [first]
+        waiting = asyncio.ensure_future(job.wait(60))
         await asyncio.sleep(0)
         for each in (first, second):
             job.put(*each)
         assert await waiting == [first, second]
         job.put(*second)
         job.fail(ApiError(500, "an end"))
-        assert not job.ended and await job.take(0) == [second]
+        assert not job.ended and await job.wait(0) == [second]
         with pytest.raises(ApiError, match="an end"):
-            await job.take(60)
+            await job.wait(60)
 
     asyncio.run(run())
 
@@ -250,10 +251,10 @@ def test_what_came_in_time_is_given_out_late() -> None:
     last = replace(step, finish_reason="stop")
 
     async def run() -> None:
-        job = Job(1, 0.0)
+        job = Job(0.0)
         job.put(0, last, 0.0)
         assert [found async for found in answers._steps(job, 0.0)] == [[(0, last, 0.0)]]
-        job = Job(1, 0.0)
+        job.open = {7: 0}
         job.put(0, step, 0.0)
         given = answers._steps(job, 0.0)  # the rest has not come in time
         assert await anext(given) == [(0, step, 0.0)]

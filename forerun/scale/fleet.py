@@ -124,7 +124,7 @@ class Fleet:
         return Load(**{**total, "hits": sum(self._hits.values())})
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
-        job, room, face = Job(len(requests), begun), self.face.room, self.face
+        job, room, face = Job(begun), self.face.room, self.face
         if room is not None and len(requests) > room:
             raise ApiError(400, f"{len(requests)} answers at once; a replica holds {room}", "n")
         for request in requests:
@@ -139,7 +139,7 @@ class Fleet:
             group = _Group({choice: Part.of(request, seed) for choice, request in same})
             self._place(group)  # at once, so that the next one sees it
             tasks.append(asyncio.ensure_future(self._follow(job, group)))
-        self._jobs[job] = tasks
+        self._jobs[job], job.open = tasks, {choice: choice for choice in range(len(requests))}
         return job
 
     def cancel(self, job: Job) -> None:
@@ -149,7 +149,7 @@ class Fleet:
                 task.cancel()
 
     def give_up(self, error: ApiError) -> None:
-        for job in list(self._jobs):
+        for job in [job for job in self._jobs if job.open]:
             self._fail(job, error)
 
     def _fail(self, job: Job, error: ApiError) -> None:
@@ -248,3 +248,5 @@ class Fleet:
             raise to_api_error(step.error)
         if job in self._jobs:
             job.put(choice, step, at)
+            if step.finish_reason is not None:
+                del job.open[choice]

@@ -89,7 +89,7 @@ async def decoded(worker: Worker, readers: Readers, parts: Sequence[Part]) -> As
     try:
         while not job.ended:
             try:
-                found = await job.take(BEAT)
+                found = await job.wait(BEAT)
             except ApiError as error:
                 raise worker.failed or error from None
             yield [(index, step) for index, step, _ in found]

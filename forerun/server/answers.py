@@ -171,7 +171,7 @@ class Answer:
 async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, float]]]:
     """Yield a job's steps as they come, and an empty list after `KEEP_ALIVE` seconds without any."""
     while not job.ended:
-        yield await job.take(max(0.0, min(KEEP_ALIVE, until - perf_counter())))
+        yield await job.wait(max(0.0, min(KEEP_ALIVE, until - perf_counter())))
         if job.open and perf_counter() >= until:  # what came in time is given out, however late it is read
             raise timed_out()
 

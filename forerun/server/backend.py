@@ -11,6 +11,7 @@ from typing import Protocol
 from forerun.api.decoder import Decoder
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request
+from forerun.engine.session import Run
 from forerun.server.errors import ApiError
 
 
@@ -31,34 +32,31 @@ class Load:
     hits: int = 0
 
 
-class Job:
-    """The steps of one body's requests, for the event loop: (index of the choice, step, time), and perhaps an error
-    after them.
+class Job(Run):
+    """A run of one body's requests, for the event loop: its steps as (index of the choice, step, time), and perhaps an
+    error after them.
 
     Attributes:
         begun, queued: when the body's HTTP request came, and when its requests were queued.
-        open: indices of the choices that go on.
     """
 
-    def __init__(self, choices: int, begun: float) -> None:
+    def __init__(self, begun: float) -> None:
+        super().__init__()
         self.begun, self.queued = begun, perf_counter()
-        self.open = set(range(choices))
         self._steps: list[tuple[int, Step, float]] = []
         self._error: ApiError | None = None
         self._wanted: asyncio.Future[None] | None = None
 
     def put(self, choice: int, step: Step, at: float) -> None:
         self._steps.append((choice, step, at))
-        if step.finish_reason is not None:
-            self.open.discard(choice)
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """End with an error, unless it has ended."""
-        if self.open:
-            self.open.clear()
-            self._error = error
-            self._wake()
+        """End with an error."""
+        self.close()
+        self.open.clear()
+        self._error = self._error or error
+        self._wake()
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():
@@ -67,9 +65,9 @@ class Job:
     @property
     def ended(self) -> bool:
         """Whether there is nothing more to take."""
-        return not (self.open or self._steps or self._error)
+        return not (self.open or self.box or self._steps or self._error)
 
-    async def take(self, seconds: float) -> list[tuple[int, Step, float]]:
+    async def wait(self, seconds: float) -> list[tuple[int, Step, float]]:
         """Return the steps that have come, or wait for the next ones; an empty list after `seconds` without any. Raises
         the ApiError that ended it, after the last steps.
 

@@ -57,7 +57,6 @@ class Worker:
         self.on_step: Callable[[Step, float], None] = lambda step, at: None
         self.on_failure: Callable[[], None] = lambda: None
         self._session: Session | None = None
-        self._jobs: dict[Run, Job] = {}
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def start(self) -> None:
@@ -94,12 +93,12 @@ class Worker:
         )
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
-        job, engine = Job(len(requests), begun), self.engine
+        job, engine = Job(begun), self.engine
         capacity = None if engine.max_queue is None else engine.max_rows + engine.max_queue
         if capacity is not None and len(requests) > capacity:
             raise ApiError(400, f"{len(requests)} answers at once; this server holds {capacity}", "n")
         try:
-            self._jobs[self.session.add(requests)] = job
+            self.session.add(requests, job)
         except QueueFullError:
             raise queue_full() from None
         except ValueError as error:
@@ -107,30 +106,24 @@ class Worker:
         return job
 
     def cancel(self, job: Job) -> None:
-        for run in [run for run, each in self._jobs.items() if each is job]:
-            del self._jobs[run]
-            run.close()
-        job.open.clear()
+        job.close()
 
     def give_up(self, error: ApiError) -> None:
-        for job in list(self._jobs.values()):
-            self._fail(job, error)
-
-    def _fail(self, job: Job, error: ApiError) -> None:
-        job.fail(error)
-        self.cancel(job)
+        for run in self._session.runs() if self._session is not None else ():
+            if isinstance(run, Job):
+                run.fail(error)
 
     def _deliver(self, steps: list[tuple[Run | None, Step]], at: float) -> None:
         for run, step in steps:
             self.on_step(step, at)
-            job = None if run is None else self._jobs.get(run)
-            if run is None or job is None:
+            if not isinstance(run, Job):
                 continue
-            if step.error is not None:
-                _LOG.error("a request failed: %r", step.error)
-                self._fail(job, to_api_error(step.error))
             for choice, taken in run.take():
-                job.put(choice, taken, at)
+                if taken.error is None:
+                    run.put(choice, taken, at)
+                else:
+                    _LOG.error("a request failed: %r", taken.error)
+                    run.fail(to_api_error(taken.error))
 
     # In the thread.
 
