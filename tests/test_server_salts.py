@@ -97,8 +97,8 @@ def test_a_text_takes_no_other_salts_place() -> None:
     lm = CausalLM(tiny("llama"))
     list(lm.prefill([1, 2, 3, 4], 9))
     for salt in ("one", "other"):
-        store.put([1, 2, 3], lm._prompt.view(0, 3), salt=salt)
-    store.put([1, 2, 3, 4], lm._prompt.view(0, 4), salt="one")
+        store.put([1, 2, 3], lm.prompts.cache.view(0, 3), salt=salt)
+    store.put([1, 2, 3, 4], lm.prompts.cache.view(0, 4), salt="one")
     assert [(len(each.tokens), each.salt) for each in store._entries] == [(3, "other"), (4, "one")]
     found = [store.find([1, 2, 3, 4], salt=salt) for salt in ("one", "other", "")]
     assert [each and each[1] for each in found] == [4, 3, None]
