@@ -392,10 +392,10 @@ def test_a_failure_that_comes_and_goes_ends_nobody() -> None:
     ids = [engine.add(Request(prompt, 12)) for prompt in PROMPTS]
     forward = engine.target.forward
 
-    def small(ids: abc.Sequence[int], drafts: Any) -> Any:
+    def small(ids: abc.Sequence[int], *rest: Any) -> Any:
         if len(ids) > 2:
             raise MemoryError
-        return forward(ids, drafts)
+        return forward(ids, *rest)
 
     engine.target.forward = small  # type: ignore[method-assign]
     steps = drain(engine)

@@ -185,7 +185,7 @@ class ChainDrafter(Drafter):
                 return None
             asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.most, None
             if is_whole and self._goes_on(chain):
-                bounds = rule.bounds_after(chain.seq, chain.tokens, found.chances)
+                bounds = rule.bounds_after(chain.seq, chain.tokens, found.probabilities)
             seconds += perf_counter() - asked
         return seconds
 
@@ -195,12 +195,12 @@ class ChainDrafter(Drafter):
         source = seq.generator if chain.is_drawn else None
         before = source.get_state() if source is not None else None
         if not self._is_argmax(seq):
-            if seq.sampler.law is None:
+            if seq.sampler.distribution is None:
                 return None
             numbers = _numbers(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
             keys = [race.key for race in map(seq.source, places) if isinstance(race, seeded.SeededSampler)]
-            drawing = sampling.Drawing(seq.sampler.law, numbers, keys, self.vocab_size)
+            drawing = sampling.Drawing(seq.sampler.distribution, numbers, keys, self.vocab_size)
         pending = self._pending(chain)
         found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
         count = 0 if found is None else len(found.tokens)
@@ -210,9 +210,9 @@ class ChainDrafter(Drafter):
         if found is None:
             return None
         chain.tokens += found.tokens
-        if found.laws is not None:
+        if found.probs is not None:
             missing = self.vocab_size - self.model.vocab_size
-            chain.q += torch.nn.functional.pad(found.laws, (0, missing)) if missing else found.laws
+            chain.q += torch.nn.functional.pad(found.probs, (0, missing)) if missing else found.probs
         return found
 
     def _knows(self, tokens: abc.Sequence[int]) -> bool:
