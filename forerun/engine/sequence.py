@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from forerun.failures import UNATTRIBUTABLE
-from forerun.sampling.logprobs import Logprob
+from forerun.sampling.logprobs import Logprob, logprobs_of
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import SeededSampler, SeededStream
@@ -109,7 +109,7 @@ class Sequence:
         self.asked = perf_counter()
         self.waited: float | None = None
         self.suspect = False
-        self.prompt_logprobs: tuple[Logprob, ...] | None = None
+        self.prompt_logprobs: list[Logprob] | None = None
         self._error: BaseException | None = None
         self.seeded = (
             None if self.greedy or request.seed is None else SeededStream(int(request.seed), int(request.stream))
@@ -176,6 +176,23 @@ class Sequence:
             if self.finish_reason:
                 return count
         return len(tokens)
+
+    def report(self, read: int) -> None:
+        """Reports how much of the prompt was read, if the request asks for it. What is raised ends the sequence."""
+        if self.request.progress is None:
+            return
+        try:
+            self.request.progress(read, len(self.tokens))
+        except Exception as error:
+            self.error = error
+            raise
+
+    def score_prompt(self, logits: Tensor) -> None:
+        """Adds the log probabilities of the prompt's next tokens, from the logits [n, V] that stand before them."""
+        assert self.prompt_logprobs is not None
+        at = 1 + len(self.prompt_logprobs)
+        top = self.request.logprobs or 0
+        self.prompt_logprobs += logprobs_of(logits, self.tokens[at : at + len(logits)], top)
 
     def cut(self, length: int, state: Tensor | None) -> None:
         """Takes back what came behind the first `length` tokens, and sets the generator's state; it runs again."""
