@@ -19,7 +19,7 @@ from forerun.engine.row_limit import RowLimit
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, Proposal, Step, observe_rows
 from forerun.engine.target import Capture, Target
-from forerun.engine.verify import committed, judge, origins, scores_behind
+from forerun.engine.verify import committed, judge, origins, scores_after
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.logprobs import Logprob, logprobs_of
 
@@ -92,7 +92,7 @@ class Engine:
         return self._prefilling is not None
 
     def new_id(self) -> int:
-        """An id for `add`, for who must know it before the request is there."""
+        """Return an id for `add`, for a caller that needs it before the request is queued."""
         return next(self._ids)
 
     def add(self, request: Request, id: int | None = None) -> int:
@@ -118,7 +118,7 @@ class Engine:
         return seq.id
 
     def abort(self, id: int) -> None:
-        """Ends a request with the next step; nothing happens where it has ended."""
+        """Ends a request with the next step; nothing happens if it has ended."""
         self._aborted.append(id)
 
     def step(self) -> list[Step]:
@@ -204,7 +204,7 @@ class Engine:
         counts = [
             0
             if seq.error or seq in spoilt
-            else seq.extend(committed(draft, verdict), partial(scores_behind, found, verdict))
+            else seq.extend(committed(draft, verdict), partial(scores_after, found, verdict))
             for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
         ]
         logprobs = [
@@ -277,7 +277,7 @@ class Engine:
     # Joining.
 
     def _fits(self, seq: Sequence, rows: int) -> bool:
-        """Whether the KV budget holds a sequence's whole reservation beside so many rows."""
+        """Whether the KV budget holds a sequence's whole reservation with `rows` others."""
         return self.kv_memory is None or self.target.fits(rows, self._reserve(seq), self.kv_memory)
 
     def _reserve(self, seq: Sequence) -> int:

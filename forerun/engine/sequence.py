@@ -39,11 +39,11 @@ class Request:
             method, and on when it drafts.
         stream: which stream of random numbers of the seed, for rows that share a seed. Streams of neighbouring seeds
             do not overlap.
-        generator: source of random numbers where there is no seed. Default: one that begins where torch's own is.
+        generator: source of random numbers without a seed. Default: one that begins where torch's own is.
         progress: called while the target reads the prompt, with the tokens read and how many there are.
         plain: decode without drafts, whatever the engine's method.
-        logprobs: log probabilities of each token are wanted, with those of so many best ones in its place; None for
-            none. They are of the target's own law, before processors and temperature.
+        logprobs: log probabilities of each token are wanted, with those of this many best ones in its place; None for
+            none. They are of the target's own distribution, before processors and temperature.
         prompt_logprobs: those of the prompt are wanted too. Then all of it is run, whatever is known of it already.
         salt: keys and values, phrases and outputs are shared among requests of one salt only. Phrases and outputs of
             earlier requests are for those without one.
@@ -81,14 +81,14 @@ class Sequence:
         tokens: prompt and output so far; grows.
         prompt_length: how many of them are the prompt.
         limit: total length at which it ends.
-        races: what a sequence with a seed is sampled by, else None.
-        generator: source of random numbers of this sequence alone; None where it needs none.
+        seeded: what a sequence with a seed is sampled by, else None.
+        generator: source of random numbers of this sequence alone; None if it needs none.
         finish_reason: None while it runs, then "stop" (end token, stop string or criterion), "length", "abort" or
             "error".
         error: what a user's processor or criterion raised, or a step of this sequence alone.
         suspect: whether it was part of a step that failed; until it has been stepped alone.
         waited: seconds in the queue; None while it is there.
-        prompt_logprobs: of the prompt's tokens behind the first, until its first step takes them.
+        prompt_logprobs: of the prompt's tokens after the first, until its first step takes them.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Sequence:
         return "greedy" if self.greedy else "sampled"
 
     def source(self, ahead: int) -> SeededSampler | torch.Generator | None:
-        """What the token is sampled by that comes `ahead` tokens behind the last."""
+        """What the token is sampled by that comes `ahead` tokens after the last."""
         return self.generator if self.seeded is None else self.seeded.at(len(self.tokens) + ahead)
 
     @property
@@ -157,7 +157,7 @@ class Sequence:
     def extend(self, tokens: abc.Sequence[int], scores: Callable[[int], Tensor]) -> int:
         """Appends tokens up to the first that ends the sequence; returns how many.
 
-        `scores(i)` gives the processed scores [V] behind token i, for criteria. What a criterion raises ends the
+        `scores(i)` gives the processed scores [V] after token i, for criteria. What a criterion raises ends the
         sequence with the reason "error".
         """
         for count, token in enumerate(tokens, 1):
@@ -195,7 +195,7 @@ class Sequence:
         self.prompt_logprobs += logprobs_of(logits, self.tokens[at : at + len(logits)], top)
 
     def cut(self, length: int, state: Tensor | None) -> None:
-        """Takes back what came behind the first `length` tokens, and sets the generator's state; it runs again."""
+        """Takes back what came after the first `length` tokens, and sets the generator's state; it runs again."""
         del self.tokens[length:]
         if self.generator is not None and state is not None:
             self.generator.set_state(state)

@@ -75,10 +75,10 @@ _PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, Logi
 
 
 class Constraint(LogitsProcessor):
-    """A processor that forbids tokens behind some texts, and can say so beforehand (`forerun.sampling.grammar`)."""
+    """A processor that forbids tokens after some texts, and can say so beforehand (`forerun.sampling.grammar`)."""
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """How many tokens of a chain behind the tokens are allowed."""
+        """How many tokens of a chain after the tokens are allowed."""
         raise NotImplementedError
 
 
@@ -190,11 +190,11 @@ class Sampler:
         return scores
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
-        """The beginning of a chain of point masses behind the tokens that no grammar forbids.
+        """The beginning of a chain of point masses after the tokens that no grammar forbids.
 
-        To leave out the rest is exact: the target's law has nothing for a forbidden token, so it is never accepted and
-        takes nothing from what is left of the law. For a token that was sampled from `q` this would not do, as the
-        residual lacks `q`; but such tokens come from laws that went through the same grammar.
+        To leave out the rest is exact: the target gives a forbidden token no probability, so it is never accepted and
+        takes nothing from the residual. For a token sampled from `q` this would not do, as the residual lacks `q`; but
+        such tokens come from distributions that went through the same grammar.
         """
         for processor in self.processors or ():
             if isinstance(processor, Constraint):
@@ -312,8 +312,8 @@ def _at(number: float, p: np.ndarray) -> int:
         return _last(p)
     first = block * _BLOCK
     tokens = p[first : first + _BLOCK]
-    behind = at - (below[block - 1] if block else 0.0)
-    index = int(tokens.cumsum(dtype=np.float64).searchsorted(behind, "right"))
+    rest = at - (below[block - 1] if block else 0.0)
+    index = int(tokens.cumsum(dtype=np.float64).searchsorted(rest, "right"))
     return first + (index if index < len(tokens) else _last(tokens))
 
 
