@@ -52,7 +52,7 @@ class Ticking(TableLM):
         super().__init__(table)
         self.clock, self.each, self.more, self.prompts = clock, each, more, 0
 
-    def prefill(self, tokens: abc.Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
+    def prefill(self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
         self.clock.now += self.each
         self.prompts += 1
         yield from super().prefill(tokens, chunk)
@@ -255,7 +255,7 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     class OneByOne(TableLM):
         busy = False
 
-        def prefill(self, tokens: abc.Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
+        def prefill(self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
             assert not self.busy
             self.busy = True
             yield from super().prefill(tokens, chunk)
@@ -510,7 +510,7 @@ def jumpy(decoder: Decoder, seed: int) -> Decoder:
             default.clock = clock
             return super().setdefault(key, default)
 
-    decoder._paces = Paces()
+    vars(decoder)["_trackers"] = Paces()
     return decoder
 
 
@@ -543,13 +543,13 @@ def test_methods_and_ways_of_choosing_have_paces_of_their_own() -> None:
     decoder = Decoder(target, None, noisy_copy(target, 0.03), SD(3))
     for options in ({}, {"temperature": 1.0}, {"max_new_tokens": 3}):
         decoder.generate([3, 4, 5], **{"max_new_tokens": 9, **options})
-    assert set(decoder._paces) == {(SD(3), True), (SD(3), False)}
-    assert all(pace._looks for pace in decoder._paces.values())
+    assert set(decoder._trackers) == {(SD(3), True), (SD(3), False)}
+    assert all(pace._looks for pace in decoder._trackers.values())
     # They outlive the engine.
     decoder.close()
-    paces = dict(decoder._paces)
+    paces = dict(decoder._trackers)
     decoder.generate([3, 4, 5], max_new_tokens=4)
-    assert decoder._paces == paces
+    assert decoder._trackers == paces
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -562,8 +562,8 @@ def test_transformers_generate(sample: bool) -> None:
         torch.manual_seed(0)
         target.generate(prompt, custom_generate=forerun.custom_generate, **options)
         decoder = vars(target)[forerun.api.custom_generate._KEPT].decoder
-        assert any(pace._looks for pace in decoder._paces.values()) == expected
-        for pace in decoder._paces.values():
+        assert any(pace._looks for pace in decoder._trackers.values()) == expected
+        for pace in decoder._trackers.values():
             pace._looks = 0
 
 
