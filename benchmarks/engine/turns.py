@@ -1,6 +1,6 @@
 """Two checkouts of forerun in turns, on the embedded pair: is one slower than the other?
 
-    python benchmarks/engine/turns.py OLD NEW [--methods ar,sd,...] [--prompts 12] [--rows 1] [--rounds 2] [--tokens 128]
+    python benchmarks/engine/turns.py OLD NEW [--methods ar,sd] [--prompts 12] [--rows 1] [--rounds 2] [--tokens 128]
 
 OLD and NEW are folders that hold the package. Each gets a process of its own, which loads all methods once. They take
 turns on every prompt, in an order that changes, so that a busy moment of the machine does not fall on one of them. The
