@@ -1,4 +1,4 @@
-"""What several commands share beside options: methods from strings, names of models, and lines on stderr."""
+"""What several commands share beside options: names of models, and lines on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forerun.methods import Method, method, method_class, parse_value
 from forerun.zoo import EMBEDDED, MODELS, SMOLLM2, find_smollm2
 
 # Colour of a token by where it came from. What the target chose itself stays plain.
@@ -26,18 +25,6 @@ STYLES = {
 def say(line: str) -> None:
     """Print a line on stderr, under the program's name."""
     print(f"forerun: {line}", file=sys.stderr, flush=True)
-
-
-def parse_method(name: str, gamma: int | None = None, settings: list[str] | None = None) -> Method:
-    """Return the method of these options. Raises ValueError."""
-    method_class(name)  # whether there is one of that name
-    options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--method-arg takes NAME=VALUE, not {setting!r}")
-        options[key] = parse_value(name, key, value)
-    return method(name, **options)
 
 
 def best_target(target: str | None) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from forerun import methods
 from forerun.cli import is_interrupt
-from forerun.cli.common import parse_method, say
+from forerun.cli.common import say
 from forerun.cli.form import KINDS, check_extra, check_form, form_of_kind
 from forerun.cli.writing import Answer, Reading
 from forerun.engine.stats import Stats, summarise, total
@@ -176,7 +177,7 @@ class Talk:
 
     def _switch(self, name: str) -> None:
         """Decode by another method; models are loaded anew if it lacks something."""
-        method = parse_method(name)
+        method = methods.method(name)
         try:
             self.decoder = self.decoder.replace(method=method)
         except ValueError:
