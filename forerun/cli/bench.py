@@ -49,7 +49,6 @@ def bench(
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
-    graphs: Annotated[bool, typer.Option("--graphs", help="Record forwards as CUDA graphs.")] = False,
     *,
     loading: DraftOptions,
     as_json: JsonOption = False,
