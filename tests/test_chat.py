@@ -25,7 +25,7 @@ from forerun.api.decoder import Decoder
 from forerun.bench.datasets import Prompt, read_prompts, tokenised
 from forerun.bench.models import load_prompts
 from forerun.bench.plan import Plan, parse_methods
-from forerun.cli.generate import chat, generate
+from forerun.cli.generate import chat
 from forerun.cli.talk import Talk, ask
 from forerun.cli.writing import Answer, Reading
 from forerun.methods import AR
@@ -193,8 +193,6 @@ def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pyte
     options: Any = {"target": str(file), "system": "the", "max_new_tokens": 8}
     chat("hello", **options)
     assert capsys.readouterr() == (wanted.text + "\n", "")
-    generate("hello", chat=True, **options)
-    assert capsys.readouterr() == (wanted.text + "\n", "")
     (file.parent / "in.txt").write_text("hello\n")
     with (file.parent / "in.txt").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -205,8 +203,6 @@ def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pyte
 
 
 def test_mistakes_on_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="--system is for --chat"):
-        generate("x", system="y")
     for prompt, options, message in (
         ("x", {"target": "embedded"}, "the embedded model has no chat template; `forerun fetch smollm2` gets one"),
         ("", {}, "the prompt is empty"),

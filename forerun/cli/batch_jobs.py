@@ -73,6 +73,9 @@ def batch(
         seconds = 0.0
         if not folder.ended:
             quiet()
+            import asyncio
+
+            from forerun.scale import batch_local
             from forerun.server.worker import Loader
 
             more = {"max_rows": max_rows, "kv_memory": kv_memory}
@@ -82,36 +85,20 @@ def batch(
             def lines() -> Iterator[Any]:
                 return iter(source.lines(folder.done | folder.failed, defaults))
 
-            seconds = _run(loader, shown, max_rows, ray, actors, lines, folder)
+            if ray is None:
+                seconds = asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder))
+            else:
+                from forerun.scale import batch_ray
+                from forerun.scale.cluster import cluster
+
+                with cluster(ray, 256 * 2**20):
+                    seconds = batch_ray.run(loader, shown, max_rows, lines, folder, actors)
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
     if folder.failed:
         say(f"{len(folder.failed)} lines failed ({out}/failed.jsonl); run the same command again to ask them again")
         raise typer.Exit(1)
-
-
-def _run(
-    loader: Any,
-    shown: str,
-    max_rows: int,
-    address: str | None,
-    actors: int | None,
-    lines: Callable[[], Iterator[Any]],
-    folder: Any,
-) -> float:
-    """Answer the lines with one engine here, or on a cluster; return the seconds."""
-    if address is None:
-        import asyncio
-
-        from forerun.scale import batch_local
-
-        return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder))
-    from forerun.scale import batch_ray
-    from forerun.scale.cluster import cluster
-
-    with cluster(address, 256 * 2**20):
-        return batch_ray.run(loader, shown, max_rows, lines, folder, actors)
 
 
 def _progress(folder: Any, total: int) -> Callable[[], None]:

@@ -62,16 +62,12 @@ def check_form(form: Any, tokenizer: Any) -> None:
 
 def _schema(text: str) -> Any:
     """Parse a schema that is given as such or in a file."""
-    if not text.strip():
-        raise ValueError("--json-schema takes a file or a JSON schema, not nothing")
-    is_file = not text.lstrip().startswith(("{", "[", '"')) and text.strip() not in ("true", "false")
+    is_file = text.strip() not in ("", "true", "false") and text.lstrip()[0] not in '{["'
     source = f"--json-schema: '{text}'" if is_file else "--json-schema: what is given"
     try:
         found = json.loads(read_text(Path(text).expanduser()) if is_file else text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{source} is nested too deeply") from None
     if not isinstance(found, dict | bool):
         raise ValueError(f"{source} is no JSON schema, which is an object, true or false")
     return found

@@ -17,7 +17,6 @@ from forerun.cli.options import (
     JsonOption,
     MaxNewTokensOption,
     SamplingOptions,
-    SystemOption,
     TargetOption,
     grouped,
 )
@@ -30,10 +29,6 @@ from forerun.zoo import EMBEDDED, SMOLLM2
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message, rendered by the target's chat template.")
-    ] = False,
-    system: SystemOption = None,
     target: TargetOption = EMBEDDED,
     max_new_tokens: MaxNewTokensOption = 256,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
@@ -51,14 +46,11 @@ def generate(
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected."""
     params = sampling.params(max_new_tokens, ignore_eos)
-    if system is not None and not chat:
-        raise ValueError("--system is for --chat")
     if tensor_parallel and file is None and prompt in (None, "-"):
         raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
     method = decoding.chosen_method(target)
     text = _read_prompt(prompt, file)
-    asked = _message(text) if chat else text
-    tokenizer = _checked_tokenizer(target, asked, params, system, decoding)
+    tokenizer = _checked_tokenizer(target, text, params, None, decoding)
     from forerun.api.load import load
     from forerun.backends.tensor_parallel import together
 
@@ -71,7 +63,7 @@ def generate(
             tensor_parallel=tensor_parallel,
             **decoding.for_load(),
         )
-        _answer(decoder, asked, params, system, as_json)
+        _answer(decoder, text, params, None, as_json)
 
 
 @grouped
@@ -79,7 +71,7 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation.")
     ] = None,
-    system: SystemOption = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
     max_new_tokens: MaxNewTokensOption = 512,
     *,
@@ -136,19 +128,17 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     """Read the prompt of an argument, a file, or stdin ("-", or nothing if stdin is not a terminal)."""
-    if prompt is not None and prompt != "-" and file is not None:
+    if prompt not in (None, "-") and file is not None:
         raise ValueError("give a prompt or --file, not both")
-    if file is not None:
-        text = read_text(file)
-    elif prompt is not None and prompt != "-":
-        text = prompt
-    elif prompt == "-" or not sys.stdin.isatty():
-        text = sys.stdin.read()
-    else:
+    if file is None and prompt is None and sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on stdin")
-    if not text:
+    if file is not None:
+        prompt = read_text(file)
+    elif prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt:
         raise ValueError("the prompt is empty")
-    return text
+    return prompt
 
 
 def _message(text: str) -> list[dict[str, str]]:
@@ -175,7 +165,7 @@ def _checked_tokenizer(
             raise ValueError("the embedded model has no chat template; `forerun fetch smollm2` gets one that has")
         prompt = chat_prompt(tokenizer, prompt, system)
     elif sys.stderr.isatty() and has_template(tokenizer):
-        say("this model has a chat template; --chat uses it")
+        say("this model has a chat template, which `forerun chat` uses")
     config = load_config(target, "target", trust_remote_code=decoding.trust_remote_code)
     encode(prompt, tokenizer, context_of(config), config.vocab_size)
     check_form(params.response_format, tokenizer)

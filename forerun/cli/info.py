@@ -111,6 +111,9 @@ def _show(facts: dict[str, Any]) -> None:
     def listed(settings: dict[str, Any]) -> str:
         return ", ".join(f"{key}={value}" for key, value in settings.items())
 
+    def milliseconds(times: dict[int, float]) -> str:
+        return ", ".join(f"{count}: {time:.2f}" for count, time in times.items())
+
     names = ("forerun", "python", "torch", "transformers", "device", "threads")
     rows = [(name, str(facts[name])) for name in names]
     rows += [(f"method {name}", listed(settings) or "no settings") for name, settings in facts["methods"].items()]
@@ -121,28 +124,17 @@ def _show(facts: dict[str, Any]) -> None:
             rows.append((f"tuned, {mode}", f"{choice['method']} {listed(choice['settings'])}: {speedup}"))
     rows.append(("profile", profile.get("file", "none: run forerun tune")))
     rows.append(("embedded pair", f"{facts['weights_bytes'] / 1e6:.1f} MB in {FOLDER}"))
-    table = Table(show_header=False, box=None)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(soft_wrap=True)
-    console.print(table)
     if costs := facts.get("costs"):
         for part in ("target", *["draft"] * ("draft_ms" in costs)):
             model = costs["models"][part]
             sizes = ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in model["weight_bytes"].items())
-            console.print(f"{part}: {sizes}; exact: {model['exact']}; {model['kernel']}; {model['threads']} threads")
-        console.print(f"memory: {costs['peak_mb']} MB at most, all of this process")
-        console.print(_costs_table(costs))
-
-
-def _costs_table(costs: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    title = f"undisturbed ms of a forward after {costs['context']} tokens"
-    counts = list(costs["target_ms"])
-    table = Table("new tokens", *map(str, counts), title=title + (f"; c = {costs['c']:.3f}" if "c" in costs else ""))
-    rows = {part: costs[f"{part}_ms"] for part in ("target", "draft") if f"{part}_ms" in costs}
-    rows |= {f"target, {number} rows": times for number, times in costs["target_ms_in_batches"].items()}
-    for name, times in rows.items():
-        table.add_row(name, *(f"{times[count]:.2f}" if count in times else "" for count in counts))
-    return table
+            rows.append((part, f"{sizes}; exact: {model['exact']}; {model['kernel']}; {model['threads']} threads"))
+            rows.append((f"{part}, ms of N tokens", milliseconds(costs[f"{part}_ms"])))
+        for count, times in costs["target_ms_in_batches"].items():
+            rows.append((f"target, {count} rows", milliseconds(times)))
+        rows.append(("context", f"{costs['context']} tokens" + (f"; c = {costs['c']:.3f}" if "c" in costs else "")))
+        rows.append(("memory", f"{costs['peak_mb']} MB at most, all of this process"))
+    table = Table(show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console(soft_wrap=True, highlight=False).print(table)

@@ -38,7 +38,6 @@ RayOption = Annotated[
     str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")]
-SystemOption = Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")]
 MethodOption = Annotated[
     str | None,
     typer.Option(
