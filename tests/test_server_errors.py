@@ -235,8 +235,7 @@ def test_a_form_that_cannot_be_kept_up(server: Live, monkeypatch: pytest.MonkeyP
 def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
     def make() -> Any:
         decoder = make_decoder()
-        decoder.kv_memory = 300 * decoder.target.position_bytes
-        return decoder
+        return decoder.replace(kv_memory=300 * decoder.target.position_bytes)
 
     with live(make) as server:
         assert refusal(post(server, PLAIN, {"prompt": "a", "max_tokens": 500}))["param"] == "max_tokens"

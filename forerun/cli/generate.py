@@ -106,10 +106,10 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
 
     from forerun.cli.writing import Answer, Reading
 
-    reading = decoder.progress = Reading()
-    how = {"system": system} if isinstance(prompt, list) else {}
+    reading, is_chat = Reading(), isinstance(prompt, list)
+    how: dict[str, Any] = {"progress": reading} | ({"system": system} if is_chat else {})
     if as_json:
-        result = (decoder.chat if how else decoder.generate)(prompt, params, **how)
+        result = (decoder.chat if is_chat else decoder.generate)(prompt, params, **how)
         reading.erase()
         found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
         method = decoder.method_for(greedy=not params.temperature).name
@@ -117,7 +117,7 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
         return
     answer = Answer()
     try:
-        chunks = (decoder.stream_chat if how else decoder.stream)(prompt, params, **how)
+        chunks = (decoder.stream_chat if is_chat else decoder.stream)(prompt, params, **how)
         answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
         print()
     except ValueError:

@@ -86,9 +86,9 @@ class Talk:
             params = replace(params, seed=params.seed + self.asked)
         self.asked += 1
         answer, reading = Answer(), Reading()
-        self.decoder.progress = reading
+        chunks = self.decoder.stream_chat(messages, params, system=self.system, progress=reading)
         try:
-            answer.write(self.decoder.stream_chat(messages, params, system=self.system), self.console, reading)
+            answer.write(chunks, self.console, reading)
         except (Exception, KeyboardInterrupt) as error:
             if not is_interrupt(error):
                 raise

@@ -269,10 +269,12 @@ class Worker:
     def _run(self) -> None:
         try:
             decoder = self._make()
-            if decoder.kv_memory is None:  # now, as the models have taken theirs; a client must not take all the rest
-                decoder.kv_memory = decoder.target.agreed(default_kv_memory(decoder.target.device))
-            if decoder.kv_memory is not None:
-                _LOG.info("keys and values may take %.2f GiB", decoder.kv_memory / 2**30)
+            kv_memory = decoder.options.kv_memory
+            if kv_memory is None:  # now, as the models have taken theirs; a client must not take all the rest
+                kv_memory = decoder.target.agreed(default_kv_memory(decoder.target.device))
+                decoder = decoder.replace(kv_memory=kv_memory)
+            if kv_memory is not None:
+                _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)
             self.decoder = decoder
             self._engine = _warm_engine(decoder)
             self._post(self.ready.set)
