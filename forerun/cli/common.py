@@ -1,4 +1,4 @@
-"""What several commands share beside options: names of models, and lines on stderr."""
+"""What several commands share beside options: names of models, lines on stderr, and checks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forerun.zoo import EMBEDDED, MODELS, SMOLLM2, find_smollm2
+from forerun.zoo import EMBEDDED, MODELS, SMOLLM2, find
 
-# Colour of a token by where it came from. What the target chose itself stays plain.
-STYLES = {
-    "draft": "green",
-    "lookup": "cyan",
-    "phrase": "magenta",
-    "window": "magenta",
-    "reused": "yellow",
-    "correction": "bold red",
-    "bonus": "",
-}
+# Colour of a token by its origin. Tokens that the target chose stay plain.
+STYLES = {"draft": "green", "lookup": "cyan", "phrase": "magenta", "window": "magenta", "reused": "yellow"}
+STYLES |= {"correction": "bold red", "bonus": ""}
 
 
 def say(line: str) -> None:
@@ -29,7 +22,7 @@ def say(line: str) -> None:
 
 def best_target(target: str | None) -> str:
     """Return the target that is named, or the best one that needs no download."""
-    return target or (SMOLLM2 if find_smollm2() is not None else EMBEDDED)
+    return target or (SMOLLM2 if find(SMOLLM2) is not None else EMBEDDED)
 
 
 def shown_name(target: str, model_name: str | None) -> str:
