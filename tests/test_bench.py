@@ -38,7 +38,7 @@ from forerun.engine.stats import Stats, Times, summarise, times, total, work
 from forerun.methods import AR, SD, Method, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-from forerun.train.tokenizer import END_OF_TEXT
+from benchmarks.embedded.tokenizer import END_OF_TEXT
 
 PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]
 

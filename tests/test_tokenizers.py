@@ -33,7 +33,7 @@ from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
-from forerun.train.tokenizer import train_tokenizer
+from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun.zoo import find_smollm2, resolve
 
 WAYS = ("shared", "text")

@@ -21,7 +21,7 @@ from forerun.engine.sequence import Request
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.model.causal_lm import CausalLM, fingerprint
-from forerun.train.tokenizer import train_tokenizer
+from benchmarks.embedded.tokenizer import train_tokenizer
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
 
