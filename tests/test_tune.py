@@ -1,4 +1,4 @@
-"""`forerun tune`: prices against hand computation, the search on stub runs, profiles and who uses them."""
+"""`forerun tune`: the search on stub runs, profiles and what reads them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import commands
 import pytest
@@ -25,140 +25,75 @@ from forerun.api.loading import load_model
 from forerun.api.profiles import Choice, Pair, find, pair_of, read, save
 from forerun.backends.costs import measure_costs
 from forerun.bench import tune
-from forerun.bench.runners import Outcome, Run, decoder_run
-from forerun.bench.tune import Prices, calibrate, candidates, choose_effort, finalists, kind, screen, singly
+from forerun.bench.runners import Outcome, Run
+from forerun.bench.tune import candidates, finalists, new_tokens, rate, screen
 from forerun.cli import main
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Step
 from forerun.methods import AR, SD, Confidence, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.params import SamplingParams
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
 
 
-def step(tokens: int, drafted: int, forwards: int | None = None, seconds: float = 0.0, index: int = 0) -> Step:
-    return Step(
-        id=index,
-        number=0,
-        rows=1,
-        tokens=(0,) * tokens,
-        origins=("draft",) * (tokens - 1) + ("bonus",),
-        drafted=drafted,
-        tested=min(drafted, tokens),
-        accepted=tokens - 1,
-        draft_forwards=drafted if forwards is None else forwards,
-        seconds=seconds,
-    )
-
-
-def outcome(*rows: Sequence[Step], seconds: float = 0.0) -> Outcome:
-    return Outcome([[0] * sum(len(each.tokens) for each in row) for row in rows], seconds, 0, 0, [*map(list, rows)])
-
-
-# Prices
-
-
-def test_a_step_costs_its_forwards_and_what_stands_beside_them() -> None:
-    prices = Prices(COSTS, step_ms=0.5, token_ms={"sd": 0.25}, start_ms={"ar": 30.0, "sd": 36.0})
-    assert prices.step("sd", step(2, drafted=3)) == 12.0 + 0.5 + 3 * (1.0 + 0.25)
-    assert prices.step("sd", step(2, drafted=2)) == 11.0 + 0.5 + 2 * 1.25  # between two entries of the table
-    assert prices.step("cumulative", step(2, drafted=3)) == 12.0 + 0.5 + 3 * 1.0  # a kind without a price of its own
-    assert prices.step("suffix", step(3, drafted=7, forwards=0)) == 20.0 + 0.5
-    assert prices.step("ar", step(1, drafted=0)) == prices.plain_ms == 10.5
-    # In a batch the draft ran on for a row that went further.
-    assert prices.step("sd", step(2, drafted=3, forwards=9)) == prices.step("sd", step(2, drafted=3))
-
-
-def test_a_speedup_is_that_of_the_tokens_that_came() -> None:
-    prices = Prices(COSTS, step_ms=0.5, token_ms={"sd": 0.25}, start_ms={"ar": 30.0, "sd": 36.0})
-    found = prices.speedup("sd", [outcome([step(4, 3), step(2, 3)], [step(1, 3)]), outcome([step(4, 3)])])
-    assert found == pytest.approx((11 * 10.5 + 3 * 30) / (4 * 16.25 + 3 * 36))
-    assert prices.speedup("ar", [outcome([step(1, 0)] * 7)]) == 1.0
-
-
-def test_calibration_finds_what_the_clock_says_beside_the_table() -> None:
-    def run(*steps: Step, start: float) -> Run:
-        def decoded(prompts: Any, seeds: Any, tokens: int | None = None) -> Outcome:
-            return outcome(steps, seconds=start + sum(each.seconds for each in steps))
-
-        return decoded
-
-    runs = {
-        "ar": run(*[step(1, 0, seconds=0.011)] * 3, start=0.04),
-        "sd": run(*[step(2, 3, seconds=0.0145)] * 3, step(1, 3, seconds=9.0), step(1, 0, seconds=0.011), start=0.05),
-        "suffix": run(step(2, 3, forwards=0, seconds=0.013), start=0.04),
-    }
-    prices = calibrate(Costs({1: 10.0, 4: 10.0}, {1: 1.0}), runs, [[1], [2]], 16)
-    assert prices.step_ms == pytest.approx(1.0)
-    assert prices.token_ms == {"sd": pytest.approx((14.5 - 10 - 1) / 3 - 1)}
-    assert prices.load == pytest.approx((33 + 43.5 + 9000 + 11 + 13) / (33 + 58 + 11 + 11))
-    assert prices.start_ms == {"ar": pytest.approx(40), "sd": pytest.approx(50), "suffix": pytest.approx(40)}
-
-
-def test_costs_are_measured_for_what_is_there() -> None:
-    target, draft = (Decoder(tiny("llama", seed, context=64)).target for seed in (0, 1))
-    before = torch.get_rng_state()
-    both, alone = measure_costs(target, draft), measure_costs(target)
-    # How often it samples depends on the clock: what a user samples next, on every rank of a split target, may not.
-    assert torch.equal(torch.get_rng_state(), before)
-    assert set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}  # 64 tokens have room for 32 behind 32
-    assert all(ms > 0 for ms in [*both.target.values(), *both.draft.values()])
-    assert alone.draft == {} and set(alone.target) == set(both.target)
-    with pytest.raises(ValueError, match="context of 64 has no room behind 64"):
-        measure_costs(target, context=64)
+def step(tokens: int, seconds: float) -> Step:
+    return Step(id=0, number=0, rows=1, tokens=(0,) * tokens, seconds=seconds)
 
 
 # The search
 
 
-def stub_runs(methods: dict[str, Method], accepted: Callable[[Method, int], int], calls: list[tuple[str, int]]) -> Any:
-    """Runs whose steps draft gamma tokens, of which `accepted` are taken; it is given the prompt's number."""
+def stub_runs(speed: Callable[[int, int], float], calls: list[int], count: int) -> dict[str, Run]:
+    """`ar` makes one token a second, and method `sd GAMMA` as many as `speed` of gamma and the prompt says."""
 
-    def make(name: str, method: Any) -> Run:
+    def make(gamma: int) -> Run:
         def run(prompts: Any, seeds: Any, tokens: int | None = None) -> Outcome:
-            calls.append((name, len(prompts)))
-            rows = []
-            for (prompt,) in prompts:
-                gamma = method.gamma if method.needs_draft else 0
-                rows.append([step(1 + accepted(method, prompt), gamma)] * 4)
-            return outcome(*rows)
+            calls.append(gamma)
+            ((prompt,),) = prompts
+            row = [step(4, 4 / (speed(gamma, prompt) if gamma else 1.0))] * 2
+            return Outcome([[0] * 8], seconds=99.0, target_forwards=2, draft_forwards=0, steps=[row])
 
         return run
 
-    return {name: make(name, method) for name, method in methods.items()}
+    return {"ar": make(0)} | {f"sd {gamma}": make(gamma) for gamma in range(1, count + 1)}
+
+
+def test_the_rate_leaves_out_the_time_to_read_the_prompt() -> None:
+    outcome = Outcome([[0] * 6], 50.0, 2, 0, [[step(4, 1.0), step(2, 2.0)]])
+    assert rate(outcome) == pytest.approx(2.0)
 
 
 def test_halving_finds_the_best_setting() -> None:
-    methods: dict[str, Method] = {f"sd {gamma}": SD(gamma) for gamma in range(1, 13)}
-    calls: list[tuple[str, int]] = []
-    runs = stub_runs(methods, lambda method, prompt: min(method.gamma, 4), calls)  # type: ignore[union-attr]
-    turns = [[[0]] * 3, [[1]] * 3, [[2]] * 3]
-    ranked, dropped = screen(methods, runs, turns, Prices(COSTS))
-    assert next(iter(ranked)) == "sd 4" and len(ranked) == 4 and ranked.keys() | dropped.keys() == methods.keys()
-    assert ranked["sd 4"] == pytest.approx(5 * 10 / (14 + 4))
+    calls: list[int] = []
+    runs = stub_runs(lambda gamma, prompt: 3 - abs(gamma - 4) / 10, calls, 12)
+    ranked, dropped = screen(runs, [[[0], [1]], [[2]], [[3]]], 16)
+    assert next(iter(ranked)) == "sd 4" and ranked["sd 4"] == pytest.approx(3.0) and len(ranked) == 3
     assert list(ranked.values()) == sorted(ranked.values(), reverse=True)
-    assert max(dropped.values()) < min(ranked.values())
-    assert [count for name, count in calls if name == "sd 4"] == [3, 3, 3]
-    assert [count for name, count in calls if name == "sd 12"] == [3]
+    assert max(dropped.values()) < min(ranked.values()) and len(ranked | dropped) == 12
+    assert calls.count(4) == calls.count(0) == 4 and calls.count(12) == 2
 
 
 def test_later_prompts_can_change_the_order_unless_it_is_late() -> None:
-    methods: dict[str, Method] = {f"sd {gamma}": SD(gamma) for gamma in (1, 2, 3)}
     # Long drafts pay on the first prompt only.
-    runs = stub_runs(methods, lambda method, prompt: method.gamma if prompt == 0 else 1, [])  # type: ignore[union-attr]
-    turns = [[[0]], [[1]], [[1]]]
-    assert next(iter(screen(methods, runs, turns, Prices(COSTS))[0])) == "sd 1"
-    assert next(iter(screen(methods, runs, turns, Prices(COSTS), is_late=lambda: True)[0])) == "sd 3"
+    runs = stub_runs(lambda gamma, prompt: gamma if prompt == 0 else 1 / gamma, [], 3)
+    turns = [[[0]], [[1], [1]]]
+    assert next(iter(screen(runs, turns, 16)[0])) == "sd 1"
+    assert next(iter(screen(runs, turns, 16, is_late=lambda: True)[0])) == "sd 3"
 
 
 def test_when_it_is_late_in_the_first_turn_a_few_of_everything_have_been_tried() -> None:
-    methods: dict[str, Method] = {f"sd {gamma}": SD(gamma) for gamma in range(1, 41)}
-    runs = stub_runs(methods, lambda method, prompt: 1, [])
-    ranked, dropped = screen(methods, runs, [[[0]], [[1]]], Prices(COSTS), is_late=lambda: True)
-    tried = {methods[name].gamma for name in [*ranked, *dropped]}  # type: ignore[union-attr]
+    runs = stub_runs(lambda gamma, prompt: gamma, [], 40)
+    ranked, dropped = screen(runs, [[[0]], [[1]]], 16, is_late=lambda: True)
+    tried = {int(name.split()[1]) for name in ranked | dropped}
     assert len(tried) == 2 * tune.FINALISTS and len(ranked) == tune.FINALISTS
     assert min(tried) < 15 and max(tried) > 25
+
+
+def test_fewer_tokens_are_decoded_if_forwards_are_slow_or_the_budget_is_small() -> None:
+    assert new_tokens(1000, 60, 5.0, 256) == tune.TOKENS[1]
+    assert new_tokens(1000, 60, 5.0, 32) == 32
+    assert tune.TOKENS[0] < new_tokens(60, 60, 5.0, 256) < tune.TOKENS[1]
+    assert new_tokens(60, 60, 500.0, 256) == tune.TOKENS[0]
 
 
 def test_finalists_are_of_different_methods_where_there_are() -> None:
@@ -175,56 +110,30 @@ def test_candidates_fit_the_models() -> None:
     with_draft, without = candidates(True), candidates(False)
     assert with_draft["sd gamma=12"] == SD(12) and with_draft["suffix factor=2.0 most=8"] == Suffix(2.0, most=8)
     assert {method.name for method in without.values()} == {"suffix"}
-    assert {method.name for method in candidates(True, thin=6).values()} == {each.name for each in with_draft.values()}
-    assert len(candidates(True, thin=3)) <= len(with_draft) / 2
 
 
-def test_methods_with_a_trained_layer_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True)
-    class Learned(SD):
-        block: int = 2
-        threshold: float | None = None
-        name: ClassVar[str] = "pacer"
-        layer: ClassVar[str] = "pre-verifier"
+def test_methods_with_a_trained_layer_or_a_head_need_it() -> None:
+    def names(draft: bool, *layers: str) -> set[str]:
+        return {method.name for method in candidates(draft, layers).values()}
 
-    monkeypatch.setitem(tune.METHODS, "pacer", Learned)  # type: ignore[arg-type]
-    assert not any(name.startswith("pacer") for name in candidates(True))
-    assert not any(name.startswith("pacer") for name in candidates(False, layers=["pre-verifier"]))
-    found = candidates(True, layers=["pre-verifier"])
-    assert found["pacer block=4 threshold=None"] == Learned(block=4)
-    assert {kind(method) for method in found.values()} >= {"sd", "pacer block=1", "pacer block=4"}
+    assert not {"pacer", "lyanna", "pacer-lyanna", "pacer-eagle"} & names(True)
+    assert "pacer" not in names(False, "pre-verifier") and "pacer" in names(True, "pre-verifier")
+    assert candidates(True, ["pre-verifier"])["pacer block=4 threshold=None"] == Pacer(block=4)
+    assert names(False, "lyanna") >= {"lyanna", "pacer-lyanna"}
+    assert "pacer-eagle" in names(False, "eagle") and not {"lyanna", "pacer-lyanna"} & names(False, "eagle")
 
 
-def test_methods_with_a_head_need_it_and_cost_what_it_costs() -> None:
-    assert not {"lyanna", "pacer-lyanna", "pacer-eagle"} & {method.name for method in candidates(True).values()}
-    assert {method.name for method in candidates(False, layers=["lyanna"]).values()} >= {"lyanna", "pacer-lyanna"}
-    with_eagle = {method.name for method in candidates(False, layers=["eagle"]).values()}
-    assert "pacer-eagle" in with_eagle and not {"lyanna", "pacer-lyanna"} & with_eagle
-    prices = Prices(Costs({1: 5.0, 9: 9.0}, {1: 1.0}, head={1: 0.25}), step_ms=1.0)
-    drafted = step(1, 8, forwards=4)
-    assert prices.step("lyanna", drafted) == 9 + 1 + 4 * 0.25 and prices.step("sd", drafted) == 9 + 1 + 4 * 1.0
-
-
-def test_rows_one_by_one_are_the_rows_together() -> None:
-    decoder = Decoder(tiny("llama"), draft=noisy_copy(tiny("llama"), 0.02), method=SD(3), guard=False)
-    run = decoder_run(decoder, SamplingParams(max_new_tokens=9, temperature=1.0))
-    prompts, seeds = [[1, 2, 3], [4, 5], [6]], [7, 8, 9]
-    together, alone = run(prompts, seeds, None), singly(run)(prompts, seeds, 9)
-    assert together.tokens == alone.tokens and len(alone.steps or []) == 3
-    assert alone.target_forwards == together.target_forwards
-    assert max(each.draft_forwards for row in alone.steps or [] for each in row) <= 3
-
-
-def test_less_is_decoded_where_forwards_are_slow_or_the_budget_is_small() -> None:
-    fast = Prices(Costs({1: 5.0, 32: 10.0}, {1: 0.4, 32: 1.0}))
-    slow = Prices(Costs({1: 500.0, 32: 510.0}, {1: 100.0, 32: 100.0}))
-    full, guess = choose_effort(1000, True, fast)
-    assert (full.tokens, full.prompts, full.thin) == (128, 24, 1) and guess < 1000
-    less, guess = choose_effort(60, True, fast)
-    assert less.tokens < 128 and guess <= 60
-    assert choose_effort(180, True, replace(fast, load=3.0)) == (less, pytest.approx(3 * guess))
-    least, guess = choose_effort(60, True, slow)
-    assert least == tune.EFFORTS[-1] and guess > 60
+def test_costs_are_measured_for_what_is_there() -> None:
+    target, draft = (Decoder(tiny("llama", seed, context=64)).target for seed in (0, 1))
+    before = torch.get_rng_state()
+    both, alone = measure_costs(target, draft), measure_costs(target)
+    # How often it samples depends on the clock: what a user samples next, on every rank of a split target, may not.
+    assert torch.equal(torch.get_rng_state(), before)
+    assert set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}  # 64 tokens have room for 32 behind 32
+    assert all(ms > 0 for ms in [*both.target.values(), *both.draft.values()])
+    assert alone.draft == {} and set(alone.target) == set(both.target)
+    with pytest.raises(ValueError, match="context of 64 has no room behind 64"):
+        measure_costs(target, context=64)
 
 
 # Profiles
@@ -530,7 +439,7 @@ def test_tune_for_sampling_without_a_draft(folder: Path, tmp_path: Path) -> None
     profile = read(path)
     assert profile.greedy is None and profile.costs.draft == {} and profile.pair.draft is None
     assert profile.sampling is not None and (profile.sampling.temperature, profile.sampling.top_p) == (0.8, 0.9)
-    assert str(path) in done.stdout and "predicted" in done.stdout
+    assert str(path) in done.stdout and "on a few prompts" in done.stdout
     assert re.search("measuring (look|suffix)", done.stderr)  # which one is first, the clock decides
 
 

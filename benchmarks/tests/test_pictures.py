@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 from toys import noisy_copy, tiny
 
-from benchmarks.timeline import PROFILED, SKIPPED, kind_of, plot_timeline, step_of
+from benchmarks.timeline import PROFILED, SKIPPED, Activity, kind_of, plot_timeline, step_of
 from forerun import Decoder, SamplingParams
 from forerun.methods import method
+
+
+def test_what_ran_at_once_counts_once() -> None:
+    assert Activity(10.0, []).busy == 0
+    assert Activity(10.0, [(1, 2, "a"), (5, 1, "b")]).busy == pytest.approx(3)
+    assert Activity(10.0, [(5, 1, "b"), (1, 4.5, "a"), (2, 1, "c")]).busy == pytest.approx(5)
 
 
 def test_a_step_and_its_picture(tmp_path: Path) -> None:

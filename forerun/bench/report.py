@@ -17,11 +17,16 @@ import numpy as np
 
 from forerun import __version__
 from forerun.bench.plan import Plan, Runner
-from forerun.bench.profile import PHASES
 from forerun.bench.records import Group, Margins, Record
 from forerun.engine.costs import Costs
 from forerun.engine.stats import Times, total
 
+PHASES = {
+    "draft": "#2a9d8f",
+    "policy": "#e9c46a",
+    "verify": "#264653",
+    "rest": "#adb5bd",
+}  # and colours
 COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisation", "overhead", "same tokens")
 
 

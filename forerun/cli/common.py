@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.methods import Method, method, method_class, parse_value
-from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
+from forerun.zoo import EMBEDDED, MODELS, SMOLLM2, find_smollm2
 
 # Colour of a token by where it came from. What the target chose itself stays plain.
 STYLES = {
@@ -69,7 +69,7 @@ def check_ray(address: str | None, **options: int | None) -> None:
 
 def absolute(model: str | Path) -> str:
     """Return a model's name, or the absolute path of its file or folder, for processes in other folders."""
-    if model in (EMBEDDED, SMOLLM2):
+    if model == EMBEDDED or model in MODELS:
         return str(model)
     path = Path(model).expanduser()
     return str(path.resolve() if path.exists() else model)

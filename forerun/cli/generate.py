@@ -53,9 +53,6 @@ def generate(
         bool, typer.Option("--tensor-parallel", help="Split the target among the processes that torchrun started.")
     ] = False,
     as_json: JsonOption = False,
-    profile: Annotated[
-        Path | None, typer.Option(help="Draw where the time of each step went, into this .png or .svg file.")
-    ] = None,
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected."""
@@ -70,18 +67,15 @@ def generate(
             raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
         if not phrases.parent.is_dir():
             raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
-    if profile is not None and (profile.suffix not in (".png", ".svg") or not profile.parent.is_dir()):
-        raise ValueError(f"--profile takes a .png or .svg file in a folder that exists, not '{profile}'")
     if tensor_parallel:
-        if phrases is not None or profile is not None:
-            raise ValueError("--tensor-parallel cannot stand beside --phrases and --profile: files of one process")
+        if phrases is not None:
+            raise ValueError("--tensor-parallel cannot stand beside --phrases, a file of one process")
         if file is None and prompt in (None, "-"):
             raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
     text = _read_prompt(prompt, file)
     quiet(decoding.threads)
     from forerun.api.load import load
     from forerun.api.loading import check_prompts
-    from forerun.bench.profile import plot_steps, profile_line
     from forerun.text.chat import has_template
 
     if device_map is None:
@@ -107,13 +101,9 @@ def generate(
             tensor_parallel=tensor_parallel,
             **decoding.for_load(),
         )
-        steps = _answer(decoder, _message(text) if chat else text, params, system, as_json)
+        _answer(decoder, _message(text) if chat else text, params, system, as_json)
         if phrases is not None:
             decoder.save_phrases(phrases)
-        if profile is not None:
-            plot_steps(steps, profile)
-            if not as_json:
-                print(profile_line(steps), file=sys.stderr)
 
 
 @grouped

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections import deque
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -73,13 +72,10 @@ def collect() -> dict[str, Any]:
 
 
 def costs(target: str, context: int | None, loading: LoadOptions) -> dict[str, Any]:
-    """Measure undisturbed ms of forwards of some lengths of both models, and the cost ratio c; the target's in batches;
-    and the share of a token's forward in which nothing runs."""
+    """Measure undisturbed ms of forwards of some lengths of both models, the target's also in batches, and the cost
+    ratio c."""
     from forerun.api.load import load
     from forerun.backends.costs import QUIET, RUN, forward_costs, measure_costs, usual_context
-    from forerun.bench.timeline import outside
-    from forerun.engine.draft import Draft
-    from forerun.model.causal_lm import CausalLM
 
     decoder = load(target, method="sd" if loading.draft or own_draft(target) else "ar", **loading.for_load())
     if context is None:
@@ -91,15 +87,7 @@ def costs(target: str, context: int | None, loading: LoadOptions) -> dict[str, A
     if found.draft:
         table |= {"draft_ms": found.draft, "c": round(found.c, 4)}
 
-    def idle(model: CausalLM) -> float:
-        model = model.fresh()
-        deque(model.prefill([0] * context, context), maxlen=0)
-        model.join(0, 1)
-        return round(outside(lambda: model.forward([0], [Draft.root(0)]), model.device), 4)
-
-    models = {"target": decoder.target, "draft": decoder.draft}
-    table |= {"models": decoder.info(), "peak_mb": peak_mb()}
-    return table | {"idle": {part: idle(model) for part, model in models.items() if model is not None}}
+    return table | {"models": decoder.info(), "peak_mb": peak_mb()}
 
 
 def peak_mb() -> int | None:
@@ -164,11 +152,7 @@ def _costs_table(costs: dict[str, Any]) -> Any:
     from rich.table import Table
 
     title = f"undisturbed ms of a forward after {costs['context']} tokens"
-    idle = ", ".join(f"{part} {share:.0%}" for part, share in costs["idle"].items())
-    table = Table(
-        title=title + (f"; c = {costs['c']:.3f}" if "c" in costs else ""),
-        caption=f"of a token's forward nothing runs for: {idle} (under the profiler)",
-    )
+    table = Table(title=title + (f"; c = {costs['c']:.3f}" if "c" in costs else ""))
     counts = list(costs["target_ms"])
     table.add_column("new tokens")
     for count in counts:

@@ -99,7 +99,7 @@ def _show(found: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     table = Table(title="speedup over plain decoding")
     table.add_column("method")
-    for column in ("predicted", "measured"):
+    for column in ("on a few prompts", "measured"):
         table.add_column(column, justify="right")
     shown: dict[str, str] = {}
     measured, predicted = found["measured"], found["predicted"]
@@ -111,7 +111,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(table)
     settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
     console.print(
-        f"{found['method']}{f' with {settings}' if settings else ''}: predicted {found['predicted_speedup']:.2f}x, "
-        f"measured {found['measured_speedup']:.2f}x, in {found['seconds']:.0f} s"
+        f"{found['method']}{f' with {settings}' if settings else ''}: {found['measured_speedup']:.2f}x "
+        f"as measured, in {found['seconds']:.0f} s"
     )
     console.print(f"later runs with these models use it; kept in {found['profile']}")

