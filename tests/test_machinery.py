@@ -264,7 +264,7 @@ def test_training_has_the_same_places(kind: str, tmp_path: Path) -> None:
     judge, windows = CausalLM(target), torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)])
     texts = of_windows(windows.numpy(), 16)
     labels = label(make_run("target", tmp_path), judge, texts, states=True)
-    survival, _ = measure(made, head_rows(judge, made.hot, SIZE), texts, labels, target.get_input_embeddings(), 4)
+    survival, _ = measure(made, head_rows(judge, made.hot, SIZE), labels, target.get_input_embeddings(), 4)
     assert survival == [1.0] * 4
 
 

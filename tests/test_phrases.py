@@ -283,7 +283,7 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
-    layer = random_layer(draft_size=4, token_size=4, target_size=4)
+    layer = random_layer(draft_size=4)
     chosen = PacerOuroboros(rows=3)
     parts = Parts(TableLM(TARGET), TableLM(DRAFT), layer, COSTS)
     assert chosen.costs(parts, "greedy", 4) == COSTS
@@ -295,7 +295,7 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
 
 @cache
 def small_layer() -> PreVerifier:
-    return random_layer(draft_size=4, token_size=4, target_size=4)
+    return random_layer(draft_size=4)
 
 
 def drafter(
@@ -309,10 +309,9 @@ def drafter(
     **options,
 ) -> OuroborosDrafter:
     layer = small_layer() if pacer else None
-    embeddings = torch.nn.Embedding(4, 4)
     return kind(
         TableLM(DRAFT),  # type: ignore[arg-type]
-        PacerStop(layer, embeddings, 2, 7, costs=lambda mode, rows: COSTS) if layer else FixedLength(gamma),
+        PacerStop(layer, 2, 7, costs=lambda mode, rows: COSTS) if layer else FixedLength(gamma),
         V,
         **{"width": width, "guesses": guesses, "shape": (2, 3), "suffixes": suffixes, "sources": SOURCES, "pool": pool}
         | options,

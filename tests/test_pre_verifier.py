@@ -70,7 +70,6 @@ def inputs(rows: int, depth: int, seed: int = 0) -> dict[str, Tensor]:
         "log_q": -random(rows, depth).abs(),
         "echoes": random(rows, depth, len(SIZES)).sign(),
         "hidden": random(rows, depth, 32),
-        "embedded": random(rows, depth, 32),
     }
 
 
@@ -89,14 +88,14 @@ def test_block_by_block_is_the_same_as_at_once(kind: str) -> None:
     """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
     layer = varied(random_layer(kind=kind, inputs=INPUTS, depth=7))
     quick = QuickPreVerifier(layer)
-    given, target, runs = inputs(4, 10), torch.randn(4, 32), torch.rand(4, 3) * 9
+    given, runs = inputs(4, 10), torch.rand(4, 3) * 9
     law = law_of(3 * torch.randn(4, 60))
     law[1] = torch.tensor(UNKNOWN)
     with torch.no_grad():
-        logits, survival = layer(target, runs, **given, law=law)
+        logits, survival = layer(runs, **given, law=law)
     if kind == "acceptance":
         torch.testing.assert_close(survival, logits.sigmoid().cumprod(-1))
-    state, rows = quick.begin(target, runs.tolist(), law.tolist()), [0, 1, 2, 3]
+    state, rows = quick.begin(runs.tolist(), law.tolist()), [0, 1, 2, 3]
     for first, last, left in ((0, 1, [2, 0, 1, 3]), (1, 5, [3, 1, 0]), (5, 8, [2, 0]), (8, 10, [])):
         part = {name: value[rows, first:last] for name, value in given.items()}
         output, state = quick.step(state, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
@@ -107,14 +106,13 @@ def test_block_by_block_is_the_same_as_at_once(kind: str) -> None:
 def test_the_embedded_layers_load_and_say_the_same_in_both_forms() -> None:
     for folder in (FOLDER / "pre-verifier", Path(specdec.__file__).parent / "specdec++"):
         layer = PreVerifier.from_pretrained(folder).eval()
-        config = layer.config
-        given, target, runs = inputs(3, 8), torch.randn(3, config.target_size), torch.rand(3, 3) * 9
-        given["hidden"], given["embedded"] = torch.randn(3, 8, config.draft_size), torch.randn(3, 8, config.token_size)
+        given, runs = inputs(3, 8), torch.rand(3, 3) * 9
+        given["hidden"] = torch.randn(3, 8, layer.config.draft_size)
         with torch.no_grad():
-            logits, _ = layer(target, runs, **given)
+            logits, _ = layer(runs, **given)
         quick = QuickPreVerifier(layer)
         lists = {part: given[part].tolist() for part in ("log_q", "echoes")}
-        output, _ = quick.step(quick.begin(target, runs.tolist()), **given | lists)
+        output, _ = quick.step(quick.begin(runs.tolist()), **given | lists)
         torch.testing.assert_close(torch.from_numpy(output), logits, rtol=1e-4, atol=1e-4)
         assert quick.traces["greedy"].any() and quick.traces["sampled"].any()
 
@@ -221,11 +219,10 @@ def always(costs: Costs):
 
 
 def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings) -> PacerStop:
-    layer = random_layer(seed=seed, draft_size=4, token_size=4, **settings)
-    embeddings = torch.nn.Embedding(4, 4)
+    layer = random_layer(seed=seed, draft_size=4, **settings)
     if rule == "auto":
-        return PacerStop(layer, embeddings, block, most, costs=always(COSTS))
-    return PacerStop(layer, embeddings, block, most, 0.45, rule)
+        return PacerStop(layer, block, most, costs=always(COSTS))
+    return PacerStop(layer, block, most, 0.45, rule)
 
 
 def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **options) -> tuple[Any, list[Sequence]]:
@@ -239,7 +236,7 @@ def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **o
 def test_how_much_of_a_block_is_certain() -> None:
     rule, _ = begun(stop("last", 4, most=10))
     assert [rule.min_more(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
-    policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), 4, 10, costs=lambda mode, rows: None)
+    policy = PacerStop(random_layer(draft_size=4), 4, 10, costs=lambda mode, rows: None)
     policy._settings["sampled", 1, False] = 3, 0.5, False
     seqs = [Sequence(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
     seqs.append(Sequence(Request([1], 9, Sampler(False), seed=1), 2))
@@ -336,16 +333,15 @@ def law_by_hand(scores: Tensor) -> list[float]:
 @pytest.mark.parametrize("names", [INPUTS, *([name] for name in INPUTS)], ids=lambda names: "+".join(names))
 def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
     """Its every output recomputed from the text, by transformers' own forwards and torch's form of the layer: echoes,
-    the target's state at the root, the draft's states, runs of accepted tokens. And every stop from the outputs."""
+    the draft's states, runs of accepted tokens. And every stop from the outputs."""
     torch.manual_seed(1)
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
     layer = varied(random_layer(seed=1, inputs=names))
     with torch.no_grad():
         layer.leave.bias.fill_(0.2)
-    embeddings = draft.get_input_embeddings()
     block, threshold = 3, 0.5
-    policy = Watching(layer, embeddings, block, 9, threshold)
+    policy = Watching(layer, block, 9, threshold)
     (steps,) = decode(CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)])
     text = [5, 6, 7, 5, 6, *tokens_of(steps)]
     runs, end, ends, seen = [0.0, USUAL, USUAL], 5, set(), 0
@@ -355,17 +351,14 @@ def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
         logits, of_draft = logits_and_states(draft, text[:end] + tokens)
         ids = torch.tensor(tokens)
         log_q = logits[end - 1 : -1].softmax(-1).gather(-1, ids[:, None]).clamp(min=LEAST).log().T
-        scores, seen_states = logits_and_states(target, text[:end])
-        of_target = seen_states[-2] if number else torch.zeros(32)
+        scores, _ = logits_and_states(target, text[:end])
         law = law_by_hand(scores[-2]) if number else [0.0, 0.0]
         with torch.no_grad():
             expected, survival = layer(
-                of_target[None],
                 torch.tensor([runs]),
                 log_q,
                 torch.tensor([echoes_of(text[:end], tokens)]),
                 of_draft[None, end - 1 : -1],
-                embeddings(ids)[None],
                 torch.tensor([law]),
             )
         asked = len(output)
@@ -398,7 +391,7 @@ def test_every_input_can_change_where_a_draft_ends() -> None:
     for last in range(size):
         count[:, last, (last + 1) % size] = 9.0
         other[:, last, (last + 1) % size if last != 5 else 2] = 9.0  # says 2 where the text has always said 6
-    policy = PacerStop(layer, torch.nn.Embedding(8, 4), 1, 9, 0.5)
+    policy = PacerStop(layer, 1, 9, 0.5)
     drafter = ChainDrafter(TableLM(other), policy)  # type: ignore[arg-type]
     (steps,) = decode(TableLM(count), drafter, [Request([0, 1, 2, 3, 4, 5, 6, 7, 0], 40)])
     assert tokens_of(steps) == [(1 + at) % size for at in range(40)]
@@ -448,7 +441,7 @@ def test_the_automatic_block_is_the_best() -> None:
         rates[0] = best_threshold(alive, 1, last, glancing, 1, products)
         block, threshold, _ = policy.settings(mode, 1, True)
         assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
-    policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
+    policy = PacerStop(random_layer(draft_size=4), None, 9, threshold=0.5)
     assert policy.settings("greedy", 1, True) == (4, 0.5, False)
 
 
@@ -475,7 +468,7 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
         survival: abc.Sequence[float], samplers: abc.Sequence[Sampler], rows: int = 4, **settings: Any
     ) -> list[bool]:
         block = None if cheap and "costs" in settings else 1
-        policy = PacerStop(layer, torch.nn.Embedding(4, 4), block, 9, **settings)
+        policy = PacerStop(layer, block, 9, **settings)
         seqs = [Sequence(Request([1], 9, sampler), id) for id, sampler in enumerate(samplers)]
         for seq in seqs:
             policy.admit(seq)
@@ -509,7 +502,7 @@ def test_a_layer_that_does_not_pay_is_not_asked() -> None:
     layer = random_layer(draft_size=4)
     for price, cheap in ((0.0, False), (50.0, True)):
         costs = replace(COSTS, policy=price, glance=0.01)
-        policy = PacerStop(layer, torch.nn.Embedding(4, 4), None, 9, costs=always(costs))
+        policy = PacerStop(layer, None, 9, costs=always(costs))
         rule, seqs = begun(policy)
         assert isinstance(rule, ProductRule) is cheap
         if isinstance(rule, ProductRule):
@@ -631,7 +624,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
 
 def test_state_goes_with_its_sequence() -> None:
     """Verdicts reach the right ones, whatever the order and whoever has left."""
-    policy = stop("last", 2, inputs=("confidence", "history", "target"))
+    policy = stop("last", 2, inputs=("confidence", "history"))
     seqs = [Sequence(Request([1, 2], 30), id) for id in (4, 7, 2)]
     for seq in seqs:
         policy.admit(seq)
@@ -641,15 +634,13 @@ def test_state_goes_with_its_sequence() -> None:
         verdicts = [
             Verdict(list(range(accepted + 1)), 0, accepted + rejected, rejected) for _, accepted, rejected in rows
         ]
-        hidden = [torch.arange(4.0)[:, None] + 10 * seq.id for seq, _, _ in rows]
-        policy.observe([seq for seq, _, _ in rows], drafts, verdicts, hidden)
+        policy.observe([seq for seq, _, _ in rows], drafts, verdicts, None)
 
     judged((seqs[0], 2, True), (seqs[1], 3, False), (seqs[2], 0, True))
     judged((seqs[2], 1, True), (seqs[1], 1, True))
     policy.drop(seqs[0])
     judged((seqs[1], 0, False), (seqs[2], 3, False))
     assert {id: past.runs for id, past in policy.past.items()} == {7: [1, 5, USUAL], 2: [4, 1, 0]}
-    assert {id: past.target.tolist() for id, past in policy.past.items()} == {7: [70.0], 2: [23.0]}
     policy.drop(seqs[0])
 
 

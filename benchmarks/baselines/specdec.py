@@ -32,9 +32,8 @@ class SpecDec(Sampling, Drafting):
         at_least("most", self.most, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
-        assert parts.draft is not None and parts.pre_verifier is not None
-        embeddings = parts.draft.model.get_input_embeddings()
-        return SpecDecStop(parts.pre_verifier, embeddings, 1, self.most, 1 - self.threshold)
+        assert parts.pre_verifier is not None
+        return SpecDecStop(parts.pre_verifier, 1, self.most, 1 - self.threshold)
 
 
 class SpecDecStop(PacerStop):

@@ -142,14 +142,14 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> tupl
     draft: they never find a warm cache."""
     fast, draft = quick(layer), filled(draft, [0])
     config, calls, glances = layer.config, [], []
-    hidden, embedded = torch.zeros(1, 4, config.draft_size), torch.zeros(1, 4, config.token_size)
+    hidden = torch.zeros(1, 4, config.draft_size)
     echoes = [[(0,) * len(SIZES)] * 4]
     for _ in range(repeats):
         scores = draft.forward([0], [Draft.root(0)])[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
-        state = fast.begin(torch.zeros(1, config.target_size), [[1.0, 1.0, 1.0]])
+        state = fast.begin([[1.0, 1.0, 1.0]])
         chances = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
-        fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden, embedded)
+        fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden)
         calls.append(perf_counter() - begun)
         (scores,) = draft.forward([0], [Draft.root(0)])
         begun = perf_counter()

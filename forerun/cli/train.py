@@ -15,10 +15,7 @@ app = typer.Typer(help="Train a draft, pre-verifier or head.", no_args_is_help=T
 OutOption = Annotated[Path, typer.Option(help="Where it goes; a run that was stopped goes on from it.")]
 DataOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Text for prompts: files or folders (.txt .md .py .jsonl), 'stdlib', or 'stdlib-spare' (files that the "
-        "embedded pair has not seen); repeatable."
-    ),
+    typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
 ]
 ChatsOption = Annotated[
     Path | None, typer.Option(help="Folder that `forerun train chat-data` made, instead of --data.")
@@ -38,7 +35,7 @@ def say(line: str) -> None:
 def _check(data: list[str] | None, target: str, draft: str | None = None) -> list[str]:
     """Returns the sources of text; raises ValueError for one that is not there, and likewise for the models."""
     for source in data or []:
-        if source not in ("stdlib", "stdlib-spare") and not Path(source).exists():
+        if source != "stdlib" and not Path(source).exists():
             raise ValueError(f"no such file or folder: {source}")
     resolve(target, "target")
     if draft is not None:
@@ -84,7 +81,10 @@ def chat_data(
     out: Annotated[Path, typer.Option(help="Where the conversations go; a run that was stopped goes on from it.")],
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a chat model.")] = "smollm2",
     conversations: Annotated[int, typer.Option(min=20, help="How many.")] = 14_000,
-    code: Annotated[int, typer.Option(min=0, max=100, help="Percent about the standard library's functions.")] = 25,
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(help='Questions to begin with: files whose lines hold a "text" (.jsonl); repeatable.'),
+    ] = None,
     answer: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 256,
     shard: Annotated[int, typer.Option(min=2, help="Conversations of a file, between which a run can stop.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
@@ -96,9 +96,11 @@ def chat_data(
     resolve(target, "target")
     quiet(threads)
     from forerun.train.chat_data import ChatRecipe, make_chats
+    from forerun.train.texts import read_texts
 
-    recipe = ChatRecipe(conversations, code, answer=answer, shard=shard, seed=seed)
-    make_chats(target, out, recipe, weights=weights, device=device, say=say)
+    given = list(read_texts(_check(questions, target)))
+    recipe = ChatRecipe(conversations, answer=answer, shard=shard, seed=seed)
+    make_chats(target, out, recipe, given=given, weights=weights, device=device, say=say)
     say(f"the conversations are in {out}: forerun train draft --target {target} --chats {out} --out DRAFT")
 
 

@@ -69,20 +69,11 @@ def held_out_prompts(
     Each begins at a function or class, picked by the hash of the file's path: the same for the same Python. Those that
     share a stretch of STRETCH characters with a file of the training split are left out.
     """
-    return [ids for _, _, ids in _prompts(tokenizer, split, tokens, root)[:count]]
+    return [ids for _, _, ids in file_prompts(tokenizer, split, tokens, root)[:count]]
 
 
-def spare_files(tokenizer: PreTrainedTokenizerBase, count: int = 40, tokens: int = 128) -> Iterator[str]:
-    """Yield the texts of the validation files that give none of the first `count` held-out prompts.
-
-    Neither the embedded pair nor a choice of settings has seen them.
-    """
-    taken = {relative for _, relative, _ in _prompts(tokenizer, "validation", tokens, None)[:count]}
-    yield from (text for relative, text in source_files("validation") if relative not in taken)
-
-
-def _prompts(
-    tokenizer: PreTrainedTokenizerBase, split: Split, tokens: int, root: Path | None
+def file_prompts(
+    tokenizer: PreTrainedTokenizerBase, split: Split, tokens: int, root: Path | None = None
 ) -> list[tuple[int, str, list[int]]]:
     """Return (hash, file, token ids) of every prompt, by hash: the first few are then not all of one package."""
     prompts, shown = [], []

@@ -257,7 +257,7 @@ def measure(
 
 @torch.enable_grad()
 def _curve(cases: Tensor) -> list[float]:
-    """Return (a, b, m) of HiddenConfig's curves by logistic regression on cases [n, 2]: log-odds, 1 for right tokens."""
+    """Return (a, b, m) of HiddenConfig's curves, fitted on cases [n, 2]: log-odds, 1 for right tokens."""
     odds, hit = cases.unbind(-1)
     if not len(odds) or not 0 < hit.mean() < 1:  # nothing to fit
         return [0.0, 1.0, float(hit.mean()) if len(hit) else 0.0]

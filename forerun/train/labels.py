@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model.causal_lm import CausalLM
-from forerun.train.loop import save_tensors
+from forerun.train.loop import save_missing
 from forerun.train.run import Run
 from forerun.train.texts import Texts
 
@@ -87,17 +86,11 @@ def label(run: Run, target: CausalLM, texts: Texts, states: bool = False) -> Lab
 
     A file is named by the texts that it is about, so trainings that share a folder share what they have in common.
     """
-    folder, begun = run.shared / "labels", perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
     shards = [texts.take(rows) for rows in torch.arange(len(texts)).split(SHARD)]
     kind = "-states" if states else ""
-    paths = [folder / f"{shard.digest[:24]}{kind}.safetensors" for shard in shards]
-    missing = [number for number, path in enumerate(paths) if not path.exists()]
-    for done, number in enumerate(missing, 1):
-        save_tensors(paths[number], _labelled(target, shards[number], states))
-        if done % 8 == 0:
-            left = (perf_counter() - begun) / done * (len(missing) - done) / 60
-            run.say(f"target's labels of {done}/{len(missing)} x {SHARD} texts, {left:.0f} min left")
+    paths = [run.shared / f"labels/{shard.digest[:24]}{kind}.safetensors" for shard in shards]
+    what = f"target's labels of {SHARD} texts each"
+    save_missing(paths, lambda number: _labelled(target, shards[number], states), what, run.say)
     return Labels(texts, paths, target.device)
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,20 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     temporary = path.with_suffix(".tmp")
     save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
     os.replace(temporary, path)
+
+
+def save_missing(
+    paths: Sequence[Path], make: Callable[[int], Mapping[str, Tensor]], what: str, say: Callable[[str], None]
+) -> None:
+    """Write what `make` returns for the numbers of paths that do not exist yet. A stopped run thus continues."""
+    missing = [number for number, path in enumerate(paths) if not path.exists()]
+    started = time.perf_counter()
+    for done, number in enumerate(missing, 1):
+        paths[number].parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(paths[number], make(number))
+        if done % 8 == 0 or done == len(missing):
+            left = (time.perf_counter() - started) / done * (len(missing) - done) / 60
+            say(f"{what}: {done}/{len(missing)} files, {left:.0f} min left")
 
 
 def save_checkpoint(path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:

@@ -109,20 +109,20 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
     found = {name: measure(model, spare) for name, (_, spare) in gathered.items()}
     config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
     model.save_pretrained(run.out)
-    rows = [f"| {name} | {each['auc']:.3f} | {each['ece']:.3f} | {each['drafts']} |" for name, each in found.items()]
+    figures = [
+        f"{name}: AUC {each['auc']:.3f}, ECE {each['ece']:.3f} on {each['drafts']} held-out drafts"
+        for name, each in found.items()
+    ]
     text = f"""It predicts how far the target `{run.target}` follows the draft `{draft}` and fits no other pair;
 both are recognised by a fingerprint in config.json when it is loaded.
 
     forerun generate --target {run.target} --draft {draft} --method pacer --pre-verifier THIS
 
-| on held-out drafts | AUC | ECE | drafts |
-|---|---|---|---|
-{chr(10).join(rows)}
+{"; ".join(figures)}.
 
 {model.num_parameters():,} parameters. Trained by `forerun train pre-verifier` with"""
     save_card(run.out, "A pre-verifier for speculative decoding", text, config.recipe)
-    for name, each in found.items():
-        run.say(f"{name}: AUC {each['auc']:.3f}, ECE {each['ece']:.3f} on {each['drafts']} held-out drafts")
+    run.say("; ".join(figures))
     run.say(f"the pre-verifier is in {run.out}: forerun generate --method pacer --pre-verifier {run.out} ...")
     return found
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from safetensors.torch import load_file
@@ -22,7 +21,7 @@ from forerun.model.compat import cache_argument
 from forerun.sampling.probabilities import probabilities_of
 from forerun.sampling.sampler import Sampler
 from forerun.train.labels import SHARD, together
-from forerun.train.loop import save_tensors
+from forerun.train.loop import save_missing
 from forerun.train.run import Run
 from forerun.train.texts import Texts
 
@@ -77,16 +76,15 @@ def collect(
 
     Existing files of 64 texts are left alone.
     """
-    folder, begun = run.shared / "rollouts", perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[Kind, Texts, Tensor, Path]] = []
     for name, kind in kinds.items():
         for split, texts in (("train", kind.texts), ("validation", kind.val)):
             for number, rows in enumerate(torch.arange(len(texts)).split(SHARD)):
-                shards.append((kind, texts, rows, folder / f"{split}-{name}-{number:05d}.safetensors"))
-    missing = [number for number, (*_, path) in enumerate(shards) if not path.exists()]
-    for done, number in enumerate(missing, 1):
-        kind, texts, rows, path = shards[number]
+                path = run.shared / f"rollouts/{split}-{name}-{number:05d}.safetensors"
+                shards.append((kind, texts, rows, path))
+
+    def make(number: int) -> Drafts:
+        kind, texts, rows, _ = shards[number]
         generator = torch.Generator(target.device).manual_seed(seed + number)
         parts = []
         for few in rows.split(together(texts, target)):
@@ -94,9 +92,9 @@ def collect(
             own = Texts(texts.tokens[few, :width], texts.begins[few], texts.ends[few]).to(target.device)
             parts.append(roll_out(target, draft, own, anchors, kind.depth, kind.sampler, generator))
         tensors = {name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in FIELDS}
-        save_tensors(path, {name: value.to(STORED.get(name, value.dtype)) for name, value in tensors.items()})
-        left = (perf_counter() - begun) / done * (len(missing) - done) / 60
-        run.say(f"drafts of {done}/{len(missing)} files, {left:.0f} min left")
+        return {name: value.to(STORED.get(name, value.dtype)) for name, value in tensors.items()}
+
+    save_missing([path for *_, path in shards], make, f"drafts of {SHARD} texts each", run.say)
 
     def loaded(texts: Texts) -> Drafts:
         files = [load_file(path) for _, own, _, path in shards if own is texts]

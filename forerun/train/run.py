@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from forerun.api.loading import load_model, load_tokenizer
 from forerun.methods import AR
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.sampling.params import SamplingParams
-from forerun.train.loop import claim, save_tensors
+from forerun.train.loop import claim, save_missing
 from forerun.train.texts import Texts, check_chats, read_texts, tokenize
 
 ROWS = 64  # windows of a file, decoded together
@@ -76,7 +75,7 @@ class Run:
         if self.chats is not None:
             check_chats(self.chats, tokenizer, self.target)
             return tokenizer, None
-        stream = tokenize(tokenizer, list(read_texts(self.data, tokenizer)))
+        stream = tokenize(tokenizer, list(read_texts(self.data)))
         if len(stream) < least:
             raise ValueError(f"--data holds {len(stream)} tokens; give at least {least}")
         return tokenizer, stream
@@ -111,29 +110,26 @@ class Run:
         settings = {"prompts": list(prompts), "length": length, "temperatures": list(temperatures), "top_p": top_p}
         claim(work, settings | {"target": target.fingerprint, "rows": rows, "seed": seed})
         decoder = Decoder(target.model, method=AR())
-        found, begun, made = [], perf_counter(), 0
-        for part in range(-(-sequences // rows)):
-            path = work / f"{part:05d}.safetensors"
-            if not path.exists():
-                prompt = prompts[part // len(temperatures) % len(prompts)]
-                starts = np.random.default_rng([seed, part]).integers(len(stream) - prompt, size=rows)
-                begins = [stream[start : start + prompt].tolist() for start in starts]
-                params = SamplingParams(
-                    max_new_tokens=length - prompt,
-                    temperature=temperatures[part % len(temperatures)],
-                    top_p=top_p,
-                    ignore_eos=True,
-                    seed=seed + part * rows,
-                )
-                done = decoder.generate(begins, params)
-                windows = [begin + each.tokens for begin, each in zip(begins, done, strict=True)]
-                save_tensors(path, {"tokens": torch.tensor(windows, dtype=torch.int32)})
-                made += rows
-                if part % 4 == 3:
-                    left = (perf_counter() - begun) / made * (sequences - (part + 1) * rows)
-                    self.say(f"own output {(part + 1) * rows}/{sequences} sequences, {max(0.0, left) / 60:.0f} min left")
-            found.append(load_file(path)["tokens"].numpy()[: sequences - part * rows])
-        return found
+
+        def make(part: int) -> dict[str, torch.Tensor]:
+            prompt = prompts[part // len(temperatures) % len(prompts)]
+            starts = np.random.default_rng([seed, part]).integers(len(stream) - prompt, size=rows)
+            begins = [stream[start : start + prompt].tolist() for start in starts]
+            params = SamplingParams(
+                max_new_tokens=length - prompt,
+                temperature=temperatures[part % len(temperatures)],
+                top_p=top_p,
+                ignore_eos=True,
+                seed=seed + part * rows,
+            )
+            done = decoder.generate(begins, params)
+            windows = [begin + each.tokens for begin, each in zip(begins, done, strict=True)]
+            return {"tokens": torch.tensor(windows, dtype=torch.int32)}
+
+        paths = [work / f"{part:05d}.safetensors" for part in range(-(-sequences // rows))]
+        save_missing(paths, make, f"own output, {rows} sequences each", self.say)
+        windows = [load_file(path)["tokens"].numpy() for path in paths]
+        return [*windows[:-1], windows[-1][: sequences - rows * (len(paths) - 1)]]
 
 
 def check_context(config: PreTrainedConfig, parts: Sequence[Texts] | None, length: int, model: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from forerun.files import read_text
-from forerun.train.corpus import Split, source_files, spare_files
+from forerun.train.corpus import Split, source_files
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -23,18 +23,15 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 # Files.
 
 
-def read_texts(sources: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def read_texts(sources: Iterable[str]) -> Iterator[str]:
     """Yield the texts of files and of folders' files: of .jsonl the "text" of each line, of other files the whole text.
 
-    "stdlib" stands for the training split of the standard library, "stdlib-spare" for files that the embedded pair has
-    not seen. Raises ValueError for a file that is missing or not text, and for a line without a "text".
+    "stdlib" stands for the training split of the standard library. Raises ValueError for a file that is missing or not
+    text, and for a line without a "text".
     """
     for source in sources:
         if source == "stdlib":
             yield from (text for _, text in source_files("train"))
-            continue
-        if source == "stdlib-spare":
-            yield from spare_files(tokenizer)
             continue
         path = Path(source)
         paths = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
@@ -82,7 +79,7 @@ class Conversation:
     answer: list[int]  # token ids, with the end token of a finished answer
     text: str  # of the answer
     temperature: float  # of the answer
-    source: str  # "own" or "stdlib"
+    source: str  # of the question: "own" or "given"
     split: str  # one of SPLITS, which follows from the question
 
 
