@@ -59,11 +59,8 @@ def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[in
 FORMS: dict[str, dict[str, Any]] = {
     "today's": {},
     "two layers": {"num_hidden_layers": 2},
-    "unfused": {"known": False},
-    "unfused, two layers": {"known": False, "num_hidden_layers": 2},
     "below": {"feature": "below"},
     "figure 3": {"feature": "below", "fusion": "first"},
-    "unfused, first": {"known": False, "fusion": "first"},
     "uninformed": {"rank": 0},
 }
 
@@ -77,7 +74,6 @@ def test_drafting_goes_on_as_it_was_trained(form: str, fixed_shapes: bool) -> No
     assert forward is not None
     target.recorded = Recorded(forward) if fixed_shapes else None
     head = random_head(target, **FORMS[form])
-    known = head.config.known
     if head.config.feature == "below":  # that it is looked at
         torch.nn.init.uniform_(head.enter.weight, 0.5, 2.0)
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
@@ -90,7 +86,7 @@ def test_drafting_goes_on_as_it_was_trained(form: str, fixed_shapes: bool) -> No
     for id in (7, 3):
         fast.add(id)
     for end in range(1, 5):
-        state = fast.extend([3], [features[end - 1 : end]], [[tokens[end]]] if known else None)
+        state = fast.extend([3], [features[end - 1 : end]], [[tokens[end]]])
         assert (fast.length(3), fast.length(7)) == (end, 0)
         for k, ahead in enumerate([state, *fast.roll([3], state, 3)], 1):
             torch.testing.assert_close(ahead[0], states[k - 1][0, end - 1], rtol=1e-4, atol=1e-5)
@@ -716,7 +712,6 @@ def test_certain_paths_hold_their_ancestors() -> None:
 WAYS = {
     "chain": Lyanna(reuse="off"),
     "free": Lyanna(depth=5, reuse="free", least=1),
-    "plain, free": Lyanna(depth=5, reuse="free", least=1),
     "add": Lyanna(depth=5, reuse="add"),
     "both": Lyanna(depth=5, reuse="both"),
     "both, tree": Lyanna(depth=4, width=2, nodes=6, reuse="both"),
@@ -746,10 +741,13 @@ CASES = [case for case in CASES if case[0] in ("llama", "gemma3") or case[1] not
 
 def head_of(target: CausalLM, way: str, **settings: Any) -> HiddenDrafter:
     """A head as the way's name has it."""
-    below = {"feature": "below"} if "below" in way or "figures" in way else {}
-    form = {"known": "plain" not in way, **({"fusion": "first"} if "figures" in way else {}), **below}
-    rank = {"rank": 0} if "uninformed" in way else {}
-    return random_head(target, kind=str(WAYS[way].head), **form, **rank, **settings)
+    forms: dict[str, dict[str, Any]] = {
+        "below": {"feature": "below"},
+        "figures": {"feature": "below", "fusion": "first"},
+        "uninformed": {"rank": 0},
+    }
+    form = {key: value for name, own in forms.items() if name in way for key, value in own.items()}
+    return random_head(target, kind=str(WAYS[way].head), **form, **settings)
 
 
 @pytest.mark.parametrize(("architecture", "way"), CASES)
@@ -873,6 +871,9 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {"feature": "above"}))
     with pytest.raises(ValueError, match="a head's feature is one of head, below, not 'above'"):
+        load_head(tmp_path / "head", target, "lyanna")
+    config.write_text(json.dumps(settings | {"known": False}))
+    with pytest.raises(ValueError, match="a head sees the tokens after the target's features: train this one again"):
         load_head(tmp_path / "head", target, "lyanna")
     # Heads from before there was a choice.
     config.write_text(json.dumps({name: settings[name] for name in set(settings) - {"feature", "fusion"}}))

@@ -174,8 +174,6 @@ def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
             assert drafts.accept[index].tolist() == [float(each) for each in right]
             of_draft = states(draft, [*context, *said.tokens[:-1]])[anchor:]
             torch.testing.assert_close(drafts.hidden[index], of_draft, rtol=1e-3, atol=1e-3)
-            of_target = states(target, context)[-2] if anchor > 3 else torch.zeros(32)
-            torch.testing.assert_close(drafts.target[index], of_target, rtol=1e-3, atol=1e-3)
             index += 1
     assert 0 < float(drafts.accept.mean()) < 1
 
@@ -339,7 +337,7 @@ def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
     draft = noisy_copy(target, 0.03)
     layer = varied(random_layer(seed=1, inputs=names))
     with torch.no_grad():
-        layer.leave.bias.fill_(0.2)
+        layer.leave.bias.fill_(-0.3)
     block, threshold = 3, 0.5
     policy = Watching(layer, block, 9, threshold)
     (steps,) = decode(CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)])

@@ -145,8 +145,8 @@ def test_training_goes_on_from_a_head(kind: str, target: str, tmp_path: Path) ->
         with pytest.raises(ValueError, match="other settings"):
             run("further", further, other)
     for changes, message in (
-        ({"rank": 40}, "first' has rank 8, not 40"),
-        ({"kind": "eagle" if kind != "eagle" else "lyanna"}, f"first' has kind {kind}, not "),
+        ({"rank": 40}, "first' is of another form; give it the same layers, rank and hot"),
+        ({"kind": "eagle" if kind != "eagle" else "lyanna"}, f"first' is of the kind '{kind}'"),
     ):
         with pytest.raises(ValueError, match=message):
             run("other", replace(further, **changes), "first")

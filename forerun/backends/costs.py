@@ -118,7 +118,7 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         for id in ids:
             head.add(id, context + STATES)
         states = torch.zeros(rows, context, head.width, dtype=head.dtype, device=head.device)
-        state = head.extend(ids, list(states), [[0] * context] * rows if eagle else None)
+        state = head.extend(ids, list(states), [[0] * context] * rows)
         seconds = []
         for _ in range(3 * RUN):
             begun = perf_counter()

@@ -75,9 +75,8 @@ def save_missing(
     for done, number in enumerate(missing, 1):
         paths[number].parent.mkdir(parents=True, exist_ok=True)
         save_tensors(paths[number], make(number))
-        if done % 8 == 0 or done == len(missing):
-            left = (time.perf_counter() - started) / done * (len(missing) - done) / 60
-            say(f"{what}: {done}/{len(missing)} files, {left:.0f} min left")
+        left = (time.perf_counter() - started) / done * (len(missing) - done) / 60
+        say(f"{what}: {done}/{len(missing)} files, {left:.0f} min left")
 
 
 def save_checkpoint(path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
