@@ -610,59 +610,39 @@ def test_a_budget_is_the_best_that_costs_allow(together: bool) -> None:
     assert block < max(budget.deep) and (len(set(sizes)) == 1) == together
 
 
-@pytest.mark.parametrize(
-    ("width", "block", "most", "least"), [(2, 1, 12, 1), (2, 4, 12, 4), (1, 1, 6, 1), (1, 4, 6, 4)]
-)
-def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, least: int) -> None:
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target), target)
-
-    def drafted(costs: Costs) -> tuple[list[Draft], int]:
-        drafter = LyannaDrafter(
-            head.fresh(), 6, width, 12 if width > 1 else 6, "off", costs_for=lambda mode: costs, block=block
-        )
-        seqs = [sequence(range(2, 12), id) for id in range(2)]
-        for seq in seqs:
-            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
-        proposal = drafter.propose(seqs)
-        return proposal.drafts, proposal.forwards
-
-    free, _ = drafted(FREE)
-    assert [draft.drafted for draft in free] == [most, most]
-    dear, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}))
-    assert all(max(draft.depths) <= least for draft in dear) and forwards == least
-    tight, _ = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
-    assert all(draft.drafted <= 1 for draft in tight)
-
-
 @pytest.mark.parametrize(("width", "most"), [(1, 6), (2, 12)])
-def test_an_eagles_budget_is_lyannas(width: int, most: int) -> None:
-    """Each depth is a forward of all beams, and none is made that is not worth its time."""
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_a_budget_takes_what_its_costs_allow(kind: str, width: int, most: int) -> None:
+    """No forward is made that is not worth its time; each of an EAGLE-like head's is of all beams."""
     target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, kind="eagle"), target)
+    head = HiddenLM(random_head(target, kind=kind), target)
 
-    def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[Draft], int]:
-        drafter = EagleDrafter(head.fresh(), 6, width, 12 if width > 1 else 6, lambda mode: costs, block)
-        drafter.head.curves = [[shift, 1.0, exp(min(shift, 0.0))]]  # all tokens are certain, or hopeless
+    def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[int], int, int]:
+        """Numbers of tokens, the largest depth and forwards, with all tokens certain, or hopeless."""
+        own, given = head.fresh(), (6, width, 12 if width > 1 else 6)
+        own.curves = [[shift, 1.0, exp(min(shift, 0.0))]]
+        if kind == "eagle":
+            drafter: Any = EagleDrafter(own, *given, lambda mode: costs, block)
+        else:
+            drafter = LyannaDrafter(own, *given, "off", costs_for=lambda mode: costs, block=block)
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
         proposal = drafter.propose(seqs)
-        assert [drafter.head.length(seq.id) for seq in seqs] == [9, 9]
-        return proposal.drafts, proposal.forwards
+        assert [own.length(seq.id) for seq in seqs] == [9, 9]
+        depth = max(max(draft.depths) for draft in proposal.drafts)
+        return [draft.drafted for draft in proposal.drafts], depth, proposal.forwards
 
-    free, forwards = drafted(FREE)
-    assert [draft.drafted for draft in free] == [most, most] and (forwards == 6 or width > 1)
+    free, _, forwards = drafted(FREE)
+    assert free == [most, most] and (forwards == 6 or width > 1)
     for block in (1, 4):
-        dear, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}), -1.0, block)
-        assert all(max(draft.depths) <= block for draft in dear) and forwards == block
-    # Beams are rows: four of them are too dear where two are not.
-    steps = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0, 2: 0.0, 4: 1e6})
-    assert drafted(steps, -1.0)[1] == (6 if width == 1 else 1)
-    tight, _ = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
-    assert all(draft.drafted <= 1 for draft in tight)
-    hopeless, _ = drafted(Costs({1: 1.0, 100: 2.0}, {}, head={1: 0.01}), -30.0)
-    assert not any(draft.drafted for draft in hopeless)
+        _, depth, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}), -1.0, block)
+        assert depth <= block and forwards == block
+    assert max(drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))[0]) <= 1
+    assert drafted(Costs({1: 1.0, 100: 2.0}, {}, head={1: 0.01}), -30.0)[0] == [0, 0]
+    if kind == "eagle":  # beams are rows: four of them are too dear where two are not
+        steps = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0, 2: 0.0, 4: 1e6})
+        assert drafted(steps, -1.0)[2] == (6 if width == 1 else 1)
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
@@ -700,7 +680,7 @@ def test_a_tree_holds_the_best_paths() -> None:
 
 
 def test_certain_paths_hold_their_ancestors() -> None:
-    """Where all probabilities are 1, no child is taken for its parent."""
+    """If all probabilities are 1, no child is taken for its parent."""
     certain = torch.full((1, 4, 3), -1e9)
     certain[..., 1] = 0.0
     (draft,) = grow([9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), EVEN, [4], 3, 4)

@@ -36,7 +36,6 @@ from forerun import Decoder
 from forerun.api.loading import load_pre_verifier
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
-from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.echo import SIZES, Echo
 from forerun.heads.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
@@ -136,11 +135,6 @@ def test_echoes_against_a_search() -> None:
         assert {value for row in expected for value in row} > {0} or known < 30
 
 
-def states(model: Any, tokens: abc.Sequence[int]) -> Tensor:
-    """The LM head's inputs [n, d] over a text."""
-    return logits_and_states(model, tokens)[1]
-
-
 def logits_and_states(model: Any, tokens: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
     """Logits [n, V] and the LM head's inputs [n, d] over a text, by transformers' own forward."""
     found: list[Tensor] = []
@@ -172,7 +166,7 @@ def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
             assert drafts.tokens[index].tolist() == said.tokens
             right = [a == b for a, b in zip(said.tokens, windows[row, anchor + 1 : anchor + 6].tolist(), strict=True)]
             assert drafts.accept[index].tolist() == [float(each) for each in right]
-            of_draft = states(draft, [*context, *said.tokens[:-1]])[anchor:]
+            of_draft = logits_and_states(draft, [*context, *said.tokens[:-1]])[1][anchor:]
             torch.testing.assert_close(drafts.hidden[index], of_draft, rtol=1e-3, atol=1e-3)
             index += 1
     assert 0 < float(drafts.accept.mean()) < 1
@@ -201,11 +195,8 @@ def test_history_by_hand() -> None:
     assert found[0].tolist() == [[0, 4, 4], [1, 4, 4], [0, 1, 4], [3, 1, 4], [0, 0, 3], [2, 0, 3]]
 
 
-def test_auc_by_hand() -> None:
+def test_figures_by_hand() -> None:
     assert auc(torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0.75
-
-
-def test_loss_by_hand() -> None:
     logits, accept = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 1.0]])
     right, wrong = (-logits.sigmoid().log(), -(1 - logits.sigmoid()).log())
     survival = (right[0, 0] + wrong[0, 1] + wrong[0, 2]) / 3  # after a rejection nothing survives
@@ -267,10 +258,6 @@ def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> Non
     assert not policy.past
 
 
-def drafted(steps: abc.Sequence[Step]) -> list[int]:
-    return [step.drafted for step in steps]
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_rows_are_what_they_are_alone(rule: str) -> None:
     requests = [
@@ -283,7 +270,7 @@ def test_greedy_rows_are_what_they_are_alone(rule: str) -> None:
         return
     for request, steps in zip(requests, together, strict=True):
         (alone,) = decode(TableLM(TARGET), table_draft(stop(rule, 2)), [request])
-        assert drafted(alone) == drafted(steps)
+        assert [step.drafted for step in alone] == [step.drafted for step in steps]
 
 
 class Watching(PacerStop):
@@ -543,32 +530,31 @@ def test_files_come_back(trained: tuple[Path, CausalLM, CausalLM]) -> None:
 def test_each_mistake_has_its_own_message(trained: tuple[Path, CausalLM, CausalLM], tmp_path: Path) -> None:
     folder, target, draft = trained
 
-    def broken(name: str, change) -> Path:  # type: ignore[no-untyped-def]
+    def broken(name: str, weights: int | None = None, **fields: Any) -> Path:
         copy = tmp_path / name
-        copy.mkdir()
-        for path in folder.iterdir():
-            (copy / path.name).write_bytes(path.read_bytes())
-        change(copy)
+        shutil.copytree(folder, copy)
+        (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:weights])
+        settings = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(settings | fields))
         return copy
 
-    def truncate(copy: Path) -> None:
-        weights = copy / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-100])
-
-    def add_field(copy: Path) -> None:
-        settings = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps(settings | {"widht": 3}))
-
-    with pytest.raises(ValueError, match="belongs to another draft: it was trained for 'D'"):
-        load_pre_verifier(folder, target, CausalLM(noisy_copy(target.model, 0.03, seed=1)))
-    with pytest.raises(ValueError, match="belongs to another target"):
-        load_pre_verifier(folder, CausalLM(tiny("qwen3")), draft)
-    with pytest.raises(ValueError, match="cannot load the pre-verifier"):
-        load_pre_verifier(broken("truncated", truncate), target, draft)
-    with pytest.raises(ValueError, match="unknown field 'widht'"):
-        load_pre_verifier(broken("field", add_field), target, draft)
-    with pytest.raises(ValueError, match=r"there is no .*config\.json"):
-        load_pre_verifier(tmp_path / "nothing", target, draft)
+    other = CausalLM(noisy_copy(target.model, 0.03, seed=1))
+    for path, models, message in (
+        (folder, (target, other), "belongs to another draft: it was trained for 'D'"),
+        (folder, (CausalLM(tiny("qwen3")), draft), "belongs to another target"),
+        (broken("truncated", -100), (target, draft), "cannot load the pre-verifier"),
+        (broken("field", widht=3), (target, draft), "unknown field 'widht'"),
+        (
+            broken("input", inputs=["token"]),
+            (target, draft),
+            "inputs are of confidence, .*, not 'token': train it again",
+        ),
+        (tmp_path / "nothing", (target, draft), r"there is no .*config\.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_pre_verifier(path, *models)
+    older = broken("older", target_size=32, token_size=32, heads=4)  # fields of layers from before
+    assert load_pre_verifier(older, target, draft).config.inputs == ["confidence", "echoes", "history"]
     with pytest.raises(ValueError, match="needs a pre-verifier"):
         Decoder(target, None, draft, Pacer())
 

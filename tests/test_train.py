@@ -1,4 +1,4 @@
-"""Training: exact resume, texts, own output and what the target says of it, drafts for any target."""
+"""Training: exact resume, texts, own output and its labels, drafts for any target."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None
         make(8)
 
 
-# What the target says.
+# Labels.
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -164,19 +164,16 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
     assert len(more.probs(torch.arange(140)).tokens) == 2 * int(texts.counted().sum())
 
 
-def test_distributions_hold_the_most_probable_tokens() -> None:
+def test_distributions_are_of_the_most_probable_tokens() -> None:
+    """Their cross-entropy is that of the whole distribution if they hold all of it."""
     scores = 4 * torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
-    found, wanted = top_probs(scores), scores.softmax(-1)
-    assert found.tokens.shape == (300, TOP) and torch.equal(found.tokens[:, 0], scores.argmax(-1))
-    torch.testing.assert_close(found.probs, wanted.topk(TOP).values)
-    torch.testing.assert_close(wanted.gather(-1, found.tokens), found.probs)
-
-
-def test_cross_entropy_is_that_of_the_whole_distribution_where_it_holds_all() -> None:
-    scores, found = 4 * torch.randn(20, 50), torch.randn(20, 50)
+    top, whole = top_probs(scores), scores.softmax(-1)
+    assert top.tokens.shape == (300, TOP) and torch.equal(top.tokens[:, 0], scores.argmax(-1))
+    torch.testing.assert_close(top.probs, whole.topk(TOP).values)
+    torch.testing.assert_close(whole.gather(-1, top.tokens), top.probs)
+    scores, found, hot = 4 * torch.randn(20, 50), torch.randn(20, 50), torch.tensor([4, 30, 2, 49])
     dense = -(scores.softmax(-1) * found.log_softmax(-1)).sum()
     torch.testing.assert_close(cross_entropy(found, top_probs(scores)), dense)
-    hot = torch.tensor([4, 30, 2, 49])
     within = -(scores.softmax(-1)[:, hot] * found[:, hot].log_softmax(-1)).sum()
     torch.testing.assert_close(cross_entropy(found[:, hot], top_probs(scores).within(hot, 50)), within)
 

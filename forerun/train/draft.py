@@ -64,11 +64,36 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
         raise ValueError(f"{type(draft).__name__} caps or scales its logits; such a draft cannot be trained")
     own = asdict(recipe) | {"init": init, "texts": parts and parts[0].digest}
     run.claim({"target": target.fingerprint}, own)
-    texts, val = parts or _windows(run, target, stream, recipe)
+    if parts is None:
+        windows = run.own_output(
+            target,
+            stream,
+            sequences=recipe.sequences,
+            prompts=[recipe.length // share for share in (8, 4, 2)],  # drafts are used right after a prompt and later
+            length=recipe.length,
+            temperatures=(0.0, 0.8),
+            seed=recipe.seed,
+        )
+        parts = split_windows(np.concatenate(windows), VALIDATION, 0, 0)
+    texts, val = parts
     hot, share = hot_set(texts.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size)))
     if stream is not None:
         texts = joined(texts, _plain_text(stream, len(texts), recipe))
-    _distil(run, recipe, drafter, target, texts, val, hot.to(model.device) if recipe.hot < 1 else None)
+    labels, val_labels = (label(run, target, each) for each in (texts, val))
+    own_hot = hot.to(model.device) if recipe.hot < 1 else None
+
+    def loss(rows: Tensor) -> Tensor:
+        return distillation_loss(drafter, labels, rows, own_hot)[0]
+
+    def evaluate() -> float:
+        asked = val.spread(EVALUATED).split(8)
+        found = [torch.stack(distillation_loss(drafter, val_labels, rows, own_hot)) for rows in asked]
+        divergence, agreement = torch.stack(found).mean(0).tolist()
+        run.say(f"{run.folder.name} greedy agreement on held-out output {agreement:.3f}")
+        return float(divergence)
+
+    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
+    train(draft, loss, batch, evaluate, TrainConfig(recipe.steps, recipe.lr), run.folder, run.say)
     draft.save_pretrained(run.out)
     tokenizer.save_pretrained(run.out)
     if recipe.hot < 1:
@@ -126,20 +151,6 @@ def has_plain_head(model: CausalLM) -> bool:
     return torch.allclose(model.head(heard[0]).float(), logits.float(), atol=1e-3, rtol=1e-3)
 
 
-def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: DraftRecipe) -> tuple[Texts, Texts]:
-    """Return windows of own output for training and for validation."""
-    windows = run.own_output(
-        target,
-        stream,
-        sequences=recipe.sequences,
-        prompts=[recipe.length // share for share in (8, 4, 2)],  # drafts are used right after a prompt and far from it
-        length=recipe.length,
-        temperatures=(0.0, 0.8),
-        seed=recipe.seed,
-    )
-    return split_windows(np.concatenate(windows), VALIDATION, 0, 0)
-
-
 def _plain_text(stream: np.ndarray, count: int, recipe: DraftRecipe) -> Texts:
     starts = np.random.default_rng(recipe.seed).integers(len(stream) - recipe.length + 1, size=count)
     return of_windows(np.stack([stream[start : start + recipe.length] for start in starts]))
@@ -177,22 +188,3 @@ def distillation_loss(
         way = (head.weight[hot] * weight.grad).sum()
         total = total + way - way.detach()
     return total, same / len(whole.tokens)
-
-
-def _distil(
-    run: Run, recipe: DraftRecipe, draft: CausalLM, target: CausalLM, texts: Texts, val: Texts, hot: Tensor | None
-) -> None:
-    labels, val_labels = (label(run, target, each) for each in (texts, val))
-
-    def loss(rows: Tensor) -> Tensor:
-        return distillation_loss(draft, labels, rows, hot)[0]
-
-    def evaluate() -> float:
-        asked = val.spread(EVALUATED).split(8)
-        found = [torch.stack(distillation_loss(draft, val_labels, rows, hot)) for rows in asked]
-        divergence, agreement = torch.stack(found).mean(0).tolist()
-        run.say(f"{run.folder.name} greedy agreement on held-out output {agreement:.3f}")
-        return float(divergence)
-
-    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    train(draft.model, loss, batch, evaluate, TrainConfig(recipe.steps, recipe.lr), run.folder, run.say)

@@ -22,7 +22,7 @@ from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, save_card, train
 from forerun.train.run import Run, check_context
-from forerun.train.texts import Texts, load_train_val, split_windows
+from forerun.train.texts import load_train_val, split_windows
 
 SEED = 9000  # of the output; no draft is distilled with it
 EVALUATED = 128  # texts, while a head is trained
@@ -89,7 +89,12 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     if start is not None:
         own["start"] = _continue(drafter, start, target)
     run.claim({"target": target.fingerprint, "prompt": recipe.prompt, "output": recipe.output}, asdict(recipe) | own)
-    texts, val = parts or _windows(run, target, stream, recipe)
+    if parts is None:
+        length = recipe.prompt + recipe.output
+        how: dict[str, Any] = {"prompts": [recipe.prompt], "length": length, "temperatures": (0.0, 1.0), "seed": SEED}
+        windows = np.concatenate(run.own_output(target, stream, sequences=recipe.sequences, **how))
+        parts = split_windows(windows, recipe.held, 0, recipe.prompt)  # prompts count in training alone
+    texts, val = parts
     if start is None:
         output = texts if stream is None else replace(texts, begins=torch.full_like(texts.begins, recipe.prompt))
         drafter.hot.copy_(hot_set(output.frequencies(target.vocab_size), config.hot_size)[0])
@@ -124,20 +129,6 @@ first 1, 2, ... tokens in these shares: {shares}. Its hot set covers {coverage:.
     run.say(f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain {survival}")
     run.say(f"the head is in {run.out}")
     return found
-
-
-def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: HeadRecipe) -> tuple[Texts, Texts]:
-    """Return windows for training, where prompts count too, and for validation, where the output alone counts."""
-    windows = run.own_output(
-        target,
-        stream,
-        sequences=recipe.sequences,
-        prompts=[recipe.prompt],
-        length=recipe.prompt + recipe.output,
-        temperatures=(0.0, 1.0),
-        seed=SEED,
-    )
-    return split_windows(np.concatenate(windows), recipe.held, 0, recipe.prompt)
 
 
 def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConfig:

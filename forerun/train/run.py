@@ -100,7 +100,7 @@ class Run:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[np.ndarray]:
-        """Make `sequences` windows [N, length] that begin with tokens of `stream` [n] and go on as the target does.
+        """Make `sequences` windows [N, length] that begin with tokens of `stream` [n] and continue as the target does.
 
         Files take the `temperatures` in turn, then the lengths of `prompts`. Existing files are not made again; more
         sequences begin with the same files. Raises ValueError if the folder holds another target's or other settings.
