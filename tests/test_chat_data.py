@@ -15,7 +15,7 @@ from benchmarks.chat.questions import questions
 from forerun import load
 from forerun.api.decoder import Decoder
 from forerun.api.loading import load_model
-from forerun.train.chat_data import ChatRecipe, apart, is_sound, make_chats
+from forerun.train.chat_data import ChatRecipe, Question, apart, is_sound, make_chats
 from forerun.train.corpus import STRETCH
 from forerun.train.draft import DraftRecipe, train_draft
 from forerun.train.head import HeadRecipe, train_head
@@ -81,7 +81,7 @@ def test_neighbours_of_held_out_questions_are_dropped() -> None:
     near = [conversation(f"{long} Please.", "train"), conversation("?", "validation", text=f"You ask: {long}")]
     far = [conversation(long[: STRETCH - 1], "train"), conversation("And the hills?", "validation")]
     every = [*near, held, *far]
-    kept, dropped = apart(every, [(each.question, "own", each.split) for each in every])
+    kept, dropped = apart(every, [Question(each.question, "own", each.split) for each in every])
     assert dropped == 2 and {each.question for each in kept} == {held.question, *(each.question for each in far)}
 
 

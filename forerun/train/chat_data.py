@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.api.decoder import Decoder
 from forerun.api.load import load
@@ -26,9 +26,14 @@ from forerun.train.corpus import STRETCH, split_of
 from forerun.train.loop import claim
 from forerun.train.texts import SPLITS, Conversation
 
-Question = tuple[str, str, str]  # its text, source and split
 ROWS = 64  # decoded together
 _MARK = "\x01"
+
+
+class Question(NamedTuple):
+    text: str
+    source: str  # "own" or "given"
+    split: str
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def _questions(
     decoder: Decoder, out: Path, recipe: ChatRecipe, given: Sequence[str], say: Callable[[str], None]
 ) -> list[Question]:
     """Return all questions in the order of their hashes."""
-    found: list[Question] = [(text, "given", split_of(text)) for text in dict.fromkeys(given)][: recipe.conversations]
+    found = [Question(text, "given", split_of(text)) for text in dict.fromkeys(given)][: recipe.conversations]
     wanted = recipe.conversations - len(found)
     own: dict[str, str] = {}  # by what questions that differ in case, spaces and signs alone have in common
     number = 0
@@ -126,8 +131,8 @@ def _questions(
             raise ValueError("the model asks nothing new after its template's user header: give --questions")
         number += 1
         say(f"questions {min(len(own), wanted)}/{wanted}")
-    found += [(text, "own", split_of(text)) for text in list(own.values())[:wanted]]
-    return sorted(found, key=lambda each: _digest(each[0]))
+    found += [Question(text, "own", split_of(text)) for text in list(own.values())[:wanted]]
+    return sorted(found, key=lambda each: _digest(each.text))
 
 
 def _sampled_questions(decoder: Decoder, recipe: ChatRecipe, number: int) -> list[str]:
