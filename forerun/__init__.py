@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forerun.api.custom_generate import custom_generate
     from forerun.api.load import Chunk, Completion, Decoder, load
+    from forerun.api.options import EngineOptions, ModelOptions
     from forerun.engine.engine import Engine
     from forerun.engine.sequence import Request
     from forerun.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Chunk", "Completion", "Decoder", "Engine", "Request", "SamplingParams", "custom_generate", "load"]
+__all__ = ["Chunk", "Completion", "Decoder", "Engine", "EngineOptions", "ModelOptions", "Request", "SamplingParams"]
+__all__ += ["custom_generate", "load"]
 _HOMES = {
     "Engine": "forerun.engine.engine",
+    "EngineOptions": "forerun.api.options",
+    "ModelOptions": "forerun.api.options",
     "Request": "forerun.engine.sequence",
     "SamplingParams": "forerun.sampling.params",
     "custom_generate": "forerun.api.custom_generate",

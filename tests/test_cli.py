@@ -47,7 +47,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["demo", "--gamma", "-2"], "gamma must be an integer of at least 1, not -2"),
         (
             ["demo", "--embedded", "--method", "eagle"],
-            "method 'eagle' needs a head, and forerun has none for the target",
+            "method 'eagle' needs a head: give one, or train one with `forerun train lyanna --kind eagle`",
         ),
         (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2"),
         (["fetch", "--from", "no.whl"], "there is no wheel 'no.whl'"),

@@ -837,7 +837,7 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
         load_head(tmp_path / "head", target, "eagle")
     with pytest.raises(ValueError, match=r"there is no .*config\.json"):
         load_head(tmp_path / "nothing", target, "lyanna")
-    with pytest.raises(ValueError, match="needs a head: train one with `forerun train lyanna`"):
+    with pytest.raises(ValueError, match="needs a head: give one, or train one with `forerun train lyanna`"):
         Decoder(target, method=Lyanna())
     save_quantised(head, tmp_path / "small", {})
     small = load_head(tmp_path / "small", target)

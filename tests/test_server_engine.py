@@ -29,7 +29,7 @@ def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
 
 
 def run(decoder: Decoder, requests: list[Request]) -> list[list[Step]]:
-    return decoder.driver().run(requests).collect()
+    return decoder.driver().add(requests).collect()
 
 
 def test_openais_penalties() -> None:

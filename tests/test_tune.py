@@ -18,11 +18,12 @@ import torch
 from homes import home_at
 from toys import noisy_copy, random_head, tiny, tiny_tokenizer
 
-from forerun import load
+from forerun import ModelOptions, load
 from forerun.api import profiles
 from forerun.api.load import Decoder
 from forerun.api.loading import load_model
 from forerun.api.profiles import Choice, Pair, find, pair_of, read, save
+from forerun.api.resolve import resolve
 from forerun.backends.costs import measure_costs
 from forerun.bench import tune
 from forerun.bench.runners import Outcome, Run
@@ -279,26 +280,14 @@ def test_load_uses_the_profile_of_its_pair_and_a_named_method_wins(folder: Path,
     assert load(target, draft=draft).draft is None  # nobody needs it
 
 
-def test_a_profile_says_which_layer_and_head_were_tried(
-    folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(
-        "forerun.api.load.Decoder", lambda *each, **_: given.append(each[6:]) or Decoder(*each[:3], AR())
-    )
-    target, draft = str(folder / "target"), str(folder / "draft")
-    save(
-        pair_of(target, draft, None, None),
-        "greedy",
-        replace(a_choice(SD(4)), pre_verifier="own", head="top"),
-        COSTS,
-        {},
-    )
-    load(target, draft=draft)
-    load(target, draft=draft, pre_verifier="other")
-    load(target, draft=draft, head="mine")
-    load(target, draft=draft, method="sd")
-    assert given == [("own", "top"), ("other", "top"), ("own", "mine"), (None, None)]
+def test_a_profile_says_which_layer_and_head_were_tried(folder: Path, own_home: Path) -> None:
+    pair = str(folder / "target"), str(folder / "draft")
+    choice = replace(a_choice(SD(4)), pre_verifier="own", head="top")
+    save(pair_of(*pair, None, None), "greedy", choice, COSTS, {})
+    given: list[dict[str, Any]] = [{}, {"pre_verifier": "other"}, {"head": "mine"}, {"method": "sd"}]
+    found = [resolve(*pair, **each, models=ModelOptions()) for each in given]
+    parts = [(each.pre_verifier, each.head) for each in found]
+    assert parts == [("own", "top"), ("other", "top"), ("own", "mine"), (None, None)]
 
 
 def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence
-from forerun.engine.session import Driver
+from forerun.engine.session import Session
 from forerun.engine.step import Drafter
 from forerun.methods import Parts
 from forerun.methods.ar import PlainDrafter
@@ -169,6 +169,6 @@ class OracleDrafter(ChainDrafter):
 
 def plainly(target: CausalLM, seq: Sequence) -> list[int]:
     """The target's own greedy output for a sequence, whatever its criteria."""
-    driver = Driver(Engine(target.fresh(), PlainDrafter()))
-    (steps,) = driver.run([replace(seq.request, criteria=None, stop=None)]).collect()
+    driver = Session(Engine(target.fresh(), PlainDrafter()))
+    (steps,) = driver.add([replace(seq.request, criteria=None, stop=None)]).collect()
     return [token for step in steps for token in step.tokens]

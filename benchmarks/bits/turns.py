@@ -69,7 +69,7 @@ def decoding(decoder: forerun.Decoder, params: SamplingParams) -> Callable[[list
         driver = decoder.driver()
         begun = perf_counter()
         tokens, times = [], []
-        for batch in driver.run([decoder.request(prompt, params)]):
+        for batch in driver.add([decoder.request(prompt, params)]):
             for _, step in batch:
                 tokens += step.tokens
                 times.append(perf_counter())

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from forerun import methods
-from forerun.api.decoder import Decoder, kind_of
+from forerun.api.decoder import Decoder
 from forerun.api.loading import encode
 from forerun.api.requests import check_processors, check_supported, for_row
+from forerun.api.resolve import resolve
 from forerun.backends import is_as_made
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request
@@ -134,7 +134,7 @@ def custom_generate(
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     try:
-        for batch in decoder.driver().run(requests):
+        for batch in decoder.driver().add(requests):
             for index, step in batch:
                 steps[index].append(step)
                 if token_streamer is not None:
@@ -224,8 +224,7 @@ def _decoder(
     for part in (model, draft):
         if part is not None and part.training:
             raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
-    has = draft is not None, pre_verifier is not None
-    chosen = methods.method(method or methods.default_method(*has)).resolve_defaults(*has, kind_of(head))
+    chosen = resolve(model, draft, method, pre_verifier=pre_verifier, head=head).method
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import is_
@@ -20,9 +19,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from forerun import methods
 from forerun.api.loading import Prompt, check_vocabularies, encode, load_head, load_pre_verifier
 from forerun.api.requests import merged, requests, stop_strings
+from forerun.api.resolve import resolve
 from forerun.backends import has_foreign_layers, prepare
 from forerun.backends.costs import head_costs, measure_costs
 from forerun.backends.facts import facts_of
@@ -31,9 +30,9 @@ from forerun.backends.hot import prepare_draft
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Drafter, Engine, Step
 from forerun.engine.sequence import Request
-from forerun.engine.session import Driver, Run
+from forerun.engine.session import Run, Session
 from forerun.engine.stats import Stats, summarise
-from forerun.heads.heads import KINDS, HiddenDrafter
+from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, Method, Parts
 from forerun.methods.guard import Guarded, SpeedTracker
@@ -44,8 +43,6 @@ from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
 from forerun.text.vocabularies import Translation
-
-NO_DRAFT = "method {!r} needs a draft model: give a draft"
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,8 @@ class Decoder:
         max_queue: int | None = None,
         kv_memory: int | None = None,
         prefix_bytes: int = 2**28,
+        share_outputs: bool = True,
+        costs: Costs | None = None,
         translation: Translation | None = None,
     ) -> None:
         """Models get the fastest forward there is for them (`forerun.backends.prepare`), which keeps copies of weights:
@@ -124,13 +123,9 @@ class Decoder:
         transformers' own forward.
 
         Args:
-            guard: that of `load`.
             sampling_method: takes the place of `method` where tokens are sampled.
-            max_rows: sequences that are decoded at once; others wait.
-            max_queue: sequences that may wait, None for any number.
-            kv_memory: bytes for keys and values of the target, None for no bound.
-            prefix_bytes: bytes, of each model, for keys and values of earlier prompts, so that what a new prompt shares
-                with one of them is not computed again. 0 for none.
+            guard, max_rows, max_queue, kv_memory, prefix_bytes, share_outputs: see `forerun.EngineOptions`.
+            costs: of forwards; measured when a method first needs them, if they are not given.
             translation: how a draft with another tokenizer drafts (`forerun.api.loading.translation_for`).
 
         Raises:
@@ -147,14 +142,12 @@ class Decoder:
         self._paces: dict[
             tuple[Method, bool], SpeedTracker
         ] = {}  # sampling costs and accepts otherwise than greedy decoding
-        self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = {}  # what outlives a call, if that may be
-        has = draft is not None, pre_verifier is not None
-        self.method = methods.method(method or methods.default_method(*has)).resolve_defaults(*has, kind_of(head))
-        self.sampling_method = (
-            sampling_method.resolve_defaults(*has, kind_of(head)) if sampling_method is not None else None
-        )
-        self.costs: Costs | None = None  # measured when a method first asks for them
-        self._made: tuple[Driver, list[Any], list[Any]] | None = None  # the driver in use, and what it was made of
+        self.pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = {} if share_outputs else None
+        given: dict[str, Any] = {"pre_verifier": pre_verifier, "head": head}
+        self.method = resolve(None, draft, method, **given).method
+        self.sampling_method = resolve(None, draft, sampling_method, **given).method if sampling_method else None
+        self.costs = costs  # measured when a method first asks for them
+        self._made: tuple[Session, list[Any], list[Any]] | None = None  # the driver in use, and what it was made of
         self._making = Lock()
         for each in (self.method, self.sampling_method):
             if each is not None:
@@ -173,7 +166,7 @@ class Decoder:
     def check_draft(self, method: Method) -> None:
         """Raises ValueError where a method cannot do with the draft that is there."""
         if method.needs_draft and self.draft is None:
-            raise ValueError(NO_DRAFT.format(method.name))
+            raise ValueError(f"method {method.name!r} needs a draft model: give a draft")
         if method.needs_draft and self.translation is not None and not method.any_tokenizer:
             raise ValueError(f"method {method.name!r} needs a draft with the target's tokenizer")
 
@@ -290,7 +283,7 @@ class Decoder:
     def _completions(
         self, asked: list[Request], params: SamplingParams | GenerationConfig, begun: float
     ) -> list[Completion]:
-        steps = self.driver().run(asked).collect()
+        steps = self.driver().add(asked).collect()
         seconds = perf_counter() - begun
         completions = []
         for request, taken in zip(asked, steps, strict=True):
@@ -315,7 +308,7 @@ class Decoder:
 
     def _stream(self, asked: list[Request], params: SamplingParams | GenerationConfig) -> Iterator[Chunk]:
         texts = [self._text(request, params) for request in asked]
-        return _chunks(self.driver().run(asked), texts)
+        return _chunks(self.driver().add(asked), texts)
 
     def stream(
         self,
@@ -445,7 +438,7 @@ class Decoder:
         after `close`, when an adapter was switched."""
         return self.driver().engine
 
-    def driver(self) -> Driver:
+    def driver(self) -> Session:
         """The engine and its callers. Another one is made when a setting has changed, and for each call to a model with
         layers of other packages; calls that are under way go on with theirs."""
         tried = [self.method, *([self.sampling_method] if self.sampling_method is not None else [])]
@@ -459,10 +452,10 @@ class Decoder:
             parts = [self.costs, self.pre_verifier, self.head, self.pools]  # held, so that ids stay theirs
             made = self._made
             same = made is not None and made[1] == settings and all(map(is_, made[2], parts))
-            if made is not None and same and not (foreign and made[0].called):
+            if made is not None and same and not (foreign and made[0].was_used):
                 return made[0]
             self.close()
-            driver = Driver(
+            driver = Session(
                 Engine(
                     self.target.fresh(self.prefix_bytes),
                     self._drafter(tried),
@@ -500,19 +493,6 @@ class Decoder:
             self._paces.setdefault((self.method_for(greedy), greedy), SpeedTracker(clock)) for greedy in (True, False)
         ]
         return Guarded(drafter, *paces)
-
-
-def kind_of(head: str | Path | HiddenDrafter | HiddenLM | None) -> str | None:
-    """The kind of a head. One in a folder that cannot be read is taken for Lyanna's until it is loaded."""
-    if isinstance(head, HiddenDrafter):
-        return head.config.kind
-    if head is None or isinstance(head, HiddenLM):
-        return None if head is None else head.kind
-    try:
-        kind = json.loads((Path(head) / "config.json").read_text())["kind"]
-    except (OSError, ValueError, TypeError, KeyError):
-        kind = None
-    return kind if kind in KINDS else "lyanna"
 
 
 def _chunks(run: Run, texts: list[TextStream | None]) -> Iterator[Chunk]:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from forerun.api.options import DeviceMap
 from forerun.backends import is_as_made
 from forerun.backends.gguf import find, gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.stored import store
@@ -36,7 +37,6 @@ from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
 
 Prompt = str | Sequence[int]
 _Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
-DeviceMap = str | dict[str, Any] | int | torch.device
 
 _LOG = logging.getLogger("forerun")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -119,8 +119,6 @@ def load_model(
             raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
         return source
     name, source = str(source), resolve(source, part)
-    if device is not None and device_map is not None:
-        raise ValueError("give device or device_map, not both")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)

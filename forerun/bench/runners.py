@@ -89,7 +89,7 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
             # Most requests have no seed, so it is their acceptance rule that is measured.
             numbers = None if params.temperature == 0 else torch.Generator(decoder.target.device).manual_seed(seed)
             requests.append(replace(request, generator=numbers))
-        rows = driver.run(requests).collect()
+        rows = driver.add(requests).collect()
         seconds = perf_counter() - begun
         if close:
             decoder.close()

@@ -19,7 +19,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from forerun.api.load import Decoder, bundled_layer
+from forerun.api.load import Decoder
 from forerun.api.loading import check_draft_tokenizer, load_config, load_head, load_pre_verifier
 from forerun.api.profiles import Choice, pair_of, save
 from forerun.backends.costs import head_costs, measure_costs
@@ -182,7 +182,7 @@ def tune(
     if tokenizer is not None and plan.draft is not None:  # methods that need the target's are tried as well
         check_draft_tokenizer(tokenizer, plan.draft, trust_remote_code=plan.trust_remote_code)
     target, draft = load_pair(plan)
-    folder = bundled_layer(plan.target, Pacer()) if plan.draft == own_draft(plan.target) else None
+    folder = companion(plan.target, Pacer.layer) if plan.draft == own_draft(plan.target) else None
     layers: dict[str | None, PreVerifier] = {}
     if (folder := pre_verifier or folder) is not None and draft is not None:
         layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.common import STYLES, parse_method, quiet, say
+from forerun.api.resolve import resolve
+from forerun.cli.common import STYLES, quiet, say
 from forerun.cli.options import (
     GammaOption,
     GuardOption,
@@ -22,9 +23,9 @@ from forerun.cli.options import (
     TemperatureOption,
     ThreadsOption,
 )
-from forerun.methods import AR, Method, Pacer, default_method
+from forerun.methods import AR, Method
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import EMBEDDED, SMOLLM2, companion, find_smollm2, own_draft
+from forerun.zoo import EMBEDDED, SMOLLM2, find_smollm2
 from forerun.zoo.fetch import fetch
 
 REDRAW = 0.08  # seconds between pictures on a terminal
@@ -117,14 +118,7 @@ def demo(
 def _settings(target: str, name: str | None, gamma: int | None) -> Method:
     """Return the method of these options. Raises ValueError for mistakes, and if the target comes without a part that
     the method needs."""
-    has_layer = companion(target, Pacer.layer) is not None
-    unnamed = default_method(own_draft(target) is not None, has_layer, ["gamma"] * (gamma is not None))
-    settings = parse_method(name or unnamed, gamma)
-    needed = {"draft": "draft" if settings.needs_draft else None, "pre-verifier": settings.layer, "head": settings.head}
-    for what, part in needed.items():
-        if part is not None and companion(target, part) is None:
-            raise ValueError(f"method {settings.name!r} needs a {what}, and forerun has none for the target {target!r}")
-    return settings
+    return resolve(target, None, name, {} if gamma is None else {"gamma": gamma}).method
 
 
 def _fetched() -> bool:

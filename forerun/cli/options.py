@@ -14,12 +14,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from forerun.cli.common import parse_method
+from forerun import zoo
+from forerun.api.resolve import resolve
 from forerun.cli.form import asked_form, check_extra
 from forerun.kinds import WAYS, check_kind, check_way
-from forerun.methods import METHODS, Method, Pacer, default_method
+from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import companion, own_draft, resolve
 
 
 def _kind(value: str | None) -> str | None:
@@ -142,24 +142,15 @@ class DecodeOptions(LoadOptions):
     def chosen_method(self, target: str) -> Method | None:
         """Return the method that the options name; None leaves the choice to `forerun.load`.
 
-        Raises ValueError for bad settings, for models that do not exist, and if the method lacks its draft or head.
+        Raises ValueError for bad settings, for models that do not exist, and if the method lacks a part.
         """
-        own = own_draft(target)
-        has_layer = self.pre_verifier is not None
-        has_layer |= self.draft in (None, own) and companion(target, Pacer.layer) is not None
-        given = [*["gamma"] * (self.gamma is not None), *(each.partition("=")[0] for each in self.method_arg or [])]
-        name = self.method or default_method(bool(self.draft or own), has_layer, given)
-        settings = parse_method(name, self.gamma, self.method_arg)
-        if settings.needs_draft and not self.draft and own is None:
-            raise ValueError(f"method {settings.name!r} needs a draft model: give --draft")
-        if settings.head is not None and self.head is None and companion(target, settings.head) is None:
-            raise ValueError(
-                f"method {settings.name!r} needs a head: give --head, train one with `forerun train lyanna`"
-            )
-        resolve(target, "target")
-        if self.draft is not None:
-            resolve(self.draft, "draft")
-        return settings if self.method is not None or given else None
+        settings = [*([f"gamma={self.gamma}"] if self.gamma is not None else []), *(self.method_arg or [])]
+        parts: dict[str, Any] = {"pre_verifier": self.pre_verifier, "head": self.head}
+        found = resolve(target, self.draft, self.method, settings, **parts)
+        for part, source in (("target", target), ("draft", self.draft)):
+            if source is not None:
+                zoo.resolve(source, part)
+        return found.method if self.method is not None or settings else None
 
 
 @dataclass(frozen=True)

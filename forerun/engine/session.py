@@ -1,113 +1,195 @@
-"""Several callers, in one thread or in many, on one engine."""
+"""`Session`: callers in any number of threads on one engine."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable
-from threading import Lock
+from collections.abc import Callable, Iterable
+from threading import Event, Lock
+from time import sleep
+from weakref import ref
 
 from forerun.engine.engine import Engine, Step
 from forerun.engine.sequence import Request
+from forerun.failures import UNATTRIBUTABLE
+
+_LOG = logging.getLogger("forerun.engine.session")
 
 PATIENCE = 0.01  # seconds to wait for a turn before looking into one's box again
-
-
-class Driver:
-    """Shares an engine. There is no thread of its own: whoever waits for its steps takes a turn at the engine, and
-    what that brings others waits for them in their boxes."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._turn = Lock()
-        self._boxes: dict[int, deque[Step]] = {}
-        self.called = False  # whether there was a call
-
-    def run(self, requests: Iterable[Request]) -> Run:
-        """Queues requests; raises what `Engine.add` does, and then none of them is queued."""
-        run, self.called = Run(self), True
-        try:
-            for index, request in enumerate(requests):
-                id = self.engine.new_id()  # the box is there before the first step
-                run.open[id], self._boxes[id] = index, run.box
-                self.engine.add(request, id)
-        except BaseException:
-            run.close()
-            raise
-        return run
-
-    def advance(self, box: deque[Step]) -> None:
-        """A step of the engine. None where another caller is at it for long: its step may have filled this box."""
-        if not self._turn.acquire(timeout=PATIENCE):
-            return
-        try:
-            if box:
-                return
-            assert self.engine.busy
-            self.engine.advance()
-            while self.engine.outbox:
-                box_of = self._boxes.get(self.engine.outbox[0].id)
-                step = self.engine.outbox.popleft()
-                if box_of is not None:
-                    box_of.append(step)
-                if step.finish_reason is not None:
-                    self._boxes.pop(step.id, None)
-        finally:
-            self._turn.release()
-
-    def forget(self, ids: Iterable[int]) -> None:
-        """Aborts these requests. Takes no lock: it may be called while garbage is collected."""
-        for id in list(ids):
-            self._boxes.pop(id, None)
-            self.engine.abort(id)
+TRIES = 3  # steps that may fail one after the other, with no request to blame, before `drive` reports it
+PAUSE = 0.05  # seconds before such a step is tried again
 
 
 class Run:
-    """The steps of some requests as they come: lists of (which of them, its step), until all have ended.
+    """Requests that were added together, and their steps as they come.
 
-    Closing it, or letting go of it, aborts what has not ended. What a user's processor or criterion raised is raised
-    here.
+    Iterating over it gives lists of (which request, its step) until all have ended, and takes turns at the engine for
+    that. What a user's processor or criterion raised is raised there. Closing a run, or letting go of it, aborts what
+    has not ended. A caller with a loop of its own subclasses it and reads `box`.
+
+    Attributes:
+        open: which request, by its id in the engine, of those that have not ended.
+        box: (which request, its step) that nobody has taken yet.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.box: deque[Step] = deque()
+    def __init__(self) -> None:
+        self.session: Session | None = None
         self.open: dict[int, int] = {}
+        self.box: deque[tuple[int, Step]] = deque()
+
+    def take(self) -> list[tuple[int, Step]]:
+        """Return what is in the box, and empty it."""
+        return [self.box.popleft() for _ in range(len(self.box))]
 
     def __iter__(self) -> Run:
         return self
 
     def __next__(self) -> list[tuple[int, Step]]:
-        if not self.open:
-            raise StopIteration
         try:
             while not self.box:
-                self.driver.advance(self.box)
-            found = [(self.open[step.id], step) for step in self._taken()]
+                if not self.open or self.session is None:
+                    raise StopIteration
+                self.session.take_turn(self)
+            found = self.take()
             for _, step in found:
                 if step.error is not None:
                     raise step.error
-                if step.finish_reason is not None:
-                    del self.open[step.id]
         except BaseException:
             self.close()
             raise
         return found
 
     def collect(self) -> list[list[Step]]:
-        """All steps of each request, when all have ended."""
+        """Return all steps of each request when all have ended."""
         steps: list[list[Step]] = [[] for _ in self.open]
         for batch in self:
             for index, step in batch:
                 steps[index].append(step)
         return steps
 
-    def _taken(self) -> list[Step]:
-        return [self.box.popleft() for _ in range(len(self.box))]
-
     def close(self) -> None:
-        """Aborts what has not ended."""
-        ids, self.open = self.open, {}
-        self.driver.forget(ids)
+        """Abort what has not ended. Takes no lock: it may be called while garbage is collected."""
+        if self.session is not None:
+            self.session.abort(self)
 
     def __del__(self) -> None:
         self.close()
+
+
+class Session:
+    """One engine, shared by callers in any number of threads.
+
+    `add` queues requests and returns their Run; `abort` ends a Run. Both may be called from any thread, and neither
+    waits for a step. Each step of the engine goes to the box of its run.
+
+    The engine steps in the threads of its callers, who take turns while they iterate over their runs, or in one thread
+    that calls `drive` until `stop`, for callers that must not wait.
+
+    Attributes:
+        was_used: whether anything was added.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.was_used = False
+        self._turn, self._wake, self._stopping = Lock(), Event(), False
+        self._runs: dict[int, ref[Run]] = {}  # weak, so that a run that is let go of ends
+
+    def add(self, requests: Iterable[Request], run: Run | None = None) -> Run:
+        """Queue requests, all or none, and return their run: that which was given, or a new one.
+
+        Raises what `Engine.add` does.
+        """
+        run = Run() if run is None else run
+        run.session, self.was_used = self, True
+        try:
+            for index, request in enumerate(requests):
+                id = self.engine.new_id()  # the run is known before the first step
+                run.open[id], self._runs[id] = index, ref(run)
+                self.engine.add(request, id)
+        except BaseException:
+            self.abort(run)
+            raise
+        self._wake.set()
+        return run
+
+    def abort(self, run: Run) -> None:
+        """End the requests of a run that have not ended; their rows are free with the next step. Takes no lock."""
+        for id in list(run.open):
+            run.open.pop(id, None)
+            self._runs.pop(id, None)
+            self.engine.abort(id)
+
+    def runs(self) -> set[Run]:
+        """Return the runs that have not ended."""
+        return {run for each in list(self._runs.values()) if (run := each()) is not None}
+
+    def advance(self) -> list[tuple[Run | None, Step]]:
+        """Step the engine once. Return its steps with their runs, into whose boxes they went; None for an aborted one.
+
+        By one thread at a time, which is that of `drive` or has a turn.
+        """
+        self.engine.advance()
+        found: list[tuple[Run | None, Step]] = []
+        while self.engine.outbox:
+            step = self.engine.outbox[0]
+            known = self._runs.get(step.id)
+            run = known() if known is not None else None
+            index = run.open.get(step.id) if run is not None else None
+            self.engine.outbox.popleft()
+            if run is not None and index is not None:
+                run.box.append((index, step))
+            if step.finish_reason is not None:
+                self._runs.pop(step.id, None)
+                if run is not None:
+                    run.open.pop(step.id, None)  # after its last step is in the box
+            found.append((run, step))
+        return found
+
+    def take_turn(self, run: Run) -> None:
+        """Step the engine once for a run that waits, unless another caller is at it for long: its step may be there."""
+        if not self._turn.acquire(timeout=PATIENCE):
+            return
+        try:
+            if not run.box and run.open:
+                assert self.engine.busy
+                self.advance()
+        finally:
+            self._turn.release()
+
+    def drive(
+        self, on_steps: Callable[[list[tuple[Run | None, Step]]], None], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """Step the engine whenever there is something to do, until `stop`.
+
+        Args:
+            on_steps: is given what `advance` returned.
+            on_failure: is given the error after TRIES steps have failed one after the other with no request to blame.
+                The engine has undone them, and goes on.
+        """
+        failures = 0
+        while not self._stopping:
+            if not self.engine.busy:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            try:
+                with self._turn:
+                    found = self.advance()
+            except UNATTRIBUTABLE:
+                raise
+            except BaseException as error:
+                failures += 1
+                _LOG.exception("a step of the engine failed")
+                if failures == TRIES:
+                    failures = 0
+                    on_failure(error)
+                sleep(PAUSE)
+                continue
+            failures = 0
+            on_steps(found)
+
+    def stop(self) -> None:
+        """End `drive` after its step."""
+        self._stopping = True
+        self._wake.set()

@@ -53,10 +53,7 @@ class Loader:
 
         if self.threads:
             torch.set_num_threads(self.threads)
-        decoder = load(self.target, method=self.method, **self.options)
-        if self.is_shared:
-            decoder.pools = None
-        return decoder
+        return load(self.target, method=self.method, share_outputs=not self.is_shared, **self.options)
 
 
 class Job:

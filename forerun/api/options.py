@@ -1,0 +1,109 @@
+"""Options of `forerun.load`: how models are loaded, and how the engine runs them. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from forerun.kinds import check_kind, check_way
+
+if TYPE_CHECKING:
+    import torch
+
+DeviceMap: TypeAlias = "str | dict[str, Any] | int | torch.device"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How target and draft are loaded.
+
+    Attributes:
+        dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
+        weights: what the target's are stored as on a CPU: "float32", "bfloat16", "int8", "int4" (blocks of 32 with a
+            scale and a least value). The model in few bits is the target then, and what is decoded is its output.
+            Default, "auto": as a GGUF file has them, else by `dtype`.
+        draft_weights: likewise of the draft, where any bits are lossless. Default, "auto": 8 bits on a CPU.
+        draft_vocabulary: the draft gives logits to N tokens only, the most frequent ones, and to those that stand in
+            the text: faster, and as lossless. By the draft's own list of frequent tokens (`forerun train draft --hot`),
+            else by their ids, in which BPE has the frequent ones first. Default: all of that list, if the draft has
+            one. 0: all tokens.
+        draft_tokens: how a draft with another tokenizer drafts. "shared": the tokens that both have; "text": its text
+            is cut into the target's tokens. Default, "auto": shared if half of a sample's tokens are, which it logs.
+            Nothing to a draft with the target's tokenizer.
+        device: default: cuda if there is one.
+        device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
+        tensor_parallel: instead of device: the target's weights are split among the processes that `torchrun` started,
+            by transformers' own plan for its architecture. Draft and heads are whole in each of them. All of them must
+            make the same calls, and each of them gets the output. Needs accelerate (docs/tensor-parallel.md).
+        trust_remote_code: passed on to transformers.
+        fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/backends).
+        graphs: record forwards of a few tokens as CUDA graphs, for plain Llamas on a GPU; takes memory and some seconds
+            at first. Raises ValueError elsewhere.
+    """
+
+    dtype: str | torch.dtype | None = None
+    weights: str | None = None
+    draft_weights: str | None = None
+    draft_vocabulary: int | None = None
+    draft_tokens: str | None = None
+    device: str | None = None
+    device_map: DeviceMap | None = None
+    tensor_parallel: bool = False
+    trust_remote_code: bool = False
+    fast: bool = True
+    graphs: bool = False
+
+    def __post_init__(self) -> None:
+        check_way(self.draft_tokens)
+        for weights in (self.weights, self.draft_weights):
+            check_kind(weights)
+        if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
+            raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
+        if self.draft_vocabulary and self.graphs:
+            raise ValueError("draft_vocabulary cannot stand beside graphs: recorded forwards have the whole head")
+        if self.tensor_parallel and self.graphs:
+            raise ValueError("tensor_parallel cannot stand beside graphs")
+        if self.device is not None and self.device_map is not None:
+            raise ValueError("give device or device_map, not both")
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether `forerun tune` makes profiles for models that are loaded so."""
+        return self.fast and self.device_map is None and self.draft_vocabulary is None and not self.tensor_parallel
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a decoder's engine runs.
+
+    Attributes:
+        max_rows: sequences that are decoded at once; others wait.
+        max_queue: sequences that may wait, None for any number.
+        kv_memory: bytes for keys and values of the target, None for no bound.
+        prefix_bytes: bytes, of each model, for keys and values of earlier prompts, so that what a new prompt shares
+            with one of them is not computed again. 0 for none.
+        guard: leave drafts out while they do not pay (see forerun/methods/guard.py), unless it is False. Which steps
+            those are depends on the time they take; what is sampled without a seed then does so too.
+        share_outputs: whether a request may draft from the outputs and phrases of earlier ones. Rejected drafts, which
+            a server's client may ask for, would otherwise hold words of answers to other clients.
+    """
+
+    max_rows: int = 64
+    max_queue: int | None = None
+    kv_memory: int | None = None
+    prefix_bytes: int = 2**28
+    guard: bool | None = None
+    share_outputs: bool = True
+
+
+def split_options(
+    options: Mapping[str, Any], models: ModelOptions | None, engine: EngineOptions | None
+) -> tuple[ModelOptions, EngineOptions, dict[str, Any]]:
+    """Return both kinds of options, with fields that are given singly in their place, and all other options."""
+    rest = dict(options)
+    found: list[Any] = []
+    for given, kind in ((models, ModelOptions), (engine, EngineOptions)):
+        single = {field.name: rest.pop(field.name) for field in fields(kind) if field.name in rest}
+        found.append(kind(**vars(given or kind()) | single))
+    return found[0], found[1], rest
