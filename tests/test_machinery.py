@@ -309,17 +309,6 @@ def test_echoes_find_what_the_text_contradicts(phrases: bool) -> None:
     assert (steps[0][1].drafted, steps[0][1].accepted) == (6, 5)
 
 
-def test_the_targets_state_announces_a_wrong_draft() -> None:
-    """The draft is wrong behind 0, and the state that gave 0 says so: such a draft ends with its first token."""
-    target, draft = pair({0: WRONG})
-    said = layer(target, draft, 5.0, [("target", 11, 1.0, -10.0)])
-    done = run(target, Pacer(block=1, threshold=0.5, most=10), draft=draft, pre_verifier=said)
-    steps = rooted(done, [0])[1:]
-    assert len(steps) > 15
-    assert all(step.drafted == (1 if root == 0 else 10) for root, step in steps)
-    assert {root for root, _ in steps} == {0, 1}
-
-
 @pytest.mark.parametrize("run_back", [0, 1, 2])
 @pytest.mark.parametrize("phrases", [False, True])
 def test_lengths_follow_earlier_runs(phrases: bool, run_back: int) -> None:

@@ -522,7 +522,7 @@ def test_a_guard_and_a_layer_that_sees_the_target() -> None:
     """The guard then shows what became of steps that it left without a draft."""
     target = tiny("llama")
     small = noisy_copy(target, 0.03)
-    layer = random_layer(target, small, inputs=("confidence", "target"))
+    layer = random_layer(target, small, inputs=("confidence", "entropy"))
     method = PacerOuroboros(block=2, threshold=0.1)
     plain = Decoder(target, method=AR()).generate([5, 6, 7, 5, 6], max_new_tokens=60, ignore_eos=True)
     made = method.build(Parts(CausalLM(target), CausalLM(small), layer))
