@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import capture_hidden_states
 from forerun.train.loop import save_missing
 from forerun.train.run import Run
 from forerun.train.texts import Texts
@@ -99,7 +100,7 @@ def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]
     found: list[dict[str, Tensor]] = [{}] * len(texts)
     for rows in texts.ends.argsort(stable=True).split(together(texts, target)):
         part = texts.take(rows)
-        with target.hearing() as heard:
+        with capture_hidden_states(target.model) as heard:
             logits = target.model(input_ids=part.tokens.to(target.device), use_cache=False).logits
         for i, row in enumerate(rows.tolist()):
             begin, end = int(part.begins[i]), int(part.ends[i])
