@@ -21,6 +21,7 @@ from transformers.generation import logits_process as hf
 
 import forerun
 from benchmarks.baselines.heuristic import Heuristic
+from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun import Decoder
 from forerun.backends.hot import prepare_draft
 from forerun.cli import main
@@ -33,7 +34,6 @@ from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
-from forerun.train.tokenizer import train_tokenizer
 from forerun.zoo import SMOLLM2, find, resolve
 
 WAYS = ("shared", "text")

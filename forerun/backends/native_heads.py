@@ -42,7 +42,7 @@ LONGEST = 64  # tokens of one
 
 class NativeHead:
     """The layers of a lyanna or EAGLE-like head. New entries of sequences stand one behind the other, none of them is
-    padding. They are states [n, d], or [n, 2 d] with the tokens behind them."""
+    padding. They are states with the tokens after them [n, 2 d]."""
 
     def __init__(self, head: HiddenDrafter, library: Any) -> None:
         config = head.config
@@ -62,29 +62,28 @@ class NativeHead:
         sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         last = head.norm.weight.detach().float() * root
         self.layers = NativeLayers(library, layers, last, *sizes, config.rms_norm_eps)
-        self.width, fuse = width, head.fuse.weight
+        fuse = head.fuse.weight
         self.both = tiles_of(fuse)
-        self.alone = tiles_of(fuse[:, :width]) if config.kind == "lyanna" else None
-        self.between = self.alone if config.fusion == "every" else None
+        is_fused = config.kind == "lyanna" and config.fusion == "every"
+        self.between = tiles_of(fuse[:, :width]) if is_fused else None
         first = head.layers[0]
         assert isinstance(first, HeadLayer)
         self.turn = rotations(first.frequencies(torch.device("cpu")), config.max_position_embeddings)
 
     def extend(self, cache: KVCache, ids: Sequence[int], given: Tensor, counts: Sequence[int]) -> Tensor:
-        """Runs and keeps the next entries, `counts[r]` of each sequence; the states [R, d] behind the last ones."""
+        """Run and keep the next entries, `counts[r]` of each sequence; return the states [R, d] of the last ones."""
         rows, lengths = _rows(cache, ids)
         ends = np.cumsum(counts)
         each = np.arange(len(given)) - np.repeat(ends - counts, counts)
         rows, begun = np.repeat(rows, counts), np.repeat(lengths, counts)
         paths = begun[:, None] + np.arange(max(counts))
-        fuse = self.both if given.shape[1] > self.width else self.alone
-        found = self._run(given, fuse, cache, rows, begun, begun + each, begun + each, paths)
+        found = self._run(given, self.both, cache, rows, begun, begun + each, begun + each, paths)
         cache.commit(ids, [range(count) for count in counts])
         return found[-1:] if len(ids) == 1 else found[torch.from_numpy(ends - 1)]
 
     def roll(self, cache: KVCache, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
-        """Runs and keeps states [R, d], then those that come of them, and so on: the `steps` states [R, d] that
-        come."""
+        """Run and keep states [R, d], then those that follow, and so on; return the `steps` states [R, d] that
+        follow."""
         rows, lengths = _rows(cache, ids)
         paths = lengths[:, None] + np.arange(steps)
         places, given = paths.T.ravel(), states if self.between is not None else states.clone()
@@ -93,7 +92,7 @@ class NativeHead:
         return list(found.view(steps, len(ids), -1))
 
     def branch(self, cache: KVCache, ids: Sequence[int], given: Tensor, depth: int, seen: Tensor) -> Tensor:
-        """`HiddenLM.branch`, of entries [R w, 2 d]; the states [R w, d] behind them."""
+        """Return the states [R w, d] of entries [R w, 2 d], see `HiddenLM.branch`."""
         width, back = seen.shape[1], seen.shape[2] - seen.shape[1]
         rows, lengths = (np.repeat(each, width) for each in _rows(cache, ids))
         begun = lengths - back
@@ -177,7 +176,7 @@ class HeadChain:
         self._guess = GuessArgument(
             embed=embed,
             both=head.both.argument,
-            alone=nothing if head.alone is None else head.alone.argument,
+            alone=nothing,
             between=nothing if head.between is None else head.between.argument,
             answer=nothing if information is None else information.answer.argument,
             tokens=None if information is None else information.states.data_ptr(),
@@ -200,11 +199,11 @@ class HeadChain:
         self._logits = room(0, self._out)
 
     def fresh(self) -> HeadChain:
-        """The same for another cache, with buffers of its own."""
+        """Return the same for another cache, with buffers of its own."""
         return HeadChain(*self._made)
 
     def fits(self, length: int, count: int, most: int) -> bool:
-        """Whether it can draft `most` tokens behind so many entries and `count` new ones."""
+        """Return whether it can draft `most` tokens after `length` entries and `count` new ones."""
         return 0 < count <= PENDING and most <= LONGEST and length + count + most <= len(self._head.turn[0])
 
     def __call__(
@@ -212,21 +211,21 @@ class HeadChain:
         cache: KVCache,
         id: int,
         given: Tensor,
-        behind: Sequence[int] | None,
+        behind: Sequence[int],
         root: int,
         most: int,
         start: int = 0,
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> Guess:
-        """Runs and keeps the features `given` [n, d] with the tokens behind them; drafts `most` tokens behind `root`.
+        """Run and keep the features `given` [n, d] with the tokens after them; draft `most` tokens after `root`.
 
-        With a `start` it goes on with the draft of that length that the last call made of the same features.
+        With a `start` continue the draft of that length that the last call made of the same features.
 
         Raises IndexError for a token outside the vocabulary.
         """
         row, guess, count, last = cache.row(id), self._guess, len(given), start + most
-        if not 0 <= root < self._vocab_size or not all(0 <= token < self._vocab_size for token in behind or ()):
+        if not 0 <= root < self._vocab_size or not all(0 <= token < self._vocab_size for token in behind):
             raise IndexError(f"a token is outside the head's vocabulary of {self._vocab_size}")
         length = cache.lengths[row] - (count if start else 0)
         assert self.fits(length, count, last) and (old is None or old.is_contiguous())
@@ -236,8 +235,8 @@ class HeadChain:
         given, logits = given.float().contiguous(), room(last, self._out)
         logits[:start] = self._logits[:start]
         self._logits = logits
-        guess.behind = None if behind is None else ctypes.addressof(self._behind)
-        self._behind[: len(behind or ())] = list(behind or ())
+        guess.behind = ctypes.addressof(self._behind)
+        self._behind[: len(behind)] = list(behind)
         guess.given, guess.logits, guess.old = (
             given.data_ptr(),
             logits.data_ptr(),
@@ -259,7 +258,7 @@ def head_chain(
     embeddings: nn.Module,
     is_eagle: bool,
 ) -> HeadChain | None:
-    """None for what C cannot draft with: an LM head with a bias, embeddings of another form or too large for a copy."""
+    """Return None if C cannot draft: for an LM head with a bias, embeddings of another form or too large for a copy."""
     stored: Any = embeddings.stored if type(embeddings) is StoredEmbedding else None
     if type(embeddings) is nn.Embedding and embeddings.weight.numel() <= LARGEST_TABLE:
         stored = embeddings.weight.detach().bfloat16()
@@ -273,7 +272,7 @@ def head_chain(
 
 
 def native_head(head: HiddenDrafter) -> NativeHead | None:
-    """None where our product cannot be had, and for sizes that C cannot do."""
+    """Return None without our product, and for sizes that C cannot do."""
     config = head.config
     size = config.head_dim
     sizes = config.hidden_size, config.intermediate_size, size
@@ -283,13 +282,13 @@ def native_head(head: HiddenDrafter) -> NativeHead | None:
 
 
 def tiles_of(weight: Tensor) -> Tiles:
-    """A float weight in 8 bits, of sizes that our product can do."""
+    """Return a float weight in 8 bits, of sizes that our product can do."""
     found = stored(weight.detach().float().contiguous(), "int8")
     assert isinstance(found, Tiles)
     return found
 
 
 def _rows(cache: KVCache, ids: Sequence[int]) -> tuple[Array, Array]:
-    """Of each sequence its row, and the committed length of that."""
+    """Return each sequence's row and its committed length."""
     rows = [cache.row(id) for id in ids]
     return np.array(rows), np.array([cache.lengths[row] for row in rows])
