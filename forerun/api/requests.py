@@ -64,7 +64,7 @@ def requests(
     config: Any = params
     criteria, form = StoppingCriteriaList(criteria or []), None
     if isinstance(params, SamplingParams):
-        greedy, seed, form = not params.temperature, params.seed, form_of(params.response_format)
+        seed, form = params.seed, form_of(params.response_format)
         ends = None if params.ignore_eos else target.model.generation_config.eos_token_id
     else:
         config = _completed(params, target)
