@@ -485,5 +485,5 @@ def test_a_dead_end_ends_one_request_alone() -> None:
     assert str(last[bad].error).startswith("the response_format cannot be kept after 1 tokens: no token")
     own = grammar.compiled(formats.form_of(regex("a|b")), tokenizer, frozenset([0]))(0)
     assert own.complete(tokenizer.encode("a"))
-    with pytest.raises(ValueError, match="behind 1 tokens: the grammar forbids that text"):
+    with pytest.raises(ValueError, match="after 1 tokens: the grammar forbids that text"):
         own.complete(tokenizer.encode("z"))
