@@ -96,7 +96,7 @@ def _compare(
     decoder: Decoder, prompts: list[list[int]], truths: list[Truth], params: SamplingParams, found: Compared
 ) -> None:
     """Decodes these prompts together and looks at every forward of the target."""
-    target: Any = decoder.driver().engine.target
+    target: Any = decoder.engine.target
     own = target.forward
     order: dict[int, int] = {}
 

@@ -249,9 +249,8 @@ def decoder(name: str, tokenizer: Any = None) -> Decoder:
     small = noisy_copy(model(), 0.03) if method.needs_draft else None
     layer = random_layer(model(), small, **LAYERS[name]) if name in LAYERS else None
     head = random_head(CausalLM(model()), hot=60) if method.head else None
-    made = Decoder(model(), tokenizer or tiny_tokenizer(), small, method, False, pre_verifier=layer, head=head)
-    made.costs = COSTS
-    return made
+    parts: Any = {"pre_verifier": layer, "head": head, "costs": COSTS}
+    return Decoder(model(), tokenizer or tiny_tokenizer(), small, method, False, **parts)
 
 
 def valid(text: str) -> bool:

@@ -524,7 +524,7 @@ def jumpy(decoder: Decoder, seed: int) -> Decoder:
             default.clock = clock
             return super().setdefault(key, default)
 
-    decoder._paces = Paces()
+    vars(decoder)["_trackers"] = Paces()
     return decoder
 
 
@@ -572,13 +572,13 @@ def test_methods_and_ways_of_choosing_have_paces_of_their_own() -> None:
     decoder = Decoder(target, None, noisy_copy(target, 0.03), SD(3))
     for options in ({}, {"temperature": 1.0}, {"max_new_tokens": 3}):
         decoder.generate([3, 4, 5], **{"max_new_tokens": 9, **options})
-    assert set(decoder._paces) == {(SD(3), True), (SD(3), False)}
-    assert all(pace._looks for pace in decoder._paces.values())
+    assert set(decoder._trackers) == {(SD(3), True), (SD(3), False)}
+    assert all(pace._looks for pace in decoder._trackers.values())
     # They outlive the engine.
     decoder.close()
-    paces = dict(decoder._paces)
+    paces = dict(decoder._trackers)
     decoder.generate([3, 4, 5], max_new_tokens=4)
-    assert decoder._paces == paces
+    assert decoder._trackers == paces
 
 
 def test_streams_share_a_pace() -> None:
@@ -605,8 +605,8 @@ def test_transformers_generate(sample: bool) -> None:
         torch.manual_seed(0)
         target.generate(prompt, custom_generate=forerun.custom_generate, **options)
         decoder = vars(target)[forerun.api.custom_generate._KEPT].decoder
-        assert any(pace._looks for pace in decoder._paces.values()) == expected
-        for pace in decoder._paces.values():
+        assert any(pace._looks for pace in decoder._trackers.values()) == expected
+        for pace in decoder._trackers.values():
             pace._looks = 0
 
 

@@ -17,7 +17,7 @@ from toys import decode, p_value, random_head, tiny, tiny_tokenizer, tokens_of
 
 import forerun
 from forerun import Decoder
-from forerun.api.loading import load_head
+from forerun.api.layers import load_head
 from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
 from forerun.engine.acceptance import Verdict
@@ -752,8 +752,8 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
     chosen = WAYS[way]
     head = head_of(CausalLM(target), way)
-    decoder = Decoder(target, None, None, chosen, guard=False, head=head)
-    decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
+    costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
+    decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs)
     ar = Decoder(target, method=method("ar"))
     for prompts in (PROMPTS[:2], PROMPTS, PROMPTS * 4):
         plain = ar.generate(prompts, max_new_tokens=24, ignore_eos=True)
@@ -801,8 +801,9 @@ def test_sampled_tokens_keep_their_distribution(way: str) -> None:
     chosen = WAYS[way]
     head = head_of(model, way, hot=4)
     # Many rows at once take few forwards.
-    decoder = Decoder(target, None, None, chosen, guard=False, head=head, max_rows=count // 2, prefix_bytes=0)
-    decoder.costs = Costs({1: 1.0, count // 8: 1.1}, {}, head={1: 0.001})
+    costs = Costs({1: 1.0, count // 8: 1.1}, {}, head={1: 0.001})
+    options: Any = {"max_rows": count // 2, "prefix_bytes": 0}
+    decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs, **options)
     decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
     torch.manual_seed(0)
     rows = decoder.generate([prompt] * count, max_new_tokens=4, temperature=1.0, ignore_eos=True)
@@ -825,8 +826,8 @@ def test_requests_of_all_modes_in_one_batch(way: str) -> None:
     ]
 
     def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
-        decoder = Decoder(target, None, None, chosen, guard=False, head=head)
-        decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+        costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+        decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs)
         drafter = decoder.engine.drafter
         found = decode(target.fresh(), drafter, requests, max_rows=rows)
         assert not drafter.features and not drafter.head.cache.ids  # type: ignore[attr-defined]

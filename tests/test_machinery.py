@@ -40,8 +40,8 @@ def run(
     target: PreTrainedModel, method: Any, prompt: Sequence[int] = (11, 0), new: int = 120, **parts: Any
 ) -> Completion:
     """What a method makes of a prompt; the text must be the target's own."""
-    decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False, **parts)
-    decoder.costs = Costs({1: 1.0, 16: 1.5}, {1: 0.1}, head={1: 0.05})
+    costs = Costs({1: 1.0, 16: 1.5}, {1: 0.1}, head={1: 0.05})
+    decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False, costs=costs, **parts)
     done = decoder.generate(list(prompt), max_new_tokens=new, ignore_eos=True)
     assert done.tokens == plain(target, tuple(prompt), new)
     return done

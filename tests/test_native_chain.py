@@ -192,8 +192,7 @@ def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, m
             width = tiny("llama").config.hidden_size
             layer = random_layer(tiny("llama"), tiny("llama"), seed=1, inputs=inputs, token_size=width)
         chosen = method(name, **options)
-        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False)
-        decoder.costs = COSTS
+        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False, costs=COSTS)
         found = [decoder.generate(PROMPT, max_new_tokens=30, ignore_eos=True)]
         found += decoder.generate([PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True)
         return [[(step.tokens, step.origins, step.drafted, step.accepted) for step in each.steps] for each in found]
@@ -402,8 +401,7 @@ def test_sampled_methods_draft_in_one_call(
 
     def decoded(**asked: Any) -> Any:
         chosen = method(name, **options)
-        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False)
-        decoder.costs = COSTS
+        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False, costs=COSTS)
         torch.manual_seed(8)
         return decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, seed=seed, **asked)
 

@@ -206,8 +206,7 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     layer = random_layer(target, small, **LAYERS[name]) if name in LAYERS else None
     prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
     plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
-    decoder = Decoder(target, None, small, WAYS[way], guard=False, pre_verifier=layer)
-    decoder.costs = COSTS
+    decoder = Decoder(target, None, small, WAYS[way], guard=False, pre_verifier=layer, costs=COSTS)
     for _ in range(2):
         done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
         assert [row.tokens for row in done] == [row.tokens for row in plain]

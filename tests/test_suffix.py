@@ -518,9 +518,7 @@ def test_auto_is_what_the_decoder_has() -> None:
         both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)
         assert (both.head is None) == ("head" not in part) and (both.pre_verifier is None) == ("head" in part)
         assert len(both.generate([[1, 2, 3]], temperature=1.0, max_new_tokens=6, ignore_eos=True)[0].tokens) == 6
-    # Set behind a decoder's back, it takes what is there.
-    late = Decoder(target, None, small, SD(), guard=False)
-    late.method = Hybrid()
+    late = Decoder(target, None, small, SD(), guard=False).replace(method=Hybrid())
     assert isinstance(late.engine.drafter, HybridDrafter)
     with pytest.raises(ValueError, match="method 'hybrid' needs a draft model"):
         Decoder(target, method=Hybrid(other="sd"))

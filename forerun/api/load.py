@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import zoo
-from forerun.api.decoder import Chunk, Completion, Decoder
+from forerun.api.completion import Chunk, Completion
+from forerun.api.decoder import Decoder
 from forerun.api.loading import check_split, load_model, load_tokenizer, translation_for
 from forerun.api.options import EngineOptions, ModelOptions, split_options
 from forerun.api.resolve import resolve
@@ -126,10 +127,7 @@ def _ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions
         assert shared is not None
         return ShardedLM(model, shared)
     # A model that nobody else holds need not survive the packing of its weights.
-    how: dict[str, bool] = {
-        "fast": models.fast,
-        "in_place": isinstance(source, str | Path),
-    }
+    how: dict[str, bool] = {"fast": models.fast, "in_place": isinstance(source, str | Path)}
     if part == "target":
         return prepare(model, **how)
     folder = zoo.resolve(source, part) if isinstance(source, str | Path) else None

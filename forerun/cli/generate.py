@@ -152,15 +152,16 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
     from rich.console import Console
 
     is_chat = isinstance(prompt, list)
-    reading = decoder.progress = Reading()
+    reading = Reading()
+    how: dict[str, Any] = {"progress": reading} | ({"system": system} if is_chat else {})
     if as_json:
-        result = decoder.chat(prompt, params, system=system) if is_chat else decoder.generate(prompt, params)
+        result = (decoder.chat if is_chat else decoder.generate)(prompt, params, **how)
         reading.erase()
         found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
         method = decoder.method_for(greedy=not params.temperature).name
         print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
         return list(result.steps)
-    chunks = decoder.stream_chat(prompt, params, system=system) if is_chat else decoder.stream(prompt, params)
+    chunks = (decoder.stream_chat if is_chat else decoder.stream)(prompt, params, **how)
     answer = Answer()
     try:
         answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
