@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -60,7 +60,7 @@ def batch(
     actors: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; one a node by default.")] = None,
 ) -> None:
     """Answer a file of requests. Killed and run again, it goes on where it was. See docs/batch.md."""
-    needs("forerun batch", serve=["fastapi", "prometheus_client"], ray=["ray", "pyarrow"] if ray else [])
+    needs("forerun batch", serve=["fastapi", "prometheus_client"], ray=["ray"] if ray else [])
     check_ray(ray, actors=actors)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
@@ -79,18 +79,16 @@ def batch(
     folder = Folder(out, source, job)
     try:
         if folder.done:
-            say(f"{len(folder.done)} of {len(source)} lines have their record already")
+            say(f"{len(folder.done)} of {len(source.numbers)} lines have their record already")
         seconds = 0.0
         if not folder.ended:
             quiet()
             from forerun.server.worker import Loader
 
             loader = Loader(absolute(model), method, options, decoding.threads)
-
-            def lines() -> Iterator[Any]:
-                return iter(source.lines(folder.done | folder.failed, defaults))
-
-            seconds = _run(loader, shown, max_rows, ray, actors, lines, folder, len(source))
+            lines = source.lines(set(folder.done), defaults)
+            with _progress(folder, len(source.numbers)):
+                seconds = _run(loader, shown, max_rows, lines, folder, ray, actors)
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
@@ -101,14 +99,7 @@ def batch(
 
 
 def _run(
-    loader: Any,
-    shown: str,
-    max_rows: int,
-    address: str | None,
-    actors: int | None,
-    lines: Callable[[], Iterator[Any]],
-    folder: Any,
-    total: int,
+    loader: Any, shown: str, max_rows: int, lines: Iterator[Any], folder: Any, address: str | None, actors: int | None
 ) -> float:
     """Answer the lines with one engine here, or on a cluster; return the seconds."""
     if address is None:
@@ -116,12 +107,11 @@ def _run(
 
         from forerun.scale import batch_local
 
-        with _progress(folder, total):
-            return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder))
+        return asyncio.run(batch_local.run(loader, shown, max_rows, lines, folder))
     from forerun.scale import batch_ray
     from forerun.scale.cluster import cluster
 
-    with cluster(address, 256 * 2**20), _progress(folder, total):
+    with cluster(address, 256 * 2**20):
         return batch_ray.run(loader, shown, max_rows, lines, folder, actors)
 
 
