@@ -37,14 +37,14 @@ from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Parts
 from forerun.methods.guard import SpeedTracker
-from forerun.methods.pools import PhrasePool, SuffixMemory
+from forerun.methods.pools import Pool
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
 from forerun.text.vocabularies import Translation
 
-Pools = dict[tuple[int, int], PhrasePool | SuffixMemory]
+Pools = dict[tuple[int, int], Pool]
 
 
 @dataclass
@@ -161,38 +161,6 @@ class Decoder:
             vars(made)["pools"] = self.pools
         vars(made)["_trackers"] = self._trackers
         return made
-
-    # Phrases.
-
-    def read_phrases(self, path: str | Path) -> None:
-        """Begin with the phrases of a file that `save_phrases` wrote, or the earlier outputs; they are for greedy
-        decoding, outputs for sampling as well.
-
-        Raises ValueError for a file that is none, is damaged or belongs to another vocabulary, and if the method has no
-        use for phrases of that form.
-        """
-        wanted, pools = self._phrases()
-        pool = (PhrasePool if wanted[0] else SuffixMemory).load(path, self.target.vocab_size)
-        if pool.shape != wanted:
-            found = f"the phrases in {path} have {pool.shape[0]} tokens, {pool.shape[1]} for each token at most"
-            set_to, see = str(wanted), "ngram and guesses"
-            if isinstance(pool, SuffixMemory):
-                found, set_to, see = f"the outputs in {path} have {pool.most} tokens at most", str(wanted[1]), "memory"
-            raise ValueError(f"{found}; method {self.method.name!r} is set to {set_to}: see {see}")
-        pools[wanted] = pool
-        self.close()  # an engine that is there goes on with what it has
-
-    def save_phrases(self, path: str | Path) -> None:
-        """Write what the method has gathered, for `read_phrases`: whole or not at all."""
-        shape, pools = self._phrases()
-        empty = PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])
-        pools.get(shape, empty).save(path, self.target.vocab_size)
-
-    def _phrases(self) -> tuple[tuple[int, int], Pools]:
-        shape, pools = self.method.phrases, self.pools
-        if shape is None or pools is None or not self.method.warm:
-            raise ValueError(f"method {self.method.name!r} does not keep phrases between calls: see warm")
-        return shape, pools
 
     # Decoding.
 

@@ -35,7 +35,6 @@ def load(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     pre_verifier: str | Path | PreVerifier | None = None,
     head: str | Path | HiddenDrafter | None = None,
-    phrases: str | Path | None = None,
     models: ModelOptions | None = None,
     engine: EngineOptions | None = None,
     **options: Any,
@@ -51,7 +50,6 @@ def load(
         tokenizer: the target's own by default; needed for text.
         pre_verifier: the trained layer of "pacer", a folder or the layer. Default: that which comes with forerun.
         head: what "lyanna" and methods like it draft with, a folder or the head. Default: likewise.
-        phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
         models, engine: how models are loaded, and how they are run.
         **options: fields of `models` and `engine`, given singly, such as weights="int8" or guard=False; and settings of
             the method, such as gamma=6.
@@ -90,8 +88,6 @@ def load(
     )
     if shared is not None:
         shared.sample_alike()
-    if phrases is not None:
-        decoder.read_phrases(phrases)
     return decoder
 
 
