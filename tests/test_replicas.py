@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from forerun.cli.commands import app as cli
 from forerun.scale import fleet as fleets
-from forerun.scale import parts
+from forerun.scale import messages
 from forerun.scale.fleet import Fleet, LostError
-from forerun.scale.parts import Face, Found, Part, decoded
+from forerun.scale.messages import ModelInfo, SentRequest, Steps, decode
 from forerun.server.app import Settings, create_app
 from forerun.server.backend import Backend, until_ready
 from forerun.server.readers import Readers
@@ -43,15 +43,14 @@ class Engines:
         self.workers = {f"r{i}": Worker(make) for i in range(count)}
         self.readers, self.lists = Readers(), lists  # None for any number
         self.silent: set[str] = set()
-        self.asked: list[tuple[str, tuple[Part, ...]]] = []
+        self.asked: list[tuple[str, tuple[SentRequest, ...]]] = []
 
-    async def face(self) -> Face:
+    async def model(self) -> ModelInfo:
         for worker in self.workers.values():
             worker.start()
         for worker in self.workers.values():
             await until_ready(worker)
-        assert worker.decoder is not None
-        return Face.of(worker.decoder, worker.engine)
+        return ModelInfo.of(worker)
 
     def names(self) -> list[str]:
         return list(self.workers)
@@ -59,12 +58,12 @@ class Engines:
     def figures(self) -> dict[str, dict[str, float]]:
         return {name: {"running": 1, "waiting": 2, "hits": 3, "used": 1, "allocated": 4} for name in self.workers}
 
-    async def decode(self, name: str, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
-        self.asked.append((name, tuple(parts)))
+    async def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
+        self.asked.append((name, tuple(sent)))
         if name in self.silent:
             await asyncio.sleep(600)
         left = self.lists
-        stream = decoded(self.workers[name], self.readers, parts)
+        stream = decode(self.workers[name], self.readers, sent)
         try:
             async for found in stream:
                 if found and left is not None:
@@ -283,9 +282,9 @@ def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_the
     assert refused.headers["Retry-After"]
 
 
-def test_what_the_model_cannot_do_is_told_before_a_replica_is_there() -> None:
+def test_what_the_model_cannot_do_is_told_before_a_replica_isavailable() -> None:
     class Failing(Engines):
-        async def face(self) -> Face:
+        async def model(self) -> ModelInfo:
             raise ValueError("no such model")
 
     fleet, failed = Fleet(Failing(0)), []
@@ -339,13 +338,13 @@ def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.
             ended.append(True)
 
     async def main() -> None:
-        stream = decoded(SimpleNamespace(decoder=object()), SimpleNamespace(call=call), [])  # type: ignore[arg-type]
+        stream = decode(SimpleNamespace(decoder=object()), SimpleNamespace(call=call), [])  # type: ignore[arg-type]
         assert [await anext(stream) for _ in range(2)] == [[], []]
         await stream.aclose()
         await asyncio.sleep(0)
         assert ended
 
-    monkeypatch.setattr(parts, "BEAT", 0.01)
+    monkeypatch.setattr(messages, "BEAT", 0.01)
     asyncio.run(main())
 
 
@@ -355,11 +354,11 @@ def test_only_the_loss_of_a_replica_is_tried_again() -> None:
 
     from forerun.scale.engines import ServeReplicas
 
-    async def face(*errors: Exception) -> int:
+    async def ask_model(*errors: Exception) -> int:
         left = list(errors)
 
         class Handle:
-            class face:  # noqa: N801
+            class model:  # noqa: N801
                 @staticmethod
                 async def remote() -> None:
                     raise left.pop(0)
@@ -368,10 +367,10 @@ def test_only_the_loss_of_a_replica_is_tried_again() -> None:
             return Handle()
 
         with pytest.raises(TypeError, match="strange"):
-            await ServeReplicas(start, "one").face()
+            await ServeReplicas(start, "one").model()
         return len(left)
 
-    assert asyncio.run(face(ActorDiedError(), TypeError("strange"), ValueError())) == 1
+    assert asyncio.run(ask_model(ActorDiedError(), TypeError("strange"), ValueError())) == 1
 
 
 def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +426,7 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("the cluster is gone")
 
     monkeypatch.setattr(replicas, "cluster", lambda *options: nullcontext())
-    monkeypatch.setattr(replicas.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr(replicas.serve, "delete", delete)
     message = "--replicas 3 with 2 threads each do not fit into 5 cores"
     with pytest.raises(ValueError, match=message), replicas.serving("auto", least=3, most=3, cpus=2):
@@ -522,7 +521,7 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     worker = fleet(engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1), "streams")
 
     async def act(http: httpx.AsyncClient) -> Any:
-        while len(worker._there()) < 2:
+        while len(worker.available()) < 2:
             await asyncio.sleep(0.05)
         begun: set[int] = set()
         count = worker.on_step
