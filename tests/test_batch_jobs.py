@@ -137,55 +137,52 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
             asked("other", prompt="aa", model="gpt-4o"),
         ],
     )
-    out = tmp_path / "out"
-    batch(source, out, target=str(model), method="suffix", model_name="tiny")
+    out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "model_name": "tiny"}
+    batch(source, out, **run)  # type: ignore[arg-type]
     found = {each["line"]: each for each in records(out)}
-    assert sorted(found) == [1, 2, 4, 5, 6, 7, 8, 9, 10] and len(records(out)) == 9
-    assert len({each["id"] for each in found.values()}) == 9
-
-    status = {number: each["response"] and each["response"]["status_code"] for number, each in found.items()}
+    assert len(records(out)) == len({each["id"] for each in found.values()}) == 9
+    status = {number: each["response"] and each["response"]["status_code"] for number, each in sorted(found.items())}
     assert status == {1: 200, 2: 200, 4: None, 5: 400, 6: None, 7: 200, 8: None, 9: 200, 10: 404}
-    assert found[1]["custom_id"] == "chat \U0001f600" and found[2]["custom_id"] == "plain"
-    for each in found.values():
-        assert (each["response"] is None) != (each["error"] is None)
-        if each["error"] is not None:
-            assert each["error"]["line"] == each["line"] and f"line {each['line']}: " in each["error"]["message"]
-    assert found[4]["error"]["code"] == "invalid_json"
-    assert found[6]["error"]["message"].endswith("custom_id 'plain' stands on line 2 already")
-    assert found[8]["error"]["code"] == "duplicate_custom_id" and found[8]["custom_id"] is None
-    assert found[5]["response"]["body"]["error"]["param"] == "temperature"
-    assert found[10]["response"]["body"]["error"]["code"] == "model_not_found"
+    errors = {number: each["error"] for number, each in found.items() if each["error"] is not None}
+    assert {each["line"]: each["code"] for each in errors.values()} == {
+        4: "invalid_json",
+        6: "duplicate_custom_id",
+        8: "duplicate_custom_id",
+    }
+    assert all(each["message"].startswith(f"line {number}: ") for number, each in errors.items())
+    assert errors[6]["message"].endswith("custom_id 'plain' stands on line 2 already")
+    assert [found[number]["custom_id"] for number in (1, 2, 8)] == ["chat \U0001f600", "plain", None]
+    assert found[1]["response"]["request_id"]
+    body = {number: each["response"]["body"] for number, each in found.items() if each["response"]}
+    assert body[5]["error"]["param"] == "temperature" and body[10]["error"]["code"] == "model_not_found"
 
     decoder = load(model, method="ar")
-    chat = ChatCompletion.model_validate(found[1]["response"]["body"])
+    chat, text = ChatCompletion.model_validate(body[1]), Completion.model_validate(body[2])
     assert chat.choices[0].message.content == decoder.chat(messages, max_new_tokens=8).text
-    assert chat.choices[0].logprobs is not None and found[1]["response"]["request_id"]
-    text = Completion.model_validate(found[2]["response"]["body"])
+    assert chat.choices[0].logprobs is not None
     assert text.choices[0].text == decoder.generate("def add", max_new_tokens=6).text
-    assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 16
-    assert len(found[9]["response"]["body"]["choices"]) == 4
+    assert body[7]["usage"]["completion_tokens"] == 16 and len(body[9]["choices"]) == 4
 
     summary = json.loads((out / "summary.json").read_text())
-    usages = [found[number]["response"]["body"]["usage"] for number in (1, 2, 7, 9)]
-    assert (summary["lines"], summary["answered"], summary["refused"], summary["bad_lines"]) == (9, 4, 2, 3)
+    assert [summary[name] for name in ("lines", "answered", "refused", "bad_lines")] == [9, 4, 2, 3]
     for name in ("prompt_tokens", "completion_tokens"):
-        assert summary[name] == sum(each[name] for each in usages)
+        assert summary[name] == sum(body[number]["usage"][name] for number in (1, 2, 7, 9))
     assert summary["tau"] == round(summary["completion_tokens"] / summary["steps"], 4) >= 1
     assert summary["last_run"]["records"] == 9
     assert "9 lines: 4 answered, 2 refused, 3 bad, 0 failed" in capsys.readouterr().out
 
-    before = (out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes()
-    batch(source, out, target=str(model), method="suffix", model_name="tiny")  # has nothing to do
-    assert before == ((out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes())
+    before = [(out / name).read_bytes() for name in ("part-00000.jsonl", "summary.json")]
+    batch(source, out, **run)  # type: ignore[arg-type]  # has nothing to do
+    assert before == [(out / name).read_bytes() for name in ("part-00000.jsonl", "summary.json")]
     for options, message in (
-        ({"method": "ar", "model_name": "tiny"}, r'belongs to a job with method \{"name": "suffix"'),
-        ({"method": "suffix", "model_name": "tiny", "seed": 3}, "a job with seed null, not 3"),
+        ({"method": "ar"}, r'belongs to a job with method \{"name": "suffix"'),
+        ({"seed": 3}, "a job with seed null, not 3"),
+        ({}, "belongs to another input"),
     ):
+        if not options:
+            write(source, ["{}"])
         with pytest.raises(ValueError, match=message):
-            batch(source, out, target=str(model), **options)  # type: ignore[arg-type]
-    write(source, ["{}"])
-    with pytest.raises(ValueError, match="belongs to another input"):
-        batch(source, out, target=str(model), method="suffix", model_name="tiny")
+            batch(source, out, **(run | options))  # type: ignore[arg-type]
 
 
 def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path) -> None:
@@ -411,28 +408,26 @@ def marked(mark: str, title: bytes = b"") -> list[int]:
     return found
 
 
-class Remote:
-    """A method of an actor of Ray, in this process."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.remote = method
-
-
 class Cluster:
-    """Actors in this process. Prompts of `deadly` lines end the actor that they are asked of, with all that it has."""
+    """Actors in this process. A `deadly` line ends its actor with all lines that this has; `limit`: actors that begin,
+    and then the error of the next one, or None if it waits for ever."""
 
-    def __init__(self, deadly: set[int], begins: Callable[[int], Any]) -> None:
-        self.deadly, self.begins = deadly, begins
-        self.asked, self.actors, self.shared = Counter[int](), 0, Counter[int]()
+    def __init__(self, deadly: set[int], limit: int = 1000, error: str | None = None) -> None:
+        self.deadly, self.limit, self.error = deadly, limit, error
+        self.asked, self.shared, self.begun = Counter[int](), Counter[int](), 0
 
-    def actor(self, *args: Any) -> Any:
+    def remote(self, *args: Any) -> Any:
+        """Return a new actor."""
         from ray.exceptions import RayActorError
 
-        number, has, dead = self.actors, set[int](), list[int]()
-        self.actors += 1
+        has, died = set[int](), list[int]()
 
         async def begin() -> None:
-            await self.begins(number)
+            self.begun += 1
+            if self.begun > self.limit:
+                if self.error is not None:
+                    raise RayActorError(error_msg=self.error)
+                await asyncio.sleep(600)
 
         async def ask(url: str, body: bytes) -> tuple[int, str, bytes]:
             line = PROMPTS.index(json.loads(body)["prompt"]) + 1
@@ -441,39 +436,22 @@ class Cluster:
             for _ in range(3):
                 await asyncio.sleep(0)
             self.shared[line] += len(has) > 1
-            if line in self.deadly:
-                dead.append(line)
-            if dead:
+            died.extend({line} & self.deadly)
+            if died:
                 raise RayActorError(error_msg="it died\nof memory")
             has.remove(line)
             return 400, "", b"{}"
 
-        return SimpleNamespace(begin=Remote(begin), ask=Remote(ask))
-
-
-async def at_once(number: int) -> None: ...
-
-
-async def only_the_first(number: int) -> None:
-    if number:
-        await asyncio.sleep(600)
-
-
-async def never(number: int) -> None:
-    from ray.exceptions import RayActorError
-
-    raise RayActorError(error_msg="no memory")
+        return SimpleNamespace(begin=SimpleNamespace(remote=begin), ask=SimpleNamespace(remote=ask))
 
 
 @pytest.fixture
-def on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Folder]:
+def on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster], Folder]:
     pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
     from forerun.scale import batch_ray
 
     def run(found: Cluster) -> Folder:
-        ray = SimpleNamespace(
-            remote=lambda **options: lambda actor: Remote(found.actor), cluster_resources=lambda: {"CPU": 2.0}
-        )
+        ray = SimpleNamespace(remote=lambda **options: lambda actor: found, cluster_resources=lambda: {"CPU": 2.0})
         monkeypatch.setattr(batch_ray, "ray", ray)
         monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
         source = scan(many(tmp_path / "in.jsonl", 8))
@@ -487,29 +465,29 @@ def on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fol
     return run
 
 
-def test_lines_that_end_their_actors_fail_and_their_neighbours_do_not(on_ray: Callable[..., Folder]) -> None:
-    cluster, deadly = Cluster({3, 8}, at_once), {3, 8}
+def test_lines_that_end_their_actors_fail_and_their_neighbours_do_not(on_ray: Callable[[Cluster], Folder]) -> None:
+    deadly = {3, 8}
+    cluster = Cluster(deadly)
     folder = on_ray(cluster)
     assert folder.ended and folder.failed == deadly and folder.counts.refused == 22
-    assert all(cluster.asked[line] == (5 if line in deadly else cluster.asked[line]) for line in range(1, 25))
-    assert max(cluster.asked[line] for line in range(1, 25) if line not in deadly) <= 3
+    assert {cluster.asked.pop(line) for line in deadly} == {5} and max(cluster.asked.values()) <= 3
     assert all(cluster.shared[line] <= 2 for line in deadly)  # the last three times they are alone
     record = json.loads((folder.path / "failed.jsonl").read_text().splitlines()[0])
     assert record["error"]["message"].endswith("no answer: of memory")
 
 
-def test_an_actor_that_finds_no_room_is_not_waited_for(on_ray: Callable[..., Folder]) -> None:
-    assert on_ray(Cluster(set(), only_the_first)).counts.refused == 24
+def test_an_actor_that_finds_no_room_is_not_waited_for(on_ray: Callable[[Cluster], Folder]) -> None:
+    assert on_ray(Cluster(set(), 1)).counts.refused == 24
 
 
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        (Cluster(set(), never), "3 actors died before they had begun: no memory"),
-        (Cluster(set(range(1, 25)), at_once), "5 actors in a row died without an answer: of memory"),
+        (Cluster(set(), 0, "no memory"), "3 actors died before they had begun: no memory"),
+        (Cluster(set(range(1, 25))), "5 actors in a row died without an answer: of memory"),
     ],
 )
-def test_actors_that_only_die_end_the_job(on_ray: Callable[..., Folder], cluster: Cluster, message: str) -> None:
+def test_actors_that_only_die_end_the_job(on_ray: Callable[[Cluster], Folder], cluster: Cluster, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         on_ray(cluster)
 

@@ -200,7 +200,7 @@ class RootOnly(Sampler):
 
 def test_a_mask_at_the_root_alone_is_seen() -> None:
     assert p_value(outcomes(DRAFTERS["sd"](), RootOnly, stops=False), expected()) == 0
-    with pytest.raises(AssertionError, match="the response_format cannot be kept behind"):
+    with pytest.raises(AssertionError, match="the response_format cannot be kept after"):
         outcomes(DRAFTERS["sd"](), RootOnly)  # nothing forbidden comes out of an engine unnoticed
 
 
@@ -482,7 +482,7 @@ def test_a_dead_end_ends_one_request_alone() -> None:
     while shared.engine.busy:
         last |= {step.id: step for step in shared.engine.step()}
     assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "stop")
-    assert str(last[bad].error).startswith("the response_format cannot be kept behind 1 tokens: no token")
+    assert str(last[bad].error).startswith("the response_format cannot be kept after 1 tokens: no token")
     own = grammar.compiled(formats.form_of(regex("a|b")), tokenizer, frozenset([0]))(0)
     assert own.complete(tokenizer.encode("a"))
     with pytest.raises(ValueError, match="behind 1 tokens: the grammar forbids that text"):

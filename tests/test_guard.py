@@ -52,7 +52,7 @@ class Ticking(TableLM):
         super().__init__(table)
         self.clock, self.each, self.more, self.prompts = clock, each, more, 0
 
-    def prefill(self, tokens: abc.Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
+    def prefill(self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
         self.clock.now += self.each
         self.prompts += 1
         yield from super().prefill(tokens, chunk)
@@ -255,7 +255,7 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     class OneByOne(TableLM):
         busy = False
 
-        def prefill(self, tokens: abc.Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
+        def prefill(self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
             assert not self.busy
             self.busy = True
             yield from super().prefill(tokens, chunk)

@@ -134,7 +134,8 @@ class NativeChain:
         if drawing is None:
             return torch.empty(0, padded)
         laws = torch.empty(most if drawing.numbers is not None else 1, padded)
-        chain.laws, chain.turn, chain.top_p = laws.data_ptr(), 1 / drawing.law.temperature, drawing.law.top_p
+        chain.laws, chain.turn = laws.data_ptr(), 1 / drawing.distribution.temperature
+        chain.top_p = drawing.distribution.top_p
         if drawing.numbers is not None:
             assert drawing.numbers.dtype == torch.float64 and len(drawing.numbers) >= most
             chain.numbers = drawing.numbers.data_ptr()

@@ -184,7 +184,7 @@ class ChainDrafter(Drafter):
                 return None
             asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.most, None
             if is_whole and self._goes_on(chain):
-                bounds = rule.bounds_after(chain.seq, chain.tokens, found.chances)
+                bounds = rule.bounds_after(chain.seq, chain.tokens, found.probabilities)
             seconds += perf_counter() - asked
         return seconds
 
@@ -194,12 +194,12 @@ class ChainDrafter(Drafter):
         source = seq.generator if chain.needs_q else None
         before = source.get_state() if source is not None else None
         if not self._is_argmax(seq):
-            if seq.sampler.law is None:
+            if seq.sampler.distribution is None:
                 return None
             numbers = uniforms(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
             keys = [race.key for race in map(seq.source, places) if isinstance(race, seeded.SeededSampler)]
-            drawing = sampling.Drawing(seq.sampler.law, numbers, keys, self.vocab_size)
+            drawing = sampling.Drawing(seq.sampler.distribution, numbers, keys, self.vocab_size)
         pending = self._pending(chain)
         found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
         count = 0 if found is None else len(found.tokens)
@@ -209,8 +209,8 @@ class ChainDrafter(Drafter):
         if found is None:
             return None
         chain.tokens += found.tokens
-        if found.laws is not None:
-            chain.q += self._fitted(found.laws, 0.0)
+        if found.probs is not None:
+            chain.q += self._fitted(found.probs, 0.0)
         return found
 
     def _knows(self, tokens: abc.Sequence[int]) -> bool:

@@ -170,7 +170,7 @@ class PacerStop(LengthPolicy):
         # Greedy rows without a draft have their part of the costs as well.
         together = rows - sum(not seq.greedy for seq in seqs)
         # Whether the draft model may draft it in calls of C.
-        is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.law is not None)
+        is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.distribution is not None)
         rules = {mode: self._rule(mode, together if mode == "greedy" else 1, is_alone) for mode in modes}
         return rules[modes[0]] if len(modes) == 1 else _ByMode(rules)
 
