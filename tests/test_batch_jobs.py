@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -83,8 +85,8 @@ def check_whole(out: Path, model: Path, tokens: int) -> None:
     [
         ("x", "invalid_json", "the line is not JSON (column 1)"),
         ("[" * 100_000, "invalid_json", "the line is not JSON"),
-        ("3", "invalid_line", "must be an object, not a number"),
-        ("null", "invalid_line", "must be an object, not null"),
+        (b'{"prompt": "\xff"}', "invalid_json", "the line is not JSON"),
+        ("3", "invalid_line", "must be an object"),
         ({}, "invalid_line", "must have prompt or messages, or custom_id"),
         ({"prompt": "a", "messages": []}, "invalid_line", "must have prompt or messages"),
         ({"prompt": "a", "id": 3}, "invalid_id", "id must be a string of 1 to 512 characters"),
@@ -93,35 +95,29 @@ def check_whole(out: Path, model: Path, tokens: int) -> None:
         ({"body": {}}, "missing_custom_id", "custom_id is missing"),
         ({**asked("a"), "method": "GET"}, "invalid_method", "must be POST, not 'GET'"),
         (asked("a", "/v1/embeddings"), "invalid_url", "must be /v1/chat/completions or /v1/completions, not '/v1/emb"),
-        ({**asked("a"), "body": []}, "invalid_body", "body must be an object, not a list"),
+        ({**asked("a"), "body": []}, "invalid_body", "body must be an object"),
         (asked(""), "invalid_custom_id", "custom_id must be a string"),
     ],
 )
 def test_a_bad_line_is_named(line: Any, code: str, message: str) -> None:
-    found = read_line(7, (line if isinstance(line, str) else json.dumps(line)).encode(), None, {})
+    text = line if isinstance(line, (str, bytes)) else json.dumps(line)
+    found = read_line(7, text if isinstance(text, bytes) else text.encode(), {}, {})
     assert isinstance(found, BadLine)
     assert found.code == code and message in found.message and found.number == 7
 
 
-def test_a_line_of_bytes_that_are_no_text_is_bad() -> None:
-    assert isinstance(read_line(1, b'{"prompt": "\xff"}', None, {}), BadLine)
-
-
-def test_lines_get_what_they_do_not_say() -> None:
-    defaults = {"max_tokens": 5, "seed": 2**62 - 1}
-
-    def body(line: dict[str, Any]) -> dict[str, Any]:
-        found = read_line(3, json.dumps(line).encode(), None, defaults)
-        assert isinstance(found, Line)
-        return dict(json.loads(found.body))
-
-    assert body({"prompt": "a", "id": "x"}) == {"prompt": "a", "max_tokens": 5, "seed": 2}
-    assert body({"messages": [], "max_completion_tokens": 9, "seed": 4}) == {
-        "messages": [],
-        "max_completion_tokens": 9,
-        "seed": 4,
-    }
-    assert body(asked("a", CHAT, max_tokens=None))["max_tokens"] == 5
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ({"prompt": "a", "id": "x"}, {"prompt": "a", "max_tokens": 5, "seed": 2}),
+        ({"messages": [], "max_completion_tokens": 9, "seed": 4}, {}),
+        (asked("a", CHAT, max_tokens=None), {"max_tokens": 5, "seed": 2}),
+    ],
+)
+def test_defaults_fill_in_what_a_line_lacks(line: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = read_line(3, json.dumps(line).encode(), {}, {"max_tokens": 5, "seed": 2**62 - 1})
+    assert isinstance(found, Line)
+    assert json.loads(found.body) == (wanted if "prompt" in line else line.get("body", line) | wanted)
 
 
 def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,55 +137,52 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
             asked("other", prompt="aa", model="gpt-4o"),
         ],
     )
-    out = tmp_path / "out"
-    batch(source, out, target=str(model), method="suffix", model_name="tiny")
+    out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "model_name": "tiny"}
+    batch(source, out, **run)  # type: ignore[arg-type]
     found = {each["line"]: each for each in records(out)}
-    assert sorted(found) == [1, 2, 4, 5, 6, 7, 8, 9, 10] and len(records(out)) == 9
-    assert len({each["id"] for each in found.values()}) == 9
-
-    status = {number: each["response"] and each["response"]["status_code"] for number, each in found.items()}
+    assert len(records(out)) == len({each["id"] for each in found.values()}) == 9
+    status = {number: each["response"] and each["response"]["status_code"] for number, each in sorted(found.items())}
     assert status == {1: 200, 2: 200, 4: None, 5: 400, 6: None, 7: 200, 8: None, 9: 200, 10: 404}
-    assert found[1]["custom_id"] == "chat \U0001f600" and found[2]["custom_id"] == "plain"
-    for each in found.values():
-        assert (each["response"] is None) != (each["error"] is None)
-        if each["error"] is not None:
-            assert each["error"]["line"] == each["line"] and f"line {each['line']}: " in each["error"]["message"]
-    assert found[4]["error"]["code"] == "invalid_json"
-    assert found[6]["error"]["message"].endswith("custom_id 'plain' stands on line 2 already")
-    assert found[8]["error"]["code"] == "duplicate_custom_id" and found[8]["custom_id"] is None
-    assert found[5]["response"]["body"]["error"]["param"] == "temperature"
-    assert found[10]["response"]["body"]["error"]["code"] == "model_not_found"
+    errors = {number: each["error"] for number, each in found.items() if each["error"] is not None}
+    assert {each["line"]: each["code"] for each in errors.values()} == {
+        4: "invalid_json",
+        6: "duplicate_custom_id",
+        8: "duplicate_custom_id",
+    }
+    assert all(each["message"].startswith(f"line {number}: ") for number, each in errors.items())
+    assert errors[6]["message"].endswith("custom_id 'plain' stands on line 2 already")
+    assert [found[number]["custom_id"] for number in (1, 2, 8)] == ["chat \U0001f600", "plain", None]
+    assert found[1]["response"]["request_id"]
+    body = {number: each["response"]["body"] for number, each in found.items() if each["response"]}
+    assert body[5]["error"]["param"] == "temperature" and body[10]["error"]["code"] == "model_not_found"
 
     decoder = load(model, method="ar")
-    chat = ChatCompletion.model_validate(found[1]["response"]["body"])
+    chat, text = ChatCompletion.model_validate(body[1]), Completion.model_validate(body[2])
     assert chat.choices[0].message.content == decoder.chat(messages, max_new_tokens=8).text
-    assert chat.choices[0].logprobs is not None and found[1]["response"]["request_id"]
-    text = Completion.model_validate(found[2]["response"]["body"])
+    assert chat.choices[0].logprobs is not None
     assert text.choices[0].text == decoder.generate("def add", max_new_tokens=6).text
-    assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 16
-    assert len(found[9]["response"]["body"]["choices"]) == 4
+    assert body[7]["usage"]["completion_tokens"] == 16 and len(body[9]["choices"]) == 4
 
     summary = json.loads((out / "summary.json").read_text())
-    usages = [found[number]["response"]["body"]["usage"] for number in (1, 2, 7, 9)]
-    assert (summary["lines"], summary["answered"], summary["refused"], summary["bad_lines"]) == (9, 4, 2, 3)
+    assert [summary[name] for name in ("lines", "answered", "refused", "bad_lines")] == [9, 4, 2, 3]
     for name in ("prompt_tokens", "completion_tokens"):
-        assert summary[name] == sum(each[name] for each in usages)
+        assert summary[name] == sum(body[number]["usage"][name] for number in (1, 2, 7, 9))
     assert summary["tau"] == round(summary["completion_tokens"] / summary["steps"], 4) >= 1
     assert summary["last_run"]["records"] == 9
     assert "9 lines: 4 answered, 2 refused, 3 bad, 0 failed" in capsys.readouterr().out
 
-    before = (out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes()
-    batch(source, out, target=str(model), method="suffix", model_name="tiny")  # has nothing to do
-    assert before == ((out / "part-00000.jsonl").read_bytes(), (out / "summary.json").read_bytes())
+    before = [(out / name).read_bytes() for name in ("part-00000.jsonl", "summary.json")]
+    batch(source, out, **run)  # type: ignore[arg-type]  # has nothing to do
+    assert before == [(out / name).read_bytes() for name in ("part-00000.jsonl", "summary.json")]
     for options, message in (
-        ({"method": "ar", "model_name": "tiny"}, r'belongs to a job with method \{"name": "suffix"'),
-        ({"method": "suffix", "model_name": "tiny", "seed": 3}, "a job with seed null, not 3"),
+        ({"method": "ar"}, r'belongs to a job with method \{"name": "suffix"'),
+        ({"seed": 3}, "a job with seed null, not 3"),
+        ({}, "belongs to another input"),
     ):
+        if not options:
+            write(source, ["{}"])
         with pytest.raises(ValueError, match=message):
-            batch(source, out, target=str(model), **options)  # type: ignore[arg-type]
-    write(source, ["{}"])
-    with pytest.raises(ValueError, match="belongs to another input"):
-        batch(source, out, target=str(model), method="suffix", model_name="tiny")
+            batch(source, out, **(run | options))  # type: ignore[arg-type]
 
 
 def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path) -> None:
@@ -294,11 +287,6 @@ def test_an_input_that_changes_meanwhile_ends_the_job(tmp_path: Path) -> None:
     for again in (lines, source.lines({1}, {})):
         with pytest.raises(ValueError, match=r"in\.jsonl was changed while the job ran"):
             next(again)
-    path.unlink()
-    with pytest.raises(ValueError, match="cannot read"):
-        next(source.lines({1}, {}))
-    with pytest.raises(ValueError, match="is no plain file"):
-        scan(Path(os.devnull))
 
 
 @pytest.mark.timeout(700)
@@ -328,36 +316,44 @@ def test_a_model_that_cannot_be_loaded_leaves_the_folder_free(model: Path, tmp_p
     assert len(records(out)) == 1
 
 
-def test_folders_and_files_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read .*nothing\.jsonl: No such file"):
-        scan(tmp_path / "nothing.jsonl")
-    with pytest.raises(ValueError, match="Is a directory"):
-        scan(tmp_path)
-    with pytest.raises(ValueError, match="has no lines"):
-        scan(write(tmp_path / "empty.jsonl", ["", "  "]))
-    source = scan(write(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3))
-    with pytest.raises(ValueError, match="is a file; the output goes into a folder"):
-        Folder(source.path, source, {})
-    with pytest.raises(ValueError, match="is not empty, and has no job"):
-        Folder(tmp_path, source, {})
-    out = tmp_path / "out"
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing.jsonl", r"cannot read .*nothing\.jsonl: No such file"),
+        (".", "Is a directory"),
+        ("empty.jsonl", "has no lines"),
+        (os.devnull, "is no plain file"),
+    ],
+)
+def test_inputs_that_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    write(tmp_path / "empty.jsonl", ["", "  "])
+    with pytest.raises(ValueError, match=message):
+        scan(tmp_path / name)
+
+
+def test_folders_that_are_refused(tmp_path: Path) -> None:
+    source, out = scan(write(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3)), tmp_path / "out"
+
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Folder(path, source, {"seed": 1})
+
+    refused(source.path, "is a file; the output goes into a folder")
+    refused(tmp_path, "is not empty, and has no job")
     folder = Folder(out, source, {"seed": 1})
     folder.refuse(BadLine(2, None, "code", "why"))
-    with pytest.raises(ValueError, match="another process is at this job"):
-        Folder(out, source, {"seed": 1})
+    refused(out, "another process is at this job")
     folder.close()
     part = out / "part-00000.jsonl"
     record = part.read_bytes()
     part.write_bytes(record + b"\0\0\n" + record.replace(b'"line":2', b'"line":3'))
-    with pytest.raises(ValueError, match=r"part-00000\.jsonl is damaged in line 2: take that line out"):
-        Folder(out, source, {"seed": 1})
+    refused(out, r"part-00000\.jsonl is damaged in line 2: take that line out")
     part.write_bytes(record + record)  # a line that is there twice, at the end
     again = Folder(out, source, {"seed": 1})
     assert again.done == {2} and part.read_bytes() == record
     again.close()
     (out / "job.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"job\.json is damaged"):
-        Folder(out, source, {"seed": 1})
+    refused(out, r"job\.json is damaged")
 
 
 def test_records_go_into_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,59 +408,88 @@ def marked(mark: str, title: bytes = b"") -> list[int]:
     return found
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-def test_passes_on_ray_find_the_lines_that_end_their_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.exceptions import RayError
+class Cluster:
+    """Actors in this process. A `deadly` line ends its actor with all lines that this has; `limit`: actors that begin,
+    and then the error of the next one, or None if it waits for ever."""
 
+    def __init__(self, deadly: set[int], limit: int = 1000, error: str | None = None) -> None:
+        self.deadly, self.limit, self.error = deadly, limit, error
+        self.asked, self.shared, self.begun = Counter[int](), Counter[int](), 0
+
+    def remote(self, *args: Any) -> Any:
+        """Return a new actor."""
+        from ray.exceptions import RayActorError
+
+        has, died = set[int](), list[int]()
+
+        async def begin() -> None:
+            self.begun += 1
+            if self.begun > self.limit:
+                if self.error is not None:
+                    raise RayActorError(error_msg=self.error)
+                await asyncio.sleep(600)
+
+        async def ask(url: str, body: bytes) -> tuple[int, str, bytes]:
+            line = PROMPTS.index(json.loads(body)["prompt"]) + 1
+            self.asked[line] += 1
+            has.add(line)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self.shared[line] += len(has) > 1
+            died.extend({line} & self.deadly)
+            if died:
+                raise RayActorError(error_msg="it died\nof memory")
+            has.remove(line)
+            return 400, "", b"{}"
+
+        return SimpleNamespace(begin=SimpleNamespace(remote=begin), ask=SimpleNamespace(remote=ask))
+
+
+@pytest.fixture
+def on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster], Folder]:
+    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
     from forerun.scale import batch_ray
 
-    source, deadly, passes = scan(many(tmp_path / "in.jsonl", 8)), {3, 8}, list[tuple[int, list[int]]]()
-
-    def one_pass(*args: Any) -> None:
-        lines, block, folder = args[3:6]
-        passes.append((block, [line.number for line in lines]))
-        for at in range(0, len(lines), block):
-            if not deadly & {line.number for line in lines[at : at + block]}:
-                for line in lines[at : at + block]:
-                    folder.answer(line, 400, "", b"{}")
-
-    def alone(*args: Any) -> None:
-        passes.append((0, [line.number for line in args[2]]))
-        for line in args[2]:
-            if line.number in deadly:
-                args[3].fail(line, "it died")
-            else:
-                args[3].answer(line, 400, "", b"{}")
-
-    def run(out: Path) -> Folder:
-        folder = Folder(out, source, {})
-        loader, lines = Loader("none", threads=1), lambda: source.lines(folder.done | folder.failed, {})
+    def run(found: Cluster) -> Folder:
+        ray = SimpleNamespace(remote=lambda **options: lambda actor: found, cluster_resources=lambda: {"CPU": 2.0})
+        monkeypatch.setattr(batch_ray, "ray", ray)
+        monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
+        source = scan(many(tmp_path / "in.jsonl", 8))
+        folder = Folder(tmp_path / "out", source, {})
         try:
-            batch_ray.run(loader, "none", 1, lines, folder, 2)
+            batch_ray.run(Loader("none", threads=1), "none", 2, source.lines(set(), {}), folder, 2)
         finally:
             folder.close()
         return folder
 
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
-    monkeypatch.setattr(batch_ray, "_pass", one_pass)
-    monkeypatch.setattr(batch_ray, "_alone", alone)
-    folder = run(tmp_path / "out")
-    assert passes == [(4, list(range(1, 25))), (1, list(range(1, 9))), (0, [3, 8])]
+    return run
+
+
+def test_lines_that_end_their_actors_fail_and_their_neighbours_do_not(on_ray: Callable[[Cluster], Folder]) -> None:
+    deadly = {3, 8}
+    cluster = Cluster(deadly)
+    folder = on_ray(cluster)
     assert folder.ended and folder.failed == deadly and folder.counts.refused == 22
+    assert {cluster.asked.pop(line) for line in deadly} == {5} and max(cluster.asked.values()) <= 3
+    assert all(cluster.shared[line] <= 2 for line in deadly)  # the last three times they are alone
+    record = json.loads((folder.path / "failed.jsonl").read_text().splitlines()[0])
+    assert record["error"]["message"].endswith("no answer: of memory")
 
-    size = len(next(iter(source.lines(set(), {}))).body)  # type: ignore[union-attr]
-    monkeypatch.setattr(batch_ray, "ROUND_BYTES", 8 * size)
-    passes.clear()
-    run(tmp_path / "bytes")
-    assert [len(lines) for _, lines in passes] == [8, 8, 8, 8, 2]
 
-    def broken(*args: Any) -> None:
-        raise RayError("it died\nof memory")
+def test_an_actor_that_finds_no_room_is_not_waited_for(on_ray: Callable[[Cluster], Folder]) -> None:
+    assert on_ray(Cluster(set(), 1)).counts.refused == 24
 
-    monkeypatch.setattr(batch_ray, "_pass", broken)
-    monkeypatch.setattr(batch_ray, "_alone", broken)
-    with pytest.raises(ValueError, match="3 passes brought no answer: of memory"):
-        run(tmp_path / "broken")
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (Cluster(set(), 0, "no memory"), "3 actors died before they had begun: no memory"),
+        (Cluster(set(range(1, 25))), "5 actors in a row died without an answer: of memory"),
+    ],
+)
+def test_actors_that_only_die_end_the_job(on_ray: Callable[[Cluster], Folder], cluster: Cluster, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        on_ray(cluster)
 
 
 @pytest.mark.slow
@@ -488,7 +513,7 @@ def test_a_job_on_ray_loses_an_actor_and_its_driver(model: Path, tmp_path: Path)
         return process
 
     process = run(lambda: records(out))
-    actors = marked(mark, b"ray::MapWorker")
+    actors = marked(mark, b"ray::Actor")
     assert actors
     os.kill(actors[0], signal.SIGKILL)
     before = len(records(out))

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from forerun.cli.commands import app as cli
 from forerun.scale import fleet as fleets
-from forerun.scale import parts
+from forerun.scale import messages
 from forerun.scale.fleet import Fleet, LostError
-from forerun.scale.parts import Face, Found, Part, decoded
+from forerun.scale.messages import ModelInfo, SentRequest, Steps, decode
 from forerun.server.app import Settings, create_app
 from forerun.server.backend import Backend, until_ready
 from forerun.server.readers import Readers
@@ -43,15 +43,14 @@ class Engines:
         self.workers = {f"r{i}": Worker(make) for i in range(count)}
         self.readers, self.lists = Readers(), lists  # None for any number
         self.silent: set[str] = set()
-        self.asked: list[tuple[str, tuple[Part, ...]]] = []
+        self.asked: list[tuple[str, tuple[SentRequest, ...]]] = []
 
-    async def face(self) -> Face:
+    async def model(self) -> ModelInfo:
         for worker in self.workers.values():
             worker.start()
         for worker in self.workers.values():
             await until_ready(worker)
-        assert worker.decoder is not None
-        return Face.of(worker.decoder, worker.engine)
+        return ModelInfo.of(worker)
 
     def names(self) -> list[str]:
         return list(self.workers)
@@ -59,12 +58,12 @@ class Engines:
     def figures(self) -> dict[str, dict[str, float]]:
         return {name: {"running": 1, "waiting": 2, "hits": 3, "used": 1, "allocated": 4} for name in self.workers}
 
-    async def decode(self, name: str, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
-        self.asked.append((name, tuple(parts)))
+    async def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
+        self.asked.append((name, tuple(sent)))
         if name in self.silent:
             await asyncio.sleep(600)
         left = self.lists
-        stream = decoded(self.workers[name], self.readers, parts)
+        stream = decode(self.workers[name], self.readers, sent)
         try:
             async for found in stream:
                 if found and left is not None:
@@ -123,18 +122,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def same(one: Any, other: Any) -> None:
     """Log probabilities are computed in other shapes when a text goes on elsewhere."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
+    if isinstance(one, dict | list):
+        pairs = [(each, each) for each in one] if isinstance(one, dict) else list(enumerate(one))
+        assert type(one) is type(other) and len(one) == len(other)
+        for key, _ in pairs:
             same(one[key], other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for each, its in zip(one, other, strict=True):
-            same(each, its)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, abs=1e-3)
     else:
-        assert one == other
+        assert one == (pytest.approx(other, abs=1e-3) if isinstance(one, float) else other)
 
 
 SAMPLED = LONG | {"temperature": 1.0, "seed": 7}
@@ -174,48 +168,37 @@ def test_answers_that_lose_their_replicas_are_those_of_one_engine(quick: None) -
             assert one["usage"][key] == other["usage"][key]
         speculation = one["metrics"]["speculative_decoding"]
         assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
-        cut = (
-            speculation["num_spec_steps"] + speculation["num_accepted_draft_tokens"] - one["usage"]["completion_tokens"]
-        )
-        assert cut >= 0
+        emitted = speculation["num_spec_steps"] + speculation["num_accepted_draft_tokens"]
+        assert emitted >= one["usage"]["completion_tokens"]
     assert found[-1]["choices"][0]["finish_reason"] == "stop"
     assert all(each.own["seed"] is not None for _, parts in engines.asked for each in parts if each.params.temperature)
 
 
+async def streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
+    return chunks((await http.post(PLAIN, json=body | {"stream": True})).text)
+
+
 def test_without_a_seed_it_goes_on_as_well_with_one_that_was_drawn(quick: None) -> None:
     engines = Engines(lists=2)
-    body = LONG | {
-        "prompt": "the cat",
-        "temperature": 1.0,
-        "n": 2,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-    async def act(http: httpx.AsyncClient) -> str:
-        return (await http.post(PLAIN, json=body)).text
-
-    fleet = Fleet(engines)
-    *events, usage = chunks(ask(fleet, act))
-    assert usage["usage"]["completion_tokens"] == 2 * body["max_tokens"]
+    fleet, usage = Fleet(engines), {"stream_options": {"include_usage": True}}
+    body = LONG | usage | {"prompt": "the cat", "temperature": 1.0, "n": 2}
+    *events, last = ask(fleet, lambda http: streamed(http, body))
+    assert last["usage"]["completion_tokens"] == 2 * body["max_tokens"]
     assert [each["choices"][0]["finish_reason"] for each in events].count("length") == 2
-    seeds = {(each.own["seed"], each.own["stream"]) for _, parts in engines.asked for each in parts}
+    seeds = {(each.own["seed"], each.own["stream"]) for _, sent in engines.asked for each in sent}
     assert len(seeds) == 2 and None not in {seed for seed, _ in seeds}
     assert len(fleet.recovered) == fleet.resumed > 0
 
 
 def test_an_answer_that_loses_every_replica_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "AWAY", 0.0)
-    engines = Engines(lists=0)
-    body = LONG | {"prompt": "the cat"}
+    engines, body = Engines(lists=0), LONG | {"prompt": "the cat"}
 
     async def act(http: httpx.AsyncClient) -> Any:
-        stream = chunks((await http.post(PLAIN, json=body | {"stream": True})).text)
-        return stream, await http.post(PLAIN, json=body)
+        return await streamed(http, body), await http.post(PLAIN, json=body)
 
     (*_, last), whole = ask(Fleet(engines), act)
-    assert last["error"]["code"] == "replica_lost"
-    assert whole.status_code == 500 and whole.json()["error"]["code"] == "replica_lost"
+    assert last["error"]["code"] == whole.json()["error"]["code"] == "replica_lost" and whole.status_code == 500
     assert len(engines.asked) == 2 * (fleets.LOSSES + 1)
 
 
@@ -236,13 +219,9 @@ def test_prompts_with_one_beginning_meet_and_errors_keep_their_shape() -> None:
     async def act(http: httpx.AsyncClient) -> Any:
         for i in range(4):
             await http.post(PLAIN, json=LONG | {"prompt": [*shared, 100 + i]})
-        bad = [
-            {"prompt": "a", "n": 128, "max_tokens": 0},
-            {"prompt": "a", "n": 100},
-            {"prompt": "a", "max_tokens": 500},
-        ]
-        bad.append({"prompt": "a", "response_format": {"type": "regex", "regex": "("}})
-        found = [await http.post(PLAIN, json=body) for body in bad]
+        bad = [{"n": 128, "max_tokens": 0}, {"n": 100}, {"max_tokens": 500}]
+        bad.append({"response_format": {"type": "regex", "regex": "("}})
+        found = [await http.post(PLAIN, json=body | {"prompt": "a"}) for body in bad]
         return found, (await http.get("/health")).status_code, (await http.get("/metrics")).text
 
     engines = Engines(3, make=lambda: make_decoder(max_rows=4, max_queue=60, kv_memory=100_000))
@@ -252,12 +231,12 @@ def test_prompts_with_one_beginning_meet_and_errors_keep_their_shape() -> None:
     assert [each.json()["error"]["param"] for each in found] == ["max_tokens", "n", "max_tokens", "response_format"]
     assert health == 200
     for line in (
-        "forerun:num_requests_running 3.0",
-        "forerun:num_requests_waiting 6.0",
-        "forerun:prefix_cache_hits_total 9.0",
+        "num_requests_running 3.0",
+        "num_requests_waiting 6.0",
+        "prefix_cache_hits_total 9.0",
+        "kv_cache_usage_perc 0.25",
     ):
-        assert line in figures
-    assert "forerun:kv_cache_usage_perc 0.25" in figures
+        assert f"forerun:{line}" in figures
 
 
 def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_them() -> None:
@@ -283,9 +262,9 @@ def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_the
     assert refused.headers["Retry-After"]
 
 
-def test_what_the_model_cannot_do_is_told_before_a_replica_is_there() -> None:
+def test_what_the_model_cannot_do_is_told_before_a_replica_isavailable() -> None:
     class Failing(Engines):
-        async def face(self) -> Face:
+        async def model(self) -> ModelInfo:
             raise ValueError("no such model")
 
     fleet, failed = Fleet(Failing(0)), []
@@ -318,15 +297,23 @@ def test_the_config_in_the_docs_is_one_and_others_are_refused() -> None:
             app(Args(**wrong))
 
 
-def test_options_of_replicas_are_checked_before_anything_is_loaded() -> None:
-    found = CliRunner().invoke(cli, ["serve", "--replicas", "2"])
-    assert isinstance(found.exception, ValueError) and str(found.exception) == "--replicas is for --ray"
-    found = CliRunner().invoke(cli, ["serve", "--ray", ""])
-    assert isinstance(found.exception, ValueError) and str(found.exception) == "--ray takes local, auto or HOST:PORT"
-    if find_spec("ray"):
-        found = CliRunner().invoke(cli, ["serve", "--ray", "local", "--replicas", "3", "--max-replicas", "2"])
-        assert isinstance(found.exception, ValueError)
-        assert str(found.exception) == "--max-replicas must be at least --replicas, 3, not 2"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "2"], "--replicas is for --ray"),
+        (["--ray", ""], "--ray takes local, auto or HOST:PORT"),
+        (
+            ["--ray", "local", "--replicas", "3", "--max-replicas", "2"],
+            "--max-replicas must be at least --replicas, 3, not 2",
+        ),
+    ],
+)
+def test_options_of_replicas_are_checked_before_anything_is_loaded(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: name)
+    found = CliRunner().invoke(cli, ["serve", *options])
+    assert isinstance(found.exception, ValueError) and str(found.exception) == message
 
 
 def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,13 +326,13 @@ def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.
             ended.append(True)
 
     async def main() -> None:
-        stream = decoded(SimpleNamespace(decoder=object()), SimpleNamespace(call=call), [])  # type: ignore[arg-type]
+        stream = decode(SimpleNamespace(decoder=object()), SimpleNamespace(call=call), [])  # type: ignore[arg-type]
         assert [await anext(stream) for _ in range(2)] == [[], []]
         await stream.aclose()
         await asyncio.sleep(0)
         assert ended
 
-    monkeypatch.setattr(parts, "BEAT", 0.01)
+    monkeypatch.setattr(messages, "BEAT", 0.01)
     asyncio.run(main())
 
 
@@ -355,11 +342,11 @@ def test_only_the_loss_of_a_replica_is_tried_again() -> None:
 
     from forerun.scale.engines import ServeReplicas
 
-    async def face(*errors: Exception) -> int:
+    async def ask_model(*errors: Exception) -> int:
         left = list(errors)
 
         class Handle:
-            class face:  # noqa: N801
+            class model:  # noqa: N801
                 @staticmethod
                 async def remote() -> None:
                     raise left.pop(0)
@@ -368,10 +355,10 @@ def test_only_the_loss_of_a_replica_is_tried_again() -> None:
             return Handle()
 
         with pytest.raises(TypeError, match="strange"):
-            await ServeReplicas(start, "one").face()
+            await ServeReplicas(start, "one").model()
         return len(left)
 
-    assert asyncio.run(face(ActorDiedError(), TypeError("strange"), ValueError())) == 1
+    assert asyncio.run(ask_model(ActorDiedError(), TypeError("strange"), ValueError())) == 1
 
 
 def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +414,7 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("the cluster is gone")
 
     monkeypatch.setattr(replicas, "cluster", lambda *options: nullcontext())
-    monkeypatch.setattr(replicas.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr(replicas.serve, "delete", delete)
     message = "--replicas 3 with 2 threads each do not fit into 5 cores"
     with pytest.raises(ValueError, match=message), replicas.serving("auto", least=3, most=3, cpus=2):
@@ -522,7 +509,7 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     worker = fleet(engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1), "streams")
 
     async def act(http: httpx.AsyncClient) -> Any:
-        while len(worker._there()) < 2:
+        while len(worker.available()) < 2:
             await asyncio.sleep(0.05)
         begun, take = set[Any](), worker._take
 

@@ -15,7 +15,7 @@ from forerun.engine.sequence import Request
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
-from forerun.scale.parts import Part, remade
+from forerun.scale.messages import SentRequest, rebuild
 from forerun.server.requests import prepare_completion
 from forerun.server.schemas import CompletionBody
 
@@ -133,5 +133,5 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
 def test_a_salt_goes_along_to_replicas() -> None:
     decoder = make_decoder()
     ((asked,), _) = prepare_completion(CompletionBody(prompt="the cat", cache_salt="one"), decoder)
-    (found,) = remade([Part.of(asked, 1)], decoder)
+    (found,) = rebuild([SentRequest.of(asked, 1)], decoder)
     assert asked.salt == found.salt == "one"

@@ -130,10 +130,7 @@ def actors() -> list[int]:
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
-            if (
-                b"ray::MapWorker" in (each / "cmdline").read_bytes()
-                and MARK.encode() in (each / "environ").read_bytes()
-            ):
+            if b"ray::Actor" in (each / "cmdline").read_bytes() and MARK.encode() in (each / "environ").read_bytes():
                 found.append(int(each.name))
         except OSError:
             continue

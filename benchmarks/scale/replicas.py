@@ -136,9 +136,9 @@ class Nodes:
 async def killed(args: argparse.Namespace, worker: Fleet, nodes: Nodes, rng: random.Random, node: bool) -> Any:
     """Kills a replica that has something to do, or the second node, and waits until that is noticed."""
     at, loads = perf_counter(), dict(worker.loads)
-    name = rng.choice(sorted(loads or worker._there()))
+    name = rng.choice(sorted(loads or worker.available()))
     await asyncio.to_thread(nodes.kill if node else lambda: kill(name))
-    while len(left := set(worker._there())) == args.replicas:
+    while len(left := set(worker.available())) == args.replicas:
         await asyncio.sleep(0.02)
     noticed = perf_counter()
     return {
@@ -152,7 +152,7 @@ async def killed(args: argparse.Namespace, worker: Fleet, nodes: Nodes, rng: ran
 
 async def whole(args: argparse.Namespace, worker: Fleet) -> float:
     """When all replicas are there."""
-    while len(worker._there()) < args.replicas:
+    while len(worker.available()) < args.replicas:
         await asyncio.sleep(0.1)
     return perf_counter()
 
@@ -206,7 +206,7 @@ async def run(
     app = create_app(worker, Settings("replicas", max_seconds=3600))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not worker.ready.is_set() or len(worker._there()) < args.replicas:
+    while not worker.ready.is_set() or len(worker.available()) < args.replicas:
         if worker.failed is not None:
             raise worker.failed
         await asyncio.sleep(0.1)

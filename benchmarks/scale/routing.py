@@ -24,7 +24,7 @@ import httpx
 
 from forerun.bench.report import versions
 from forerun.scale.fleet import Fleet
-from forerun.scale.parts import Face, Found, Part, decoded
+from forerun.scale.messages import ModelInfo, SentRequest, Steps, decode
 from forerun.server.app import Settings, create_app
 from forerun.server.backend import until_ready
 from forerun.server.readers import Readers
@@ -38,13 +38,12 @@ class Here:
         self.workers = {f"r{i}": Worker(loader) for i in range(count)}
         self.readers, self.asked = Readers(), Counter[str]()
 
-    async def face(self) -> Face:
+    async def model(self) -> ModelInfo:
         for worker in self.workers.values():
             worker.start()
         for worker in self.workers.values():
             await until_ready(worker)
-        assert worker.decoder is not None
-        return Face.of(worker.decoder, worker.engine)
+        return ModelInfo.of(worker)
 
     def names(self) -> list[str]:
         return list(self.workers)
@@ -52,9 +51,9 @@ class Here:
     def figures(self) -> Mapping[str, Mapping[str, float]]:
         return {}
 
-    def decode(self, name: str, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
-        self.asked[name] += len(parts)
-        return decoded(self.workers[name], self.readers, parts)
+    def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
+        self.asked[name] += len(sent)
+        return decode(self.workers[name], self.readers, sent)
 
     def hits(self) -> int:
         stores = [worker.engine.target.prefixes for worker in self.workers.values()]
@@ -73,7 +72,7 @@ async def run(args: argparse.Namespace, count: int) -> dict[str, Any]:
     app = create_app(fleet, Settings("routing", max_seconds=3600))
     async with app.router.lifespan_context(app):
         await fleet.ready.wait()
-        asked, begun, known = prompts(args, fleet.face.vocab_size), perf_counter(), here.hits()
+        asked, begun, known = prompts(args, fleet.model.vocab_size), perf_counter(), here.hits()
         left = iter(asked)
 
         async def client(http: httpx.AsyncClient) -> None:

@@ -58,15 +58,15 @@ class Ranks:
 
     @property
     def device(self) -> str:
-        """This rank's own."""
+        """Return this rank's own."""
         return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
     def sample_alike(self) -> None:
-        """Sets torch's random state, from which seeds are drawn where none is given, to the first rank's."""
+        """Set torch's random state, from which missing seeds are drawn, to the first rank's."""
         torch.set_rng_state(self.share(torch.get_rng_state()))
 
     def meet(self, place: bytes) -> float:
-        """Waits for all ranks; the first one's clock, in seconds. Raises RankLostError where one is gone or has come to
+        """Wait for all ranks; return the first one's clock, in seconds. Raises RankLostError if one is gone or is at
         another place."""
         digest = int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
         own = torch.tensor([digest, perf_counter_ns()])
@@ -82,14 +82,14 @@ class Ranks:
         return self.meet(b"clock")
 
     def share(self, found: _T) -> _T:
-        """What the first rank has."""
+        """Return the first rank's value."""
         box = [found]
         with network():
             distributed.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def all(self, flag: bool) -> bool:
-        """Whether all ranks say so."""
+        """Return whether the flag is set on all ranks."""
         own = torch.tensor([flag])
         found = [torch.empty_like(own) for _ in range(self.size)]
         with network():
@@ -135,7 +135,7 @@ class ShardedForward(EagerForward):
 
 @contextmanager
 def network() -> Iterator[None]:
-    """Turns errors of the connection to other ranks into a RankLostError."""
+    """Turn errors of the connection to other ranks into a RankLostError."""
     try:
         yield
     except RankLostError:
@@ -149,7 +149,7 @@ def network() -> Iterator[None]:
 
 
 def check_shape(config: PreTrainedConfig, name: str) -> None:
-    """Raises ValueError for a target that the ranks cannot split. They need not have met."""
+    """Raise ValueError for a target that the ranks cannot split. They need not be connected yet."""
     check_ranks()
     size = int(os.environ["WORLD_SIZE"])
     plan = getattr(config, "base_model_tp_plan", None)
@@ -164,7 +164,7 @@ def check_shape(config: PreTrainedConfig, name: str) -> None:
 
 
 def check_ranks() -> None:
-    """Raises ValueError where this process is not one of several that torchrun started."""
+    """Raise ValueError unless this process is one of several that torchrun started."""
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing or int(os.environ["WORLD_SIZE"]) < 2:
         raise ValueError(
@@ -174,7 +174,7 @@ def check_ranks() -> None:
 
 
 def check_machine() -> None:
-    """Raises ValueError where a package is missing, or there are fewer GPUs than ranks."""
+    """Raise ValueError if a package is missing, or the machine has fewer GPUs than ranks."""
     if not is_accelerate_available():
         raise ValueError("tensor parallelism needs the package accelerate: pip install 'forerun[tensor-parallel]'")
     here = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ["LOCAL_RANK"]) + 1)
@@ -183,7 +183,7 @@ def check_machine() -> None:
 
 
 def ranks() -> Ranks:
-    """Those that torchrun started; meets them. Raises ValueError where there are none, and as `check_machine` does."""
+    """Return the ranks that torchrun started, connected. Raises ValueError without any, and as `check_machine` does."""
     global _ranks, _store
     if _ranks is None:
         check_ranks()
@@ -192,7 +192,7 @@ def ranks() -> Ranks:
         else:
             found, rank, size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
             _store = distributed.PrefixStore("forerun", found)
-            check_machine()  # what it finds is told once, by the store
+            check_machine()  # its error is shown once, by the store
             kind, device = "gloo", None
             if torch.cuda.is_available():
                 kind, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -206,14 +206,13 @@ def ranks() -> Ranks:
 
 
 _ranks: Ranks | None = None
-_store: Any = None  # what all ranks can read and write while torchrun lives; None where a caller had joined them before
+_store: Any = None  # read and written by all ranks while torchrun lives; None if a caller connected them before
 
 
 @contextmanager
 def together() -> Iterator[Ranks]:
-    """For a command that runs on all ranks: only the first one prints. Where a rank is lost the others say so, in one
-    line altogether, and end. A ValueError is raised by one of them; the others end. Raises ValueError where there are
-    no ranks."""
+    """Run a command on all ranks: only the first one prints. If a rank is lost, the remaining ones print one line
+    altogether, and end. A ValueError is raised by one of them; the rest end. Raises ValueError without ranks."""
     check_ranks()
     signal.signal(signal.SIGTERM, lambda *_: _end("it was told to stop, as another rank has ended or the job has"))
     try:
@@ -226,15 +225,15 @@ def together() -> Iterator[Ranks]:
         found.meet(b"end")
     except RankLostError as error:
         _end(str(error))
-    except ValueError:  # a user's mistake, which all of them see
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all as soon as one has: let this one tell it
+    except ValueError:  # a user's mistake, which all ranks see
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all as soon as one has: let this one print it
         if not _is_first():
             os._exit(2)
         raise
 
 
 def _end(reason: str) -> NoReturn:
-    """Says why, unless another rank has told something, and ends the process: nothing is waited for."""
+    """Print why, unless another rank has printed something, and end the process without waiting for anything."""
     if _is_first():
         name = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
         line = f"forerun: tensor parallel rank {name[0]} of {name[1]} stops: {' '.join(reason.split())}\n"
@@ -244,7 +243,7 @@ def _end(reason: str) -> NoReturn:
 
 
 def _is_first() -> bool:
-    """Whether no other rank has asked this: it alone tells why the job ends."""
+    """Return whether no other rank has asked this: the first one alone prints why the job ends."""
     if _store is not None:
         with suppress(Exception):  # the store ends with the job
             return bool(_store.add("told", 1) == 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -47,7 +47,7 @@ def batch(
     actors: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; one a node by default.")] = None,
 ) -> None:
     """Answer a file of requests. Killed and run again, it goes on where it was. See docs/batch.md."""
-    needs("forerun batch", serve=["fastapi", "prometheus_client"], ray=["ray", "pyarrow"] if ray else [])
+    needs("forerun batch", serve=["fastapi", "prometheus_client"], ray=["ray"] if ray else [])
     check_ray(ray, actors=actors)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
@@ -69,7 +69,7 @@ def batch(
     folder = Folder(out, source, job)
     try:
         if folder.done:
-            say(f"{len(folder.done)} of {len(source)} lines have their record already")
+            say(f"{len(folder.done)} of {len(source.numbers)} lines have their record already")
         seconds = 0.0
         if not folder.ended:
             quiet()
@@ -80,13 +80,10 @@ def batch(
 
             more = {"max_rows": max_rows, "kv_memory": kv_memory}
             loader = Loader(absolute(model), method, options | more, decoding.threads)
-            folder.on_record = _progress(folder, len(source))
-
-            def lines() -> Iterator[Any]:
-                return iter(source.lines(folder.done | folder.failed, defaults))
-
+            folder.on_record = _progress(folder, len(source.numbers))
+            lines = source.lines(set(folder.done), defaults)
             if ray is None:
-                seconds = asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder))
+                seconds = asyncio.run(batch_local.run(loader, shown, max_rows, lines, folder))
             else:
                 from forerun.scale import batch_ray
                 from forerun.scale.cluster import cluster

@@ -1,6 +1,6 @@
-"""forerun's drafters as a proposer for vLLM (0.32, method "custom_class"). docs/vllm.md says how to use it.
+"""forerun's drafters as a proposer for vLLM (0.32, method "custom_class"). See docs/vllm.md.
 
-vLLM hands over tokens and takes chains of tokens back; it verifies them itself. Nothing here imports vLLM.
+vLLM hands over tokens, takes chains of tokens back, and verifies them itself. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.integrations.options import read
-from forerun.integrations.texts import Text, Texts, agreed, chain_of
+from forerun.integrations.texts import Text, Texts
 from forerun.methods import Parts
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import resolve
@@ -34,11 +34,10 @@ UNSEEN = ("entropy", "top")  # inputs of a pre-verifier that vLLM does not hand 
 
 
 class Proposer:
-    """Drafts by one of forerun's methods. vLLM makes it where `speculative_config["model"]` is
-    "forerun.integrations.vllm.Proposer".
+    """Drafts by one of forerun's methods. vLLM makes it if `speculative_config["model"]` names this class.
 
     Options are `additional_config["forerun"]`, see `forerun.integrations.options.read`. A draft has at most
-    `num_speculative_tokens` tokens, and ends where the method says.
+    `num_speculative_tokens` tokens, and ends where the method stops.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -54,7 +53,7 @@ class Proposer:
         self.seconds = 0.0  # spent in `propose` so far
 
     def load_model(self, *_: Any) -> None:
-        """Loads the draft model and the pre-verifier, where there are any.
+        """Load the draft model and the pre-verifier of the options.
 
         Raises ValueError for what cannot be loaded, and for a draft or a layer that belongs to another target."""
         options = self._options
@@ -97,8 +96,8 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         **_: Any,
     ) -> list[list[int]]:
-        """A draft for each row; empty for rows without sampled tokens, whose prompts vLLM still reads, and for those
-        that fill the context.
+        """Return a draft for each row. It is empty for rows without sampled tokens, whose prompts vLLM still reads, and
+        for those that fill the context.
 
         `num_tokens_no_spec` [B] counts the tokens of rows `token_ids_cpu` [B, context], the sampled ones included.
         """
@@ -108,53 +107,52 @@ class Proposer:
         drafter = self._drafter
         assert drafter is not None
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        rows = {
-            row: token_ids_cpu[row, : int(num_tokens_no_spec[row])]
-            for row in range(len(sampled_token_ids))
-            if num_tokens_no_spec[row]
-        }
-        found, ended = self._texts.follow(rows)
+        lengths = [int(number) for number in num_tokens_no_spec[: len(drafts)]]
+        rows = {row: token_ids_cpu[row, :length] for row, length in enumerate(lengths) if length}
+        texts, ended = self._texts.follow(rows)
         for text in ended:
             text.seq.finish_reason = "stop"
             drafter.drop(text.seq)
-        asking = [row for row, new in enumerate(sampled_token_ids) if len(new) and row in rows]
-        # A text that has not grown, as of a new request with an old one's text, is drafted for already.
-        again = {row for row in asking if row in found and len(rows[row]) == len(found[row].known)}
-        self._observe(drafter, [(found[row], rows[row]) for row in asking if row in found and row not in again])
+        asking = [row for row in rows if len(sampled_token_ids[row])]
+        # A new request with an old one's text has not grown: it is drafted for already.
+        again = [row for row in asking if row in texts and len(rows[row]) == len(texts[row].known)]
+        self._observe(drafter, [(texts[row], rows[row]) for row in asking if row in texts and row not in again])
         for row in asking:
-            if row not in found:
-                tokens, new = rows[row], len(sampled_token_ids[row])
-                text = self._texts.begin(row, tokens, new, min(self._limit, len(tokens) + self._most + 1), self._eos)
-                found[row] = text
-                for _chunk in drafter.admit(text.seq, None, CHUNK):
+            if row not in texts:
+                new, limit = len(sampled_token_ids[row]), self._limit_of(rows[row])
+                texts[row] = self._texts.begin(row, rows[row], new, limit, self._eos)
+                for _chunk in drafter.admit(texts[row].seq, None, CHUNK):
                     pass
         for row in again:
-            drafts[row] = list(found[row].draft)
+            drafts[row] = list(texts[row].draft)
         live = [row for row in asking if row not in again and len(rows[row]) < self._limit]
         for row in live:
-            seq = found[row].seq
-            seq.limit = min(self._limit, len(seq.tokens) + self._most + 1)
+            texts[row].seq.limit = self._limit_of(rows[row])
         if live:
-            proposal = drafter.propose([found[row].seq for row in live])
+            proposal = drafter.propose([texts[row].seq for row in live])
             for row, draft in zip(live, proposal.drafts, strict=True):
-                drafts[row] = found[row].draft = chain_of(draft)[: self._most]
+                assert draft.is_chain
+                drafts[row] = texts[row].draft = draft.tokens[1 : self._most + 1]
         self.seconds += perf_counter() - begun
         return drafts
 
+    def _limit_of(self, tokens: np.ndarray) -> int:
+        """Return the length that a text may have after this step."""
+        return min(self._limit, len(tokens) + self._most + 1)
+
     def _observe(self, drafter: Drafter, grown: list[tuple[Text, np.ndarray]]) -> None:
-        """Tells the drafter what came of its drafts."""
+        """Report to the drafter which drafted tokens vLLM has accepted."""
         seqs, drafts, verdicts, rest = [], [], [], []
         for text, tokens in grown:
             new = [int(token) for token in tokens[len(text.known) :]]
-            accepted = agreed(text.draft, new)
+            compared = list(zip(text.draft, new, strict=False))
+            accepted = next((n for n, (drafted, token) in enumerate(compared) if drafted != token), len(compared))
+            rejected = accepted < len(compared)
+            last = new[min(accepted, len(new) - 1)]
+            verdict = Verdict(list(range(accepted + 1)), last, accepted + rejected, rejected)
+            verdict.argmax.extend(new)  # of the target's answers no more is known than its tokens
             seqs.append(text.seq)
             drafts.append(Draft.chain(text.seq.tokens[-1], text.draft))
-            rejected = accepted < min(len(text.draft), len(new))
-            verdict = Verdict(
-                list(range(accepted + 1)), new[min(accepted, len(new) - 1)], accepted + rejected, rejected
-            )
-            # Nothing but the target's own tokens are known of its answers.
-            verdict.argmax.extend(new)
             verdicts.append(verdict)
             text.seq.tokens += new[: accepted + 1]
             rest.append((text.seq, new[accepted + 1 :]))
@@ -166,13 +164,13 @@ class Proposer:
 
 
 def _end_tokens(config: Any) -> frozenset[int]:
-    """Tokens that end a text, by the target's configuration; behind them nothing is drafted."""
+    """Return the tokens that end a text; nothing is drafted after them."""
     ends = getattr(config, "eos_token_id", None)
     return frozenset([] if ends is None else [ends] if isinstance(ends, int) else map(int, ends))
 
 
 def _shape_of(model_config: Any, source: str, device: torch.device) -> Any:
-    """What a layer's target is compared with: vLLM's, of which the shape is known and no weights are."""
+    """Return what a layer's target is compared with: the shape of vLLM's, whose weights are not known."""
     config = model_config.hf_text_config
     stored = json.loads(config_file(Path(source), f"the pre-verifier {source!r}").read_text())
     names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")

@@ -21,7 +21,7 @@ SYNC = 1.0  # seconds, at most, of records that a machine without power may lose
 
 @dataclass
 class Counts:
-    """What records add up to. `steps`: forwards of the target, as each answer saw them."""
+    """Sums over records. `steps`: forwards of the target, as each answer counts them."""
 
     answered: int = 0
     refused: int = 0
@@ -54,24 +54,25 @@ class Counts:
 
 
 class Folder:
-    """Records of a job, one a line of its input. Only one process at a time can have it.
+    """Records of a job, one for each line of its input. Only one process at a time can have it.
 
-    What is final is in part-*.jsonl. A record is in the file when `answer` or `refuse` returns: who kills the process
-    takes none back. At most the last one is torn, when the process or the disk ends within it; the next run cuts it
-    off. Lines that failed are in failed.jsonl: the next run asks them again. ValueError: the disk takes no more.
+    What is final is in part-*.jsonl. A record is in the file when `answer` or `refuse` returns, so killing the process
+    loses none. At most the last one is torn, if the process or the disk ends within it; the next run cuts it off. Lines
+    that failed are in failed.jsonl, and are asked again by the next run. All methods raise ValueError if the disk takes
+    no more.
 
     Attributes:
         done: numbers of the lines whose record is final; failed: of those that failed in this run.
-        counts: of all records, new: of those of this run.
+        counts: of all records; new: of those of this run.
         on_record: called after each record.
     """
 
     def __init__(self, path: Path, source: Input, settings: dict[str, Any]) -> None:
-        """Raises ValueError for a folder of something else: of another input, other settings or no job at all, and
-        for one that another process writes to, or whose records are damaged."""
+        """Raises ValueError if the folder belongs to another input, other settings or no job at all, if another process
+        writes to it, and if its records are damaged."""
         self.path, self._source = path, source
-        self._job = json.loads(json.dumps({"input": source.fingerprint, "lines": len(source), "settings": settings}))
-        self._wanted = set(source.numbers)
+        size = len(source.numbers)
+        self._job = json.loads(json.dumps({"input": source.fingerprint, "lines": size, "settings": settings}))
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self.counts, self.new = Counts(), Counts()
@@ -94,16 +95,11 @@ class Folder:
         with self._writing():
             for part in self._parts:
                 self._read(part)
-        self._is_new = True  # nothing was written yet
 
     @property
     def ended(self) -> bool:
         """Whether every line has its record."""
-        return len(self.done) + len(self.failed) == len(self._source)
-
-    def has(self, number: int) -> bool:
-        """Whether a line has its record."""
-        return number in self.done or number in self.failed
+        return len(self.done) + len(self.failed) == len(self._source.numbers)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -113,7 +109,7 @@ class Folder:
             raise ValueError(f"cannot write to {self.path}: {error.strerror}") from None
 
     def _check(self) -> None:
-        """Whether the folder is this job's, or free."""
+        """Raise ValueError unless the folder is this job's, or free."""
         known = self.path / "job.json"
         if not known.exists():
             ours = (".lock", "job.json.")
@@ -129,14 +125,12 @@ class Folder:
         if not is_same:
             raise ValueError(f"{self.path} belongs to another input than {self._source.path}: give another folder")
         for name in sorted(then.keys() | now.keys()):
-            if then.get(name) != now.get(name):
-                raise ValueError(
-                    f"{self.path} belongs to a job with {name} {json.dumps(then.get(name))}, not "
-                    f"{json.dumps(now.get(name))}: give another folder"
-                )
+            one, other = (json.dumps(each.get(name)) for each in (then, now))
+            if one != other:
+                raise ValueError(f"{self.path} belongs to a job with {name} {one}, not {other}: give another folder")
 
     def _read(self, part: Path) -> None:
-        """Takes the records of an earlier run in, and cuts off the last one where it is torn."""
+        """Count the records of an earlier run, and cut off the last one if it is torn."""
         whole = self._in_part = 0
         with part.open("r+b") as file:
             for count, raw in enumerate(file, 1):
@@ -145,11 +139,11 @@ class Folder:
                         raise ValueError("torn")
                     record = json.loads(raw)
                     number = record["line"]
-                    if number not in self._wanted or number in self.done:
+                    if number not in self._source.numbers or number in self.done:
                         raise ValueError("not of this job, or there twice")
                     self.counts.add(record)
                 except (ValueError, TypeError, KeyError):
-                    if file.read(1):  # something stands behind it: that was not us
+                    if file.read(1):  # more comes after it, so it is not the end of a killed run
                         raise ValueError(f"{part} is damaged in line {count}: take that line out") from None
                     file.truncate(whole)
                     break
@@ -160,7 +154,7 @@ class Folder:
     # Writing.
 
     def answer(self, line: Line, status: int, request_id: str, body: bytes) -> None:
-        """Keeps what the server says to a line, JSON without a line end. From status 500 on it is a failure of ours."""
+        """Keep the server's answer to a line, JSON without a line end. From status 500 on the line has failed."""
         if status >= 500:
             self.fail(line, json.loads(body)["error"]["message"])
             return
@@ -168,14 +162,14 @@ class Folder:
         self._append(self._record(line, response, None), line.number)
 
     def refuse(self, line: BadLine) -> None:
-        """Keeps what is wrong with a line."""
+        """Keep what is wrong with a line."""
         self._append(self._record(line, b"null", (line.code, line.message)), line.number)
 
     def fail(self, line: Line, why: str) -> None:
-        """Keeps, until the job is run again, that a line got no answer."""
-        assert not self.has(line.number)
+        """Keep, until the job is run again, that a line got no answer."""
+        assert line.number not in self.done and line.number not in self.failed
         with self._writing():
-            self._claim()
+            self._begin()
             with (self.path / "failed.jsonl").open("ab") as file:
                 file.write(self._record(line, b"null", ("failed", f"no answer: {why}")))
         self.failed.add(line.number)
@@ -191,15 +185,13 @@ class Folder:
         return b'%s,"response":%s,"error":%s}\n' % (first[:-1], response, last)
 
     def _append(self, record: bytes, number: int) -> None:
-        assert not self.has(number)
+        assert number not in self.done and number not in self.failed
         with self._writing():
-            if self._file is None or self._in_part >= PART:
-                self._next_part()
-            assert self._file is not None
-            self._file.write(record)
-            self._file.flush()
+            file = self._part()
+            file.write(record)
+            file.flush()
             if perf_counter() - self._synced > SYNC:
-                os.fsync(self._file.fileno())
+                os.fsync(file.fileno())
                 self._synced = perf_counter()
         self.done.add(number)
         self._in_part += 1
@@ -208,38 +200,39 @@ class Folder:
         self.new.add(found)
         self.on_record()
 
-    def _claim(self) -> None:
-        """The folder becomes the job's with its first record, and what failed before no longer counts."""
+    def _begin(self) -> None:
+        """Before the first record of a run: mark the folder as the job's, and forget what failed before."""
+        if self.new.records:
+            return
         if not (self.path / "job.json").exists():
             write_text(self.path / "job.json", json.dumps(self._job, indent=1) + "\n")
-        for name in ("failed.jsonl", "summary.json") if self._is_new else ():
+        for name in ("failed.jsonl", "summary.json"):
             (self.path / name).unlink(missing_ok=True)
-        self._is_new = False
 
-    def _next_part(self) -> None:
-        """Opens the file that the next record goes into."""
-        self._claim()
-        if self._file is not None:
-            self._end_part()
+    def _part(self) -> BinaryIO:
+        """Return the file for the next record."""
+        self._begin()
         if self._in_part >= PART or not self._parts:
+            self._end_part()
             self._parts.append(self.path / f"part-{len(self._parts):05}.jsonl")
             self._in_part = 0
-        self._file = self._parts[-1].open("ab")
+        if self._file is None:
+            self._file = self._parts[-1].open("ab")
+        return self._file
 
     def _end_part(self) -> None:
         file, self._file = self._file, None
-        assert file is not None
-        with file:
-            os.fsync(file.fileno())
+        if file is not None:
+            with file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Gives the folder free for others, whatever the disk says."""
+        """Unlock the folder, whatever the disk says."""
         with self._lock, self._writing():
-            if self._file is not None:
-                self._end_part()
+            self._end_part()
 
     def summarise(self, seconds: float) -> dict[str, Any]:
-        """Writes summary.json, of a job that has ended; where this run had nothing to do, it stays as it is.
+        """Write summary.json of a job that has ended, and return it. If this run had nothing to do, it stays as it is.
 
         `seconds`: of this run.
         """
@@ -250,7 +243,8 @@ class Folder:
         tokens = self.new.completion_tokens
         run = {"records": self.new.records, "seconds": round(seconds, 3), "completion_tokens": tokens}
         run["tokens_per_second"] = round(tokens / seconds, 3) if seconds else 0.0
-        found = {"lines": len(self._source), **asdict(self.counts), "tau": round(self.counts.tau, 4), "last_run": run}
+        total = asdict(self.counts) | {"tau": round(self.counts.tau, 4)}
+        found = {"lines": len(self._source.numbers), **total, "last_run": run}
         with self._writing():
             write_text(path, json.dumps(found, indent=1) + "\n")
         return found

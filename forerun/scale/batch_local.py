@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from time import perf_counter
 from typing import Any, Self
@@ -21,26 +21,26 @@ from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.model.batch")
 
-AGES = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
+NO_LIMIT = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
 PAUSE = 0.1  # seconds before a line is tried again
 TRIES = 3  # answers of 500 and more that a line may get
 
 
 def window(max_rows: int) -> int:
-    """Lines that are asked at once: those that have a row, and as many again that are read and wait for one."""
+    """Return how many lines to ask at once: those that have a row, and some that are read and wait for one."""
     return max_rows + min(max_rows, 64)
 
 
 class Answerer:
-    """The server's app with an engine, asked in its own process: checks, answers and errors are the server's.
+    """The server's app with an engine, asked without a socket: checks, answers and errors are the server's.
 
     Use it as an asynchronous context manager; entering raises what `make` raises.
     """
 
     def __init__(self, make: Callable[[], Decoder], model: str) -> None:
-        """`make` loads the decoder; it is called in the thread that computes. `model`: its name in answers."""
+        """`make` loads the decoder in the thread that computes. `model`: its name in answers."""
         self.worker = Worker(make)
-        self._app = create_app(self.worker, Settings(model=model, max_seconds=AGES))
+        self._app = create_app(self.worker, Settings(model=model, max_seconds=NO_LIMIT))
         self._again = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -54,9 +54,9 @@ class Answerer:
         await self._open.aclose()
 
     async def ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
-        """Status, request id and body of the server's response. Raises what ended the engine's thread.
+        """Return status, request id and body of the server's response. Raises what ended the engine's thread.
 
-        Where the server fails, it is tried again, one line at a time.
+        A line at which the server fails is tried again, alone among such lines.
         """
         found = await self._ask(url, body)
         for _ in range(TRIES - 1):
@@ -105,18 +105,17 @@ async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
 
 
 async def run(
-    make: Callable[[], Decoder], model: str, max_rows: int, lines: Iterable[Line | BadLine], folder: Folder
+    make: Callable[[], Decoder], model: str, max_rows: int, lines: Iterator[Line | BadLine], folder: Folder
 ) -> float:
-    """Answer lines on one engine; its rows are filled again as they become free. Return the seconds without loading.
+    """Answer lines on one engine, whose rows are filled again as they become free. Return the seconds without loading.
 
     Raises what `make` raises, and what ends the engine's thread.
     """
-    waiting = iter(lines)
     async with Answerer(make, model) as answerer:
         begun = perf_counter()
 
         async def work() -> None:
-            for line in waiting:  # all of them take from the same lines
+            for line in lines:  # all take from the same lines
                 if isinstance(line, BadLine):
                     folder.refuse(line)
                 else:

@@ -1,4 +1,4 @@
-"""A connection to a Ray cluster."""
+"""A connection to a Ray cluster, and the cores of its nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import ray
 
 @contextmanager
 def cluster(address: str, store: int, cpus: int | None = None) -> Iterator[None]:
-    """A connection to a cluster, or, by the name `local`, a cluster of this machine alone, which ends with it.
+    """Connect to a cluster, or, by the name `local`, start one of this machine alone, which ends with the connection.
 
     Args:
-        store: bytes of the object store, and `cpus`: how many may be taken, of the latter; all of them by default.
+        store: bytes of the object store of a local cluster.
+        cpus: how many cores it may take; all by default.
 
-    Raises ValueError where there is none at that address.
+    Raises ValueError if there is none at that address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Else actors that die, Ray's own ones too, are many lines on stderr.
@@ -29,9 +30,26 @@ def cluster(address: str, store: int, cpus: int | None = None) -> Iterator[None]
         options |= {"include_dashboard": False, "object_store_memory": store, "num_cpus": cpus}
     try:
         ray.init(address=address, **options)
-    except Exception as error:  # Ray raises that class itself, where its processes do not start in time
-        raise ValueError(f"--ray: no cluster at {address!r}: {(str(error) or repr(error)).splitlines()[0]}") from None
+    except Exception as error:  # Ray raises that class itself, if its processes do not start in time
+        raise ValueError(f"--ray: no cluster at {address!r}: {first_line(error)}") from None
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def cores() -> list[int]:
+    """Return the number of cores of each node."""
+    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+
+
+def most_threads(processes: int) -> int:
+    """Return how many cores each of these processes can have on the nodes; 0 if they do not fit."""
+    threads = sum(cores()) // processes
+    while threads and sum(each // threads for each in cores()) < processes:
+        threads -= 1
+    return threads
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

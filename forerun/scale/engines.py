@@ -1,7 +1,7 @@
 """Engines by Ray Serve, one in each replica.
 
-The app itself says which replica a prompt goes to, as it knows the prompt and what is in flight. Serve keeps replicas
-alive, starts more of them and carries the calls; its request router does as it is told.
+The app chooses the replica for a prompt, as it knows the prompt and what is in flight. Serve keeps replicas alive,
+starts more of them and carries the calls; its request router follows the app's choice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from forerun.api.decoder import Decoder
+from forerun.scale.cluster import first_line
 from forerun.scale.fleet import LostError
-from forerun.scale.parts import Face, Found, Part, decoded
+from forerun.scale.messages import ModelInfo, SentRequest, Steps, decode
 from forerun.server.backend import until_ready
 from forerun.server.errors import ApiError
 from forerun.server.readers import Readers
@@ -32,23 +33,22 @@ routers: dict[str, RequestRouter] = {}  # of this process, by application
 
 
 class Engine:
-    """What a replica is: a worker with its engine. It is there when its model is loaded."""
+    """A replica: a worker with its engine. It has begun when its model is loaded."""
 
     async def __init__(self, make: Callable[[], Decoder]) -> None:  # type: ignore[misc]  # Serve awaits it
         self.worker, self.readers = Worker(make), Readers()
         self.worker.start()
         await until_ready(self.worker)
 
-    async def face(self) -> Face:
-        assert self.worker.decoder is not None
-        return Face.of(self.worker.decoder, self.worker.engine)
+    async def model(self) -> ModelInfo:
+        return ModelInfo.of(self.worker)
 
-    async def decode(self, parts: list[Part], to: str) -> AsyncGenerator[Found | tuple[Any, ...], None]:
-        """`decoded`, and what it raises for the client as a tuple. `to` is for the router."""
+    async def decode(self, sent: list[SentRequest], to: str) -> AsyncGenerator[Steps | tuple[Any, ...], None]:
+        """Yield what `messages.decode` does, and its ApiError as a tuple. `to` is for the router."""
         try:
-            async with aclosing(decoded(self.worker, self.readers, parts)) as stream:
-                async for found in stream:
-                    yield found
+            async with aclosing(decode(self.worker, self.readers, sent)) as stream:
+                async for steps in stream:
+                    yield steps
         except ApiError as error:
             yield error.status, error.message, error.param, error.code
 
@@ -61,7 +61,7 @@ class Engine:
 
 
 class Router(RequestRouter):
-    """Sends a call to the replica that its argument `to` names, or to any where that is not there."""
+    """Sends a call to the replica that its argument `to` names, or to any if that one is gone."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         from forerun.scale.engines import routers  # Ray copies this class; its own globals would be copies too
@@ -77,27 +77,25 @@ class Router(RequestRouter):
 
 
 class ServeReplicas:
-    """The replicas of an application, as `Fleet` asks them."""
+    """The `Replicas` of an application."""
 
     def __init__(self, start: Callable[[], Awaitable[DeploymentHandle]], application: str) -> None:
-        """`start` may wait until there is a replica. What it raises ends the server."""
+        """`start` may wait until a replica has begun. What it raises ends the server."""
         self._start, self._application = start, application
         self._handle: DeploymentHandle
 
-    async def face(self) -> Face:
+    async def model(self) -> ModelInfo:
         self._handle = await self._start()
         while True:
             try:
-                found = await self._handle.face.remote()
-                assert isinstance(found, Face)
+                found = await self._handle.model.remote()
+                assert isinstance(found, ModelInfo)
                 return found
-            except RayActorError as error:  # the replica that was asked died: another one will be there
+            except RayActorError as error:  # the replica that was asked died: Serve starts another one
                 logging.getLogger("forerun.server").warning("a replica was lost: %s", type(error).__name__)
                 await asyncio.sleep(1)
             except (RayError, RayServeException) as error:
-                raise ValueError(
-                    f"--ray: the replicas are gone: {(str(error) or repr(error)).splitlines()[0]}"
-                ) from None
+                raise ValueError(f"--ray: the replicas are gone: {first_line(error)}") from None
 
     def _known(self) -> dict[str, RunningReplica]:
         router = routers.get(self._application)
@@ -109,8 +107,8 @@ class ServeReplicas:
     def figures(self) -> dict[str, Mapping[str, float]]:
         return {name: known.routing_stats for name, known in self._known().items()}
 
-    async def decode(self, name: str, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
-        stream: Any = self._handle.options(stream=True).decode.remote(list(parts), to=name)
+    async def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
+        stream: Any = self._handle.options(stream=True).decode.remote(list(sent), to=name)
         try:
             async for found in stream:
                 if isinstance(found, tuple):
@@ -127,7 +125,7 @@ class ServeReplicas:
 def engines(
     make: Callable[[], Decoder], *, least: int, most: int, rows: int, room: int, cpus: float, gpus: float = 0
 ) -> serve.Application:
-    """Replicas, from `least` to `most`: more of them while more than `rows` requests a replica are in flight, so that
+    """Return a deployment of `least` to `most` replicas: more if over `rows` requests a replica are in flight, so that
     some wait. `room`: requests that a replica holds."""
     scaling: dict[str, Any] = {"num_replicas": least}
     if most > least:

@@ -1,5 +1,4 @@
-"""Many replicas in the place of one worker: what an app submits goes to one of them, and goes on elsewhere when it is
-lost. Knows nothing of Ray."""
+"""Many replicas in place of one worker: requests go to one of them, and go on elsewhere when it is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import Protocol
 from forerun.api.decoder import Decoder
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request
-from forerun.scale.parts import Face, Found, Part
+from forerun.scale.messages import ModelInfo, SentRequest, Steps
 from forerun.scale.routing import beginning, choose
 from forerun.server.backend import Job, Load
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
@@ -24,9 +23,9 @@ from forerun.server.errors import ApiError, loading, queue_full, shutting_down, 
 _LOG = logging.getLogger("forerun.server")
 
 LOSSES = 4  # replicas that an answer may lose: some answers are what kills them
-SILENCE = 20.0  # seconds without a word, behind which a replica counts as lost; it speaks every `parts.BEAT`
-AWAY = 15.0  # seconds that one which was lost gets nothing, if it is there at all
-LOOK = 0.1  # seconds until it is looked again whether there is a replica
+SILENCE = 20.0  # seconds without a message, after which a replica counts as lost; it sends one every `messages.BEAT`
+AWAY = 15.0  # seconds that a lost replica gets nothing, if it is there at all
+LOOK = 0.1  # seconds between two looks for a replica
 _ELSEWHERE = ("loading", "shutting_down")
 
 
@@ -37,46 +36,47 @@ class LostError(Exception):
 class Replicas(Protocol):
     """Engines elsewhere."""
 
-    async def face(self) -> Face:
-        """Waits for the first one."""
+    async def model(self) -> ModelInfo:
+        """Wait for the first one."""
         ...
 
     def names(self) -> Collection[str]:
-        """Those that can be asked now."""
+        """Return those that can be asked now."""
         ...
 
     def figures(self) -> Mapping[str, Mapping[str, float]]:
-        """The last that is known of each: running, waiting, used, allocated, hits."""
+        """Return the last known fields of `Load` of each."""
         ...
 
-    def decode(self, name: str, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
-        """The steps of parts with one prompt, and empty lists in between. Raises ApiError for what ends the body or,
-        by its code, is the replica's matter (`_ELSEWHERE`); LostError for all that happens to a replica."""
+    def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
+        """Yield what `messages.decode` does. Raises its ApiError, which by its code may be the replica's matter
+        (`_ELSEWHERE`), and LostError for all that happens to a replica."""
         ...
 
 
 class _Group:
     """The requests of a body with one prompt. They stay together: the first one has the prompt's log probabilities."""
 
-    def __init__(self, parts: dict[int, Part]) -> None:
-        self.parts = parts  # by index of the choice
-        self.emitted: dict[int, list[int]] = {index: [] for index in parts}
-        self.key = beginning(next(iter(parts.values())).tokens)
-        self.name: str | None = None  # the replica that has it
+    def __init__(self, sent: dict[int, SentRequest]) -> None:
+        self.sent = sent  # by index of the choice
+        self.emitted: dict[int, list[int]] = {index: [] for index in sent}
+        self.key = beginning(next(iter(sent.values())).tokens)
+        self.name: str | None = None  # its replica
         self.lost = 0  # replicas before that one
-        self.heard = perf_counter()  # when the last word of one came
+        self.last_message = perf_counter()
 
-    def rest(self) -> list[Part]:
-        """What is still to be decoded."""
-        return [replace(part, emitted=tuple(self.emitted[index])) for index, part in self.parts.items()]
+    def rest(self) -> list[SentRequest]:
+        """Return what is still to be decoded."""
+        return [replace(each, emitted=tuple(self.emitted[index])) for index, each in self.sent.items()]
 
 
 class Fleet:
     """The server's `Backend` whose engines are elsewhere.
 
     Attributes:
-        resumed: answers, or their parts with one prompt, that went on with another replica.
-        recovered: seconds from the last word of the lost replica to the first tokens of the next one.
+        loads: requests in flight, by replica.
+        resumed: how often the requests of a body with one prompt went on with another replica.
+        recovered: seconds from the last message of the lost replica to the first tokens of the next one.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -86,10 +86,10 @@ class Fleet:
         self.failed: BaseException | None = None
         self.on_step: Callable[[Step, float], None] = lambda step, at: None
         self.on_failure: Callable[[], None] = lambda: None
-        self._face: Face | None = None
-        self.loads: Counter[str] = Counter()  # requests in flight
+        self._model: ModelInfo | None = None
+        self.loads: Counter[str] = Counter()
         self.resumed, self.recovered = 0, deque[float](maxlen=1000)
-        self._away: dict[str, float] = {}  # until when one is not asked
+        self._away: dict[str, float] = {}  # time until which a replica is not asked
         self._hits: dict[str, int] = {}
         self._jobs: dict[Job, list[asyncio.Task[None]]] = {}
 
@@ -98,8 +98,8 @@ class Fleet:
 
     async def _connect(self) -> None:
         try:
-            self._face = await self._replicas.face()
-            self.decoder = self._face.decoder()
+            self._model = await self._replicas.model()
+            self.decoder = self._model.decoder()
             self.ready.set()
         except Exception as error:
             self.failed = error
@@ -110,34 +110,34 @@ class Fleet:
         self.give_up(shutting_down())
 
     @property
-    def face(self) -> Face:
-        if self._face is None:
+    def model(self) -> ModelInfo:
+        if self._model is None:
             raise loading()
-        return self._face
+        return self._model
 
     def load(self) -> Load:
-        """Sum up what is known of the replicas."""
+        """Return sums over the replicas."""
         total: Counter[str] = Counter()
         for name, figures in self._replicas.figures().items():
             total.update({each: int(value) for each, value in figures.items()})
-            self._hits[name] = int(figures.get("hits", 0))  # also of those that are gone: it is a counter
+            self._hits[name] = int(figures.get("hits", 0))  # kept when a replica goes: it is a counter
         return Load(**{**total, "hits": sum(self._hits.values())})
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
-        job, room, face = Job(begun), self.face.room, self.face
-        if room is not None and len(requests) > room:
-            raise ApiError(400, f"{len(requests)} answers at once; a replica holds {room}", "n")
+        job, model = Job(begun), self.model
+        capacity, running = model.capacity, sum(len(each.open) for each in self._jobs)
+        if capacity is not None and len(requests) > capacity:
+            raise ApiError(400, f"{len(requests)} answers at once; a replica holds {capacity}", "n")
         for request in requests:
-            if face.positions is not None and face.reserve(request) > face.positions:
-                message = f"the prompt and its new tokens need {face.reserve(request)} positions of keys and values"
-                raise ApiError(400, f"{message}; a replica holds {face.positions}", "max_tokens")
-        running = sum(len(each.open) for each in self._jobs)
-        if room is not None and running + len(requests) > room * max(1, len(self._there())):
+            if model.positions is not None and model.reserve(request) > model.positions:
+                message = f"the prompt and its new tokens need {model.reserve(request)} positions of keys and values"
+                raise ApiError(400, f"{message}; a replica holds {model.positions}", "max_tokens")
+        if capacity is not None and running + len(requests) > capacity * max(1, len(self.available())):
             raise queue_full()
         seed, tasks = randbits(61), []
         for _, same in groupby(enumerate(requests), key=lambda each: list(each[1].tokens)):
-            group = _Group({choice: Part.of(request, seed) for choice, request in same})
-            self._place(group)  # at once, so that the next one sees it
+            group = _Group({choice: SentRequest.of(request, seed) for choice, request in same})
+            self._place(group)  # at once, so that the next one counts it
             tasks.append(asyncio.ensure_future(self._follow(job, group)))
         self._jobs[job], job.open = tasks, {choice: choice for choice in range(len(requests))}
         return job
@@ -156,17 +156,17 @@ class Fleet:
         job.fail(error)
         self.cancel(job)
 
-    def _there(self) -> dict[str, int]:
-        """What is in flight on each replica that can be asked."""
+    def available(self) -> dict[str, int]:
+        """Return the requests in flight on each replica that can be asked."""
         now = monotonic()
         self._away = {name: until for name, until in self._away.items() if until > now}
         return {name: self.loads[name] for name in self._replicas.names() if name not in self._away}
 
     def _place(self, group: _Group) -> None:
-        """Gives a group to a replica, if there is one for it."""
-        group.name = choose(group.key, self._there(), len(group.parts), self.face.room)
+        """Give a group to a replica, if one has room for it."""
+        group.name = choose(group.key, self.available(), len(group.sent), self.model.capacity)
         if group.name is not None:
-            self.loads[group.name] += len(group.parts)
+            self.loads[group.name] += len(group.sent)
 
     def _release(self, group: _Group, requests: int) -> None:
         if group.name is not None:
@@ -175,9 +175,9 @@ class Fleet:
                 del self.loads[group.name]
 
     async def _follow(self, job: Job, group: _Group) -> None:
-        """Decodes a group, wherever that can be."""
+        """Decode a group, wherever that is possible."""
         try:
-            while group.parts:
+            while group.sent:
                 if group.name is None:
                     await asyncio.sleep(LOOK)
                     self._place(group)
@@ -188,13 +188,13 @@ class Fleet:
                 except LostError as error:
                     self._lose(group, str(error))
                 except ApiError as error:
-                    if error.code == "queue_full":  # others ask it as well
+                    if error.code == "queue_full":  # other apps ask it as well
                         self._away[group.name] = monotonic() + 10 * LOOK
                     elif error.code in _ELSEWHERE:
                         self._lose(group, error.message)
                     else:
                         raise
-                self._release(group, len(group.parts))
+                self._release(group, len(group.sent))
                 group.name = None
         except ApiError as error:
             self._fail(job, error)
@@ -202,10 +202,10 @@ class Fleet:
             _LOG.exception("a request failed")
             self._fail(job, to_api_error(error))
         finally:
-            self._release(group, len(group.parts))
+            self._release(group, len(group.sent))
 
     def _lose(self, group: _Group, why: str) -> None:
-        """A replica is gone while it had a group. Raises ApiError where too many are."""
+        """Take a group from a replica that is lost. Raises ApiError if it has lost too many."""
         assert group.name is not None
         _LOG.warning("replica %s is lost: %s", group.name, why)
         self._away[group.name] = monotonic() + AWAY
@@ -215,10 +215,10 @@ class Fleet:
         self.resumed += 1
 
     async def _read(self, job: Job, group: _Group) -> None:
-        """Takes what a replica gives."""
+        """Take the steps of a replica."""
         assert group.name is not None
-        order, stream = list(group.parts), self._replicas.decode(group.name, group.rest())
-        resumed_from = group.heard if group.lost else None
+        order, stream = list(group.sent), self._replicas.decode(group.name, group.rest())
+        resumed_from = group.last_message if group.lost else None
         try:
             while True:
                 try:
@@ -227,22 +227,22 @@ class Fleet:
                     break
                 except TimeoutError:
                     raise LostError(f"nothing came for {SILENCE:g} seconds") from None
-                at = group.heard = perf_counter()
+                at = group.last_message = perf_counter()
                 if found and resumed_from is not None:
                     self.recovered.append(at - resumed_from)
                     resumed_from = None
-                for which, step in found:
-                    self._take(job, group, order[which], step, at)
+                for index, step in found:
+                    self._take(job, group, order[index], step, at)
         finally:
             await stream.aclose()
-        if group.parts:
+        if group.sent:
             raise LostError("its answer broke off")
 
     def _take(self, job: Job, group: _Group, choice: int, step: Step, at: float) -> None:
         group.emitted[choice] += step.tokens
         if step.finish_reason is not None:
             self._release(group, 1)
-            del group.parts[choice]
+            del group.sent[choice]
         self.on_step(step, at)
         if step.error is not None:
             raise to_api_error(step.error)

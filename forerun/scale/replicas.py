@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from secrets import token_hex
 from typing import Any
 
-import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from ray import serve
@@ -18,14 +17,14 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
-from forerun.scale.cluster import cluster
+from forerun.scale.cluster import cluster, cores, first_line
 from forerun.scale.engines import ServeReplicas, engines
 from forerun.scale.fleet import Fleet
 from forerun.server.app import Settings, create_app
 from forerun.server.worker import Loader
 from forerun.zoo import EMBEDDED
 
-LOOK = 0.25  # seconds until it is looked again whether a replica has started
+LOOK = 0.25  # seconds between two looks whether a replica has started
 
 _LOG = logging.getLogger("forerun.server")
 
@@ -44,7 +43,7 @@ class Ingress:
         return self._handle
 
     def check_health(self) -> None:
-        if self._fleet.failed is not None:  # another copy tries again
+        if self._fleet.failed is not None:  # Serve starts another copy
             raise RuntimeError("it found no engine") from self._fleet.failed
 
 
@@ -54,7 +53,7 @@ class Args(BaseModel, extra="forbid"):
     Attributes:
         target: hub id, folder on every node, or a name that forerun knows.
         load: other arguments of `forerun.load`: draft, method and its settings, weights, max_rows, ...
-        replicas: how many; more than that, up to max_replicas, while requests wait.
+        replicas: how many; up to max_replicas while requests wait.
         ingresses: copies of the app. Each keeps its own count of what is in flight.
         cpus, gpus, threads: of a replica.
         serve: fields of `forerun.server.app.Settings`: api_key, max_seconds, ...
@@ -73,7 +72,7 @@ class Args(BaseModel, extra="forbid"):
 
 
 def app(args: Args) -> serve.Application:
-    """An application for a Serve config: `import_path: forerun.scale.replicas:app`. Raises ValueError."""
+    """Return an application for a Serve config: `import_path: forerun.scale.replicas:app`. Raises ValueError."""
     most = args.max_replicas or args.replicas
     if most < args.replicas:
         raise ValueError(f"max_replicas must be at least replicas, {args.replicas}, not {most}")
@@ -106,29 +105,29 @@ def app(args: Args) -> serve.Application:
 
 @contextmanager
 def serving(address: str, *, least: int, most: int, cpus: int) -> Iterator[str]:
-    """`cluster`, and a new name for an application there, which ends with it.
+    """Connect to a cluster, and yield a name for an application there, which ends with the connection.
 
     Args:
         least, most: replicas, which take `cpus` cores each.
 
-    Raises ValueError where the least of them do not fit.
+    Raises ValueError if the least of them do not fit.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with cluster(address, 100 * 2**20, cpus * most):
-        cores = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-        if sum(int(each // cpus) for each in cores) < least:
-            raise ValueError(f"--replicas {least} with {cpus} threads each do not fit into {sum(cores):g} cores")
+        found = cores()
+        if sum(each // cpus for each in found) < least:
+            raise ValueError(f"--replicas {least} with {cpus} threads each do not fit into {sum(found)} cores")
         name = f"forerun-{token_hex(4)}"
         try:
             yield name
         finally:
-            with suppress(Exception):  # the cluster may be gone; what ended the server is what is to be told
+            with suppress(Exception):  # the cluster may be gone; the error to show is what ended the server
                 serve.delete(name, _blocking=False)
-                serve.status()  # Serve has heard of it, and goes on with it alone
+                serve.status()  # waits until Serve has the request to delete
 
 
 def fleet(application: serve.Application, name: str) -> Fleet:
-    """An app's worker outside of Serve: its replicas start with the app, and are asked from this process."""
+    """Return the backend of an application, which starts with it, for an app outside of Serve."""
 
     def deploy() -> DeploymentHandle:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
@@ -136,26 +135,29 @@ def fleet(application: serve.Application, name: str) -> Fleet:
         return serve.run_many([target], wait_for_applications_running=False)[0]
 
     async def start() -> DeploymentHandle:
-        """Threads only for what is short: one that waits for a replica would hold up the end of the process."""
+        """Wait in the event loop: a thread that waits for a replica would hold up the end of the process."""
         _LOG.info("the Serve application is %s", name)
-        told = ""
-        try:
-            handle = await asyncio.to_thread(deploy)
-            while True:
-                found = (await asyncio.to_thread(serve.status)).applications.get(name)
-                replicas = None if found is None else found.deployments.get("Engine")
-                if found is None or replicas is None:
-                    raise ValueError("--ray: somebody else has ended the Serve application")
-                if replicas.replica_states.get(ReplicaState.RUNNING):
-                    return handle
-                lines = [line.strip() for line in (replicas.message or found.message).splitlines() if line.strip()]
-                if found.status == ApplicationStatus.DEPLOY_FAILED:
-                    raise ValueError(f"--ray: the replicas did not start: {lines[-1] if lines else found.status}")
-                if lines and lines[-1] != told:
-                    told = lines[-1]
-                    _LOG.warning("no replica has started: %s", told)
-                await asyncio.sleep(LOOK)
-        except (RayError, RayServeException) as error:
-            raise ValueError(f"--ray: the cluster is gone: {(str(error) or repr(error)).splitlines()[0]}") from None
+        handle, shown = await asyncio.to_thread(deploy), ""
+        while True:
+            found = (await asyncio.to_thread(serve.status)).applications.get(name)
+            replicas = None if found is None else found.deployments.get("Engine")
+            if found is None or replicas is None:
+                raise ValueError("--ray: somebody else has ended the Serve application")
+            if replicas.replica_states.get(ReplicaState.RUNNING):
+                return handle
+            lines = [line.strip() for line in (replicas.message or found.message).splitlines() if line.strip()]
+            last = lines[-1] if lines else str(found.status)
+            if found.status == ApplicationStatus.DEPLOY_FAILED:
+                raise ValueError(f"--ray: the replicas did not start: {last}")
+            if lines and last != shown:
+                shown = last
+                _LOG.warning("no replica has started: %s", last)
+            await asyncio.sleep(LOOK)
 
-    return Fleet(ServeReplicas(start, name))
+    async def started() -> DeploymentHandle:
+        try:
+            return await start()
+        except (RayError, RayServeException) as error:
+            raise ValueError(f"--ray: the cluster is gone: {first_line(error)}") from None
+
+    return Fleet(ServeReplicas(started, name))
