@@ -106,7 +106,7 @@ def run(
         raise ValueError(f"--actors {wanted} with {max(1, threads)} threads each do not fit into {found} cores")
     gpus = min(1.0, float(ray.cluster_resources().get("GPU", 0)) / wanted)
     wide = window(max_rows)
-    made = ray.remote(num_cpus=threads, num_gpus=gpus, max_concurrency=wide + 1)(Actor)
+    made = ray.remote(num_cpus=threads, num_gpus=gpus, max_concurrency=wide + 1)(Actor)  # type: ignore[call-overload]
     loader = replace(loader, threads=threads)
     asyncio.run(_answer_all(lambda: made.remote(loader, model), wanted, wide, lines, folder))
     return perf_counter() - begun
