@@ -1,0 +1,3 @@
+#define FR_VARIANT avx2
+#define FR_ISA FR_AVX2
+#include "products.c"

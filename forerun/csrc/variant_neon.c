@@ -1,0 +1,3 @@
+#define FR_VARIANT neon
+#define FR_ISA FR_NEON
+#include "products.c"
