@@ -1,10 +1,12 @@
 /* What stands between the products of a forward, one table an instruction set. Sums have one fixed order, and sizes are
    multiples of 8: the same numbers come out of every table, whatever else is asked. */
 
-#ifndef FR_OPS_H
-#define FR_OPS_H
+#ifndef FR_OPERATIONS_H
+#define FR_OPERATIONS_H
 
 #include <stdint.h>
+
+#define FR_HEADS 3 /* queries that are worked on at once, so that keys and values are read once for them */
 
 /* Queries [heads, d], rotated and scaled, of one token and one group; keys and values of that group in its row of the
    cache, entry by entry. It sees the entries from `first` to `count`: those below `split` stand in order, the others
@@ -15,7 +17,7 @@ typedef struct {
     const uint16_t *keys, *values;
     const int32_t *path;
     int64_t first, split, count, width;
-    int heads, d;
+    int heads, d; /* at most FR_HEADS */
     float *scores, *out;
 } fr_attention;
 
@@ -34,8 +36,9 @@ typedef struct {
     int64_t (*argmax)(const float *x, int64_t n); /* the first of equal ones; 0 where none is a number */
     /* out = exp((x - most) * scale), and their sum. */
     float (*exps)(const float *x, float most, float scale, int64_t n, float *out);
-} fr_ops;
+} fr_operations;
 
-extern const fr_ops fr_ops_plain, fr_ops_avx2, fr_ops_neon;
+extern const fr_operations fr_operations_plain, fr_operations_avx2, fr_operations_avxvnni, fr_operations_avx512vnni,
+    fr_operations_neon;
 
 #endif
