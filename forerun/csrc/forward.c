@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "operations.h"
+#include "between.h"
 #include "threads.h"
 
 #define BLOCK 128     /* tokens that go through all layers together */
@@ -16,7 +16,7 @@ typedef struct {
     const fr_layer *layer;
     const fr_cache *cache;
     const fr_batch *batch;
-    const fr_operations *do_;
+    const fr_between *do_;
     int start, n; /* which tokens of the batch */
     int64_t attended, every, inner, width;
     float *x, *h, *parts, *out, *both, *y, *scores;
@@ -197,7 +197,7 @@ static void run_layers(block *b) {
                         .out_stride = {b->every, b->every, b->every}, .count = 3, .x = b->h, .stride = d, .rows = b->n};
         multiply(&qkv, 0);
         run(do_heads, b, n, n * b->every);
-        fr_parallel(do_attend, b, n * m->groups * pieces_of_group(m), 0);
+        run(do_attend, b, n * m->groups * pieces_of_group(m), n * b->attended * b->width / 2);
         products o = {.of = b, .matrix = {&l->o}, .out = {b->y}, .out_stride = {d}, .count = 1, .x = b->out,
                       .stride = b->attended, .rows = b->n};
         multiply(&o, 0);
@@ -236,7 +236,7 @@ static void ask(const block *b) {
     int64_t d = b->model->d, outputs = head->outputs, stride = outputs + batch->extras;
     for (int i = 0; i < batch->asks;) {
         int rows = 0, at = i;
-        for (; i < batch->asks && rows < BLOCK; i++, rows++) {
+        for (; i < batch->asks && rows < b->n; i++, rows++) {
             int64_t token = batch->asked[i] - b->start;
             if (token < 0 || token >= b->n) break;
             memcpy(b->y + rows * d, b->h + token * d, (size_t)d * sizeof(float));
@@ -319,13 +319,16 @@ static int make_room(block *b, int64_t rows, int64_t longest) {
     b->every = b->attended + 2 * (int64_t)m->groups * m->size;
     b->inner = m->layer->gate.outputs;
     b->width = (longest + 7) / 8 * 8;
-    int64_t most = d > b->attended ? d : b->attended;
-    most = most > b->inner ? most : b->inner;
+    int64_t inputs[] = {d, b->attended, b->inner}, most = 0;
+    for (int i = 0; i < 3; i++) {
+        int64_t own = (int64_t)fr_record_bytes((int)inputs[i], (int)rows);
+        most = own > most ? own : most;
+    }
     int64_t x = take(&total, rows * d * f), h = take(&total, rows * d * f), y = take(&total, rows * d * f);
     int64_t parts = take(&total, rows * b->every * f), out = take(&total, rows * b->attended * f);
     int64_t both = take(&total, 2 * rows * b->inner * f);
-    int64_t scores = take(&total, fr_threads_now() * FR_HEADS * b->width * f);
-    int64_t records = take(&total, (int64_t)fr_record_bytes((int)most, (int)rows));
+    int64_t scores = take(&total, fr_workers() * FR_HEADS * b->width * f);
+    int64_t records = take(&total, most);
     char *room = fr_scratch(total);
     if (!room) return 0;
     b->x = (float *)(room + x), b->h = (float *)(room + h), b->y = (float *)(room + y);
@@ -341,7 +344,7 @@ static int forward(const fr_model *model, const fr_cache *cache, const fr_batch 
         int64_t own = batch->length[i] + (batch->seen ? batch->seen[i] : 0);
         longest = own > longest ? own : longest;
     }
-    block b = {.model = model, .cache = cache, .batch = batch, .do_ = fr_operations_now()};
+    block b = {.model = model, .cache = cache, .batch = batch, .do_ = fr_between_now()};
     if (!make_room(&b, batch->n < BLOCK ? batch->n : BLOCK, longest)) return FR_NO_MEMORY;
     for (; b.start < batch->n; b.start += b.n) {
         b.n = batch->n - b.start < BLOCK ? batch->n - b.start : BLOCK;
@@ -358,5 +361,153 @@ int fr_forward(const fr_model *model, const fr_cache *cache, const fr_batch *bat
     fr_enter();
     int found = forward(model, cache, batch);
     fr_leave();
+    return found;
+}
+
+static double sum_of(const float *x, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i];
+    return sum;
+}
+
+static int descending(const void *x, const void *y) {
+    float a = *(const float *)x, b = *(const float *)y;
+    return (a < b) - (a > b);
+}
+
+/* A distribution from `size` logits, of which nothing is kept. Returns 0 where they are no numbers. */
+static int make_probs(const fr_chain_request *c, float *logits, int64_t size, float *probs) {
+    const fr_between *do_ = fr_between_now();
+    do_->exps(logits, logits[do_->argmax(logits, size)], c->turn, size, probs);
+    double whole = sum_of(probs, size);
+    if (!(whole > 0 && whole < INFINITY)) return 0;
+    if (c->top_p < 1) {
+        float *best = logits, floor = (1 - c->top_p) * (float)whole / size; /* tokens below are less than what is left out */
+        int64_t count = 0, kept = 0;
+        for (int64_t i = 0; i < size; i++)
+            if (probs[i] >= floor) best[count++] = probs[i];
+        qsort(best, count, sizeof(float), descending);
+        double before = 0, enough = c->top_p * whole;
+        do before += best[kept++];
+        while (kept < count && before < enough);
+        for (int64_t i = 0; i < size; i++) probs[i] = probs[i] < best[kept - 1] ? 0 : probs[i];
+        whole = sum_of(probs, size);
+    }
+    for (int64_t i = 0; i < size; i++) probs[i] *= (float)(1 / whole);
+    return 1;
+}
+
+static int64_t drawn(const float *probs, int64_t n, double number) {
+    double below = 0, whole = sum_of(probs, n);
+    int64_t last = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (!(probs[i] > 0)) continue;
+        below += probs[i];
+        last = i; /* rounding may leave the number above all */
+        if (number * whole < below) break;
+    }
+    return last;
+}
+
+#define FLOOR 0x1p-12f /* as forerun/races.py has these two */
+#define REST 0x100000000u
+#define TURNS (1 << 20)
+
+static double uniform(uint64_t key, uint64_t which) {
+    uint64_t bits = key + (which + 1) * 0x9E3779B97F4A7C15u;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+    bits ^= bits >> 31;
+    return ((bits >> 12) + 0.5) * 0x1p-52;
+}
+
+static int64_t name_of(const fr_chain_request *c, int64_t outputs, int64_t place) {
+    return place >= outputs ? c->extra[place - outputs] : c->names ? c->names[place] : place;
+}
+
+static int64_t place_of(const fr_chain_request *c, int64_t outputs, int64_t token) {
+    int64_t place = c->places ? c->places[token] : token;
+    for (int i = 0; place < 0 && i < c->extras; i++) place = c->extra[i] == token ? outputs + i : -1;
+    return place;
+}
+
+static int64_t raced(const fr_model *m, const fr_chain_request *c, int64_t outputs, const float *probs, uint64_t key) {
+    double best = INFINITY, low = 0;
+    int64_t winner = -1, n = outputs + c->extras;
+    for (int64_t i = 0; i < n; i++) {
+        low += probs[i] < FLOOR ? probs[i] : FLOOR;
+        if (probs[i] <= FLOOR) continue;
+        double time = -log(uniform(key, name_of(c, outputs, i))) / ((double)probs[i] - FLOOR);
+        if (time < best) best = time, winner = i;
+    }
+    if (winner >= 0 && !(-log(uniform(key, REST)) / low < best)) return winner;
+    for (uint64_t at = REST + 1; at < REST + TURNS; at += 2) {
+        int64_t token = (int64_t)(uniform(key, at) * c->among);
+        int64_t place = token < m->vocabulary ? place_of(c, outputs, token) : -1;
+        if (place < 0) continue;
+        if (uniform(key, at + 1) * FLOOR < (probs[place] < FLOOR ? probs[place] : FLOOR)) return place;
+    }
+    return winner < 0 ? 0 : winner; /* hardly ever: what is drafted is a guess */
+}
+
+static int chain_fits(const fr_model *m, const fr_cache *cache, const fr_chain_request *c, const fr_matrix *head) {
+    int64_t end = (int64_t)c->length + c->count + c->most - 1, outputs = head->outputs, size = m->vocabulary;
+    if (c->length < 0 || c->count < 1 || c->most < 1 || c->extras < 0 || c->ended < 0 || end > m->positions) return 0;
+    for (int i = 0; i < m->layers; i++)
+        if (end > cache[i].capacity || c->row < 0 || c->row >= cache[i].rows) return 0;
+    if (!m->embed || !within(c->pending, c->count, size) || !head_fits(m, head)) return 0;
+    if (c->names ? !within(c->names, outputs, size) || !c->places : outputs > size) return 0;
+    for (int64_t i = 0; c->places && i < size; i++)
+        if (c->places[i] >= outputs) return 0;
+    if (c->extras && (!head_fits(m, &m->head) || !within(c->extra, c->extras, size < m->head.outputs ? size : m->head.outputs))) return 0;
+    return !c->probs || !c->numbers != !c->keys;
+}
+
+static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_request *c, const fr_matrix *head, void *room) {
+    int64_t outputs = head->outputs, size = outputs + c->extras;
+    int32_t *row = room, *slot = row + c->count, *length = slot + c->count, last = c->count - 1;
+    float *logits = (float *)(length + c->count), product = 1;
+    fr_batch b = {.n = c->count, .tokens = c->pending, .row = row, .slot = slot, .position = slot, .length = length,
+                  .asked = &last, .asks = 1, .head = head, .extra = c->extra, .extras = c->extras, .logits = logits};
+    int done = 0;
+    for (int i = 0; i < c->count; i++) row[i] = c->row, slot[i] = c->length + i, length[i] = slot[i] + 1;
+    while (done < c->most) {
+        int found = forward(m, cache, &b);
+        if (found) return found;
+        int64_t best;
+        float chance;
+        if (c->probs) {
+            float *probs = c->probs + (c->keys ? 0 : done * size);
+            if (!make_probs(c, logits, size, probs)) break;
+            best = c->numbers ? drawn(probs, size, c->numbers[done]) : raced(m, c, outputs, probs, c->keys[done]);
+            chance = probs[best];
+        } else {
+            best = fr_between_now()->argmax(logits, size);
+            chance = 1 / fr_between_now()->exps(logits, logits[best], 1, size, logits);
+        }
+        c->drafted[done] = (int32_t)name_of(c, outputs, best);
+        c->chances[done] = chance;
+        product *= chance;
+        int is_end = !(chance >= c->least) || !(product >= c->product);
+        for (int i = 0; i < c->ended; i++) is_end |= c->drafted[done] == c->ends[i];
+        slot[0] = c->length + c->count + done;
+        length[0] = slot[0] + 1;
+        b.tokens = c->drafted + done++;
+        b.n = 1;
+        last = 0;
+        if (is_end) break;
+    }
+    return done;
+}
+
+int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_request *chain) {
+    const fr_matrix *head = chain->head ? chain->head : &model->head;
+    if (!model_fits(model) || !chain_fits(model, cache, chain, head)) return FR_REFUSED;
+    void *room = malloc(3 * (size_t)chain->count * sizeof(int32_t) + ((size_t)head->outputs + chain->extras) * sizeof(float));
+    if (!room) return FR_NO_MEMORY;
+    fr_enter();
+    int found = draft(model, cache, chain, head, room);
+    fr_leave();
+    free(room);
     return found;
 }

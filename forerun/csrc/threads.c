@@ -121,7 +121,7 @@ static int usable(void) {
     return found > 0 ? (int)found : 1;
 }
 
-static int wanted(void) {
+int fr_workers(void) {
     if (!pool.wanted) pool.wanted = usable();
     if (pool.wanted > MOST) pool.wanted = MOST;
     return pool.wanted;
@@ -151,7 +151,7 @@ int fr_threads(int count) {
         end_workers();
         pool.wanted = count;
     }
-    int found = wanted();
+    int found = fr_workers();
     fr_leave();
     return found;
 }
@@ -160,7 +160,7 @@ static void start_workers(void) {
     sigset_t all, before; /* signals are for threads that know what to do with them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool.started < wanted() - 1) {
+    while (pool.started < fr_workers() - 1) {
         if (pthread_create(&pool.threads[pool.started], NULL, run_worker, (void *)(intptr_t)(pool.started + 1))) break;
         pool.started++;
     }
@@ -168,7 +168,7 @@ static void start_workers(void) {
 }
 
 void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece) {
-    int64_t threads = wanted();
+    int64_t threads = fr_workers();
     if (piece < 1) piece = (parts + threads * PIECES - 1) / (threads * PIECES);
     if (piece < parts / (int64_t)OF_HALF + 1) piece = parts / (int64_t)OF_HALF + 1;
     if (threads == 1 || parts <= piece) {

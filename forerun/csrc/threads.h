@@ -17,6 +17,9 @@ int fr_threads(int count);
 void fr_enter(void);
 void fr_leave(void);
 
+/* How many threads work, between `fr_enter` and `fr_leave`. */
+int fr_workers(void);
+
 /* Runs a job between `fr_enter` and `fr_leave`, in pieces of `piece` parts (0: chosen here). */
 void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece);
 

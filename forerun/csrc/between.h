@@ -1,8 +1,8 @@
 /* What stands between the products of a forward, one table an instruction set. Sums have one fixed order, and sizes are
    multiples of 8: the same numbers come out of every table, whatever else is asked. */
 
-#ifndef FR_OPERATIONS_H
-#define FR_OPERATIONS_H
+#ifndef FR_BETWEEN_H
+#define FR_BETWEEN_H
 
 #include <stdint.h>
 
@@ -36,9 +36,9 @@ typedef struct {
     int64_t (*argmax)(const float *x, int64_t n); /* the first of equal ones; 0 where none is a number */
     /* out = exp((x - most) * scale), and their sum. */
     float (*exps)(const float *x, float most, float scale, int64_t n, float *out);
-} fr_operations;
+} fr_between;
 
-extern const fr_operations fr_operations_plain, fr_operations_avx2, fr_operations_avxvnni, fr_operations_avx512vnni,
-    fr_operations_neon;
+/* That of the chosen instruction set. */
+const fr_between *fr_between_now(void);
 
 #endif

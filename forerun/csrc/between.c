@@ -1,8 +1,8 @@
-/* `fr_operations` for one instruction set, included by its translation unit. Eight numbers at
+/* `fr_between` for one instruction set, included by its translation unit. Eight numbers at
    once, written out, as a compiler's own vectors would order sums as it likes. Compiled with -ffp-contract=off: what is
    fused is said. */
 
-#include "operations.h"
+#include "between.h"
 #include "vectors.h"
 
 #include <math.h>
@@ -210,4 +210,4 @@ static float exps(const float *x, float most, float scale, int64_t n, float *out
     return lanes8(sum);
 }
 
-const fr_operations FR_NAME(fr_operations) = {norm, heads, gate, add, to_half, attend, argmax, exps};
+const fr_between FR_NAME(fr_between) = {norm, heads, gate, add, to_half, attend, argmax, exps};
