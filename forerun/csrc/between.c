@@ -1,5 +1,5 @@
-/* `fr_between` for one instruction set, included by its translation unit. Eight numbers at
-   once, written out, as a compiler's own vectors would order sums as it likes. Compiled with -ffp-contract=off: what is
+/* `fr_between` for one instruction set, included by its translation unit behind products.c. Eight
+   numbers at once, written out, as a compiler's own vectors would order sums as it likes. Compiled with -ffp-contract=off: what is
    fused is said. */
 
 #include "between.h"
@@ -13,19 +13,6 @@ typedef uint16_t h8 __attribute__((vector_size(16)));
 FR_INLINE f8 choose(i8 which, f8 yes, f8 no) { return (f8)(((i8)yes & which) | ((i8)no & ~which)); }
 
 FR_INLINE f8 larger(f8 x, f8 y) { return choose(x > y, x, y); }
-
-/* The totals of eight sums. */
-FR_INLINE f8 totals(const f8 *x) {
-#ifdef __AVX2__
-    __m256 a = _mm256_hadd_ps(_mm256_hadd_ps((__m256)x[0], (__m256)x[1]), _mm256_hadd_ps((__m256)x[2], (__m256)x[3]));
-    __m256 b = _mm256_hadd_ps(_mm256_hadd_ps((__m256)x[4], (__m256)x[5]), _mm256_hadd_ps((__m256)x[6], (__m256)x[7]));
-    return (f8)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-#else
-    f8 found;
-    for (int i = 0; i < 8; i++) found[i] = lanes8(x[i]);
-    return found;
-#endif
-}
 
 /* exp: a power of two times a polynomial (Cephes') within half of ln 2 of zero. */
 FR_INLINE f8 power(f8 x) {

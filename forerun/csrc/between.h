@@ -38,7 +38,6 @@ typedef struct {
     float (*exps)(const float *x, float most, float scale, int64_t n, float *out);
 } fr_between;
 
-/* That of the chosen instruction set. */
-const fr_between *fr_between_now(void);
+int fr_chosen(void); /* the index of the chosen instruction set */
 
 #endif

@@ -10,6 +10,22 @@
 #define BLOCK 128     /* tokens that go through all layers together */
 #define SERIAL 16384  /* numbers that are done sooner than threads are called */
 
+extern const fr_between fr_between_plain;
+#if defined(__x86_64__)
+extern const fr_between fr_between_avx2, fr_between_avxvnni, fr_between_avx512vnni;
+#elif defined(__aarch64__)
+extern const fr_between fr_between_neon;
+#endif
+
+static const fr_between *const between[FR_ISAS] = {
+    &fr_between_plain,
+#if defined(__x86_64__)
+    &fr_between_avx2, &fr_between_avxvnni, &fr_between_avx512vnni,
+#elif defined(__aarch64__)
+    NULL, NULL, NULL, &fr_between_neon,
+#endif
+};
+
 /* What a block of tokens needs. `parts` [n, (H + 2 G) D] become queries, keys and values. */
 typedef struct {
     const fr_model *model;
@@ -344,7 +360,7 @@ static int forward(const fr_model *model, const fr_cache *cache, const fr_batch 
         int64_t own = batch->length[i] + (batch->seen ? batch->seen[i] : 0);
         longest = own > longest ? own : longest;
     }
-    block b = {.model = model, .cache = cache, .batch = batch, .do_ = fr_between_now()};
+    block b = {.model = model, .cache = cache, .batch = batch, .do_ = between[fr_chosen()]};
     if (!make_room(&b, batch->n < BLOCK ? batch->n : BLOCK, longest)) return FR_NO_MEMORY;
     for (; b.start < batch->n; b.start += b.n) {
         b.n = batch->n - b.start < BLOCK ? batch->n - b.start : BLOCK;
@@ -377,7 +393,7 @@ static int descending(const void *x, const void *y) {
 
 /* A distribution from `size` logits, of which nothing is kept. Returns 0 where they are no numbers. */
 static int make_probs(const fr_chain_request *c, float *logits, int64_t size, float *probs) {
-    const fr_between *do_ = fr_between_now();
+    const fr_between *do_ = between[fr_chosen()];
     do_->exps(logits, logits[do_->argmax(logits, size)], c->turn, size, probs);
     double whole = sum_of(probs, size);
     if (!(whole > 0 && whole < INFINITY)) return 0;
@@ -482,8 +498,8 @@ static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_reques
             best = c->numbers ? drawn(probs, size, c->numbers[done]) : raced(m, c, outputs, probs, c->keys[done]);
             chance = probs[best];
         } else {
-            best = fr_between_now()->argmax(logits, size);
-            chance = 1 / fr_between_now()->exps(logits, logits[best], 1, size, logits);
+            best = between[fr_chosen()]->argmax(logits, size);
+            chance = 1 / between[fr_chosen()]->exps(logits, logits[best], 1, size, logits);
         }
         c->drafted[done] = (int32_t)name_of(c, outputs, best);
         c->chances[done] = chance;
