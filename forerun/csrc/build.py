@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def sources(machine: str) -> dict[str, list[str]]:
     return {**own, **{name: [] for name in shared}}
 
 
-def build(target: Path, compiler: str = "cc", machine: str = "", extra: tuple[str, ...] = ()) -> Path:
+def build(target: Path, compiler: str = os.environ.get("CC", "cc"), machine: str = "", extra: tuple[str, ...] = ()) -> Path:
     """Compile every source and link the shared library `target`; what the compiler says is raised with it."""
     machine = machine or platform.machine()
     machine = MACHINES.get(machine, machine)
