@@ -37,9 +37,14 @@ int fr_abi(void);
 /* sizeof of fr_matrix, fr_record and the structures that later parts add, in the order of this header; how many there are. */
 int fr_sizes(int32_t *sizes, int n);
 
-/* Choose the instruction set: "" (the best that this CPU has), "avx512vnni", "avxvnni", "avx2", "neon" or "plain".  Its index in enum fr_isa,
+/* Choose the instruction set: "" (the best that this CPU has), "avx512vnni", "avxvnni", "avx2", "neon" or "plain".  Its index below,
    or -1 where the CPU or this build lacks it.  Called at load, before other threads use the library; without it "plain" runs. */
-enum fr_isa { FR_PLAIN, FR_AVX2, FR_AVXVNNI, FR_AVX512VNNI, FR_NEON, FR_ISAS };
+#define FR_PLAIN 0
+#define FR_AVX2 1
+#define FR_AVXVNNI 2
+#define FR_AVX512VNNI 3
+#define FR_NEON 4
+#define FR_ISAS 5
 int fr_select(const char *name);
 const char *fr_variant(void);
 
