@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
+from forerun.csrc.build import build
 from forerun.races import Races
 
-CSRC = Path(__file__).parent.parent / "forerun" / "csrc"
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 FORMATS = {"Q4_0": 3, "Q4_1": 4, "Q8_0": 7, "F32": 10}
 
@@ -77,19 +75,10 @@ class Chain(ctypes.Structure):
 STRUCTURES = Layer, Model, Cache, Batch, Chain
 
 
-def built(target: Path) -> Path:
-    spec = importlib.util.spec_from_file_location("csrc_build", CSRC / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.build(target)
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The library, with functions that refuse by raising ValueError."""
-    path = os.environ.get("FORERUN_TEST_LIBRARY") or str(built(tmp_path_factory.mktemp("csrc") / "library.so"))
-    found = ctypes.CDLL(path)
+    found = ctypes.CDLL(str(build(tmp_path_factory.mktemp("csrc") / "library.so")))
     found.fr_panel_bytes.restype = ctypes.c_size_t
     found.fr_panel_bytes.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, _P]
     found.fr_pack.argtypes = [ctypes.c_int, _P, ctypes.c_size_t, *[ctypes.c_int] * 2, _P, *[ctypes.c_int] * 2]

@@ -26,7 +26,8 @@ def sources(machine: str) -> dict[str, list[str]]:
     """Each source file of the library, with its own flags."""
     variants = VARIANTS.get(machine, {"plain": []})
     own = {f"variant_{name}.c": flags for name, flags in variants.items()}
-    shared = sorted(path.name for path in HERE.glob("*.c") if not path.name.startswith("variant_") and path.name != "products.c")
+    parts = "products.c", "between.c"  # of each variant
+    shared = sorted(path.name for path in HERE.glob("*.c") if not path.name.startswith("variant_") and path.name not in parts)
     return {**own, **{name: [] for name in shared}}
 
 
@@ -38,7 +39,7 @@ def build(target: Path, compiler: str = os.environ.get("CC", "cc"), machine: str
     for name, flags in sources(machine).items():
         objects.append(str(target.with_name(f"{target.stem}-{Path(name).stem}.o")))
         _run([compiler, *COMMON, *flags, *extra, "-c", str(HERE / name), "-o", objects[-1]])
-    _run([compiler, "-shared", *extra, *objects, "-o", str(target)])
+    _run([compiler, "-shared", *extra, *objects, "-o", str(target), "-lm", "-lpthread"])
     for name in objects:
         Path(name).unlink()
     return target

@@ -1,5 +1,7 @@
 /* Which variant runs: what the CPU and its system allow, asked once. */
 #include "layouts.h"
+#include "between.h"
+#include "forward.h"
 #include <string.h>
 
 extern const fr_operations fr_operations_plain;
@@ -50,11 +52,13 @@ int fr_select(const char *name) {
     return -1;
 }
 
+int fr_chosen(void) { return chosen; }
 const char *fr_variant(void) { return operations[chosen]->name; }
 int fr_abi(void) { return FORERUN_ABI; }
 
 int fr_sizes(int32_t *sizes, int n) {
-    const int32_t all[] = {sizeof(fr_matrix), sizeof(fr_record)};
+    const int32_t all[] = {sizeof(fr_matrix), sizeof(fr_record), sizeof(fr_layer),        sizeof(fr_model),
+                           sizeof(fr_cache),  sizeof(fr_batch),  sizeof(fr_chain_request)};
     int count = sizeof all / sizeof *all;
     for (int i = 0; i < n && i < count; i++) sizes[i] = all[i];
     return count;
