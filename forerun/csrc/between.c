@@ -101,7 +101,7 @@ FR_INLINE void score_keys(const fr_attention *of, int count, int64_t d) {
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
                     f8 key = float16s(keys[i] + at);
-#pragma GCC unroll 3
+#pragma GCC unroll 2
                     for (int h = 0; h < count; h++) own[h][i] = fma8(load8(of->queries + h * d + at), key, own[h][i]);
                 }
             for (int h = 0; h < count; h++) memcpy(sums[h] + k, own[h], sizeof own[h]);
@@ -136,7 +136,7 @@ FR_INLINE void mix(const fr_attention *of, const float *sums, int count, int par
 #pragma GCC unroll 4
             for (int i = 0; i < parts; i++) {
                 f8 part = float16s(value + 8 * i);
-#pragma GCC unroll 3
+#pragma GCC unroll 2
                 for (int h = 0; h < count; h++) own[h][i] = fma8(splat8(weight[h * of->width]), part, own[h][i]);
             }
         }
@@ -164,8 +164,7 @@ FR_INLINE void every_size(const fr_attention *of, int heads) {
 
 static void attend(const fr_attention *of) {
     if (of->heads == 1) every_size(of, 1);
-    else if (of->heads == 2) every_size(of, 2);
-    else every_size(of, 3);
+    else every_size(of, 2);
 }
 #else
 static void attend(const fr_attention *of) { some_heads(of, of->heads, of->d); }
@@ -184,17 +183,18 @@ static int64_t argmax(const float *x, int64_t n) {
 }
 
 static float exps(const float *x, float most, float scale, int64_t n, float *out) {
-    f8 sum = {0};
-    for (int64_t i = 0; i < n; i += 8) {
-        f8 here = splat8(-INFINITY); /* behind the end: smallest numbers, which are not kept */
-        int64_t own = n - i < 8 ? n - i : 8;
-        memcpy(&here, x + i, (size_t)own * sizeof(float));
-        here = power((here - most) * scale);
-        for (int64_t k = own; k < 8; k++) here[k] = 0;
-        memcpy(out + i, &here, (size_t)own * sizeof(float));
+    f8 sum = {0}, last = splat8(most);
+    int64_t whole = n / 8 * 8, left = n - whole;
+    for (int64_t i = 0; i < whole; i += 8) {
+        f8 here = power((load8(x + i) - most) * scale);
+        store8(out + i, here);
         sum += here;
     }
-    return lanes8(sum);
+    memcpy(&last, x + whole, (size_t)left * sizeof(float));
+    last = power((last - most) * scale);
+    for (int64_t k = left; k < 8; k++) last[k] = 0;
+    memcpy(out + whole, &last, (size_t)left * sizeof(float));
+    return lanes8(sum + last);
 }
 
 const fr_between FR_NAME(fr_between) = {norm, heads, gate, add, to_half, attend, argmax, exps};

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define FR_HEADS 3 /* queries that are worked on at once, so that keys and values are read once for them */
+#define FR_HEADS 2 /* queries that are worked on at once, so that keys and values are read once for them */
 
 /* Queries [heads, d], rotated and scaled, of one token and one group; keys and values of that group in its row of the
    cache, entry by entry. It sees the entries from `first` to `count`: those below `split` stand in order, the others

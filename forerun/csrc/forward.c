@@ -7,7 +7,7 @@
 #include "between.h"
 #include "threads.h"
 
-#define BLOCK 128     /* tokens that go through all layers together */
+#define BLOCK 256     /* tokens that go through all layers together */
 #define SERIAL 16384  /* numbers that are done sooner than threads are called */
 
 extern const fr_between fr_between_plain;
