@@ -6,7 +6,13 @@
 
 #define ROWS 32                  /* rows that a unit is unpacked for */
 #define NEAR_BYTES (384 * 1024)  /* records that stay in the second cache while panels pass */
-#define AHEAD 3072               /* bytes that are fetched ahead */
+#ifndef AHEAD
+#define AHEAD 3072
+#endif
+#ifndef LOC
+#define LOC 3
+#endif
+//              /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
 #define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* how 6 and 8 bit codes are multiplied */
@@ -110,12 +116,15 @@ FR_INLINE i8 dot(int bits, const b32 w[8], const fr_record *x, const i8 sc[2]) {
 #endif
 }
 
-FR_INLINE i8 bytes8(const uint8_t *p, int is_signed) {
-    typedef uint8_t u8x8 __attribute__((vector_size(8)));
-    typedef int8_t s8x8 __attribute__((vector_size(8)));
-    u8x8 v;
-    memcpy(&v, p, 8);
-    return is_signed ? __builtin_convertvector((s8x8)v, i8) : __builtin_convertvector(v, i8);
+FR_INLINE i8 bytes8(const uint8_t *p, int is_signed) { /* compilers take bytes apart one by one here */
+#if defined(__AVX2__)
+    __m128i v = _mm_loadl_epi64((const __m128i *)p);
+    return is_signed ? (i8)_mm256_cvtepi8_epi32(v) : (i8)_mm256_cvtepu8_epi32(v);
+#else
+    i8 v;
+    for (int i = 0; i < 8; i++) v[i] = is_signed ? (int8_t)p[i] : p[i];
+    return v;
+#endif
 }
 
 typedef struct {
@@ -124,23 +133,24 @@ typedef struct {
 } scales32;
 
 FR_INLINE void unpack_scales(int bits, int scales, const uint8_t *p, scales32 *s) {
-    uint16_t both[2];
     if (scales == D || scales == DM) {
         s->d = float16s(p);
         s->m = scales == DM ? float16s(p + 16) : s->d * (bits == 4 ? -8.0f : -16.0f);
         return;
     }
-    memcpy(both, p + (scales == SM ? 32 : 16), scales == S ? 2 : 4);
+    uint32_t both = 0; /* d, and m above it */
+    memcpy(&both, p + (scales == SM ? 32 : 16), scales == S ? 2 : 4);
 #if defined(__F16C__)
-    float d = _cvtsh_ss(both[0]), m = scales == S ? 0 : _cvtsh_ss(both[1]);
+    __m128 halves = _mm_cvtph_ps(_mm_cvtsi32_si128((int)both));
+    f8 d = (f8)_mm256_broadcastss_ps(halves), m = (f8)_mm256_broadcastss_ps(_mm_movehdup_ps(halves));
 #else
-    float d = float16(both[0]), m = scales == S ? 0 : float16(both[1]);
+    f8 d = splat8(float16((uint16_t)both)), m = splat8(float16((uint16_t)(both >> 16)));
 #endif
     if (scales == K) {
         s->d = floats8(bytes8(p, 0)) * d, s->m = floats8(bytes8(p + 8, 0)) * -m;
         return;
     }
-    s->d = splat8(d), s->m = splat8(m * 0x1p-5f);
+    s->d = d, s->m = m * 0x1p-5f;
     UNROLL for (int h = 0; h < 2; h++) {
         s->sc[h] = bytes8(p + 8 * h, 1);
         if (FR_ISA == FR_AVX2) s->sc[h] = (s->sc[h] & 0xffff) | s->sc[h] << 16; /* for both pairs of a lane */
@@ -218,7 +228,7 @@ FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int in
     for (int b = 0, o; b < blocks; b += step, u += unit * (size_t)step) {
         o = b < whole ? b % 8 : 8;
         if (o == 8) step = 1;
-        for (size_t i = 0; i < unit * (size_t)step; i += 64) __builtin_prefetch(u + AHEAD + i);
+        for (size_t i = 0; i < unit * (size_t)step; i += 64) __builtin_prefetch(u + AHEAD + i, 0, LOC);
 #if WIDE
         if (step == 2) pair(bits, scales, unit, u, x, n, f, o);
         else
