@@ -9,9 +9,6 @@
 #ifndef AHEAD
 #define AHEAD 3072
 #endif
-#ifndef LOC
-#define LOC 3
-#endif
 //              /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
@@ -228,7 +225,7 @@ FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int in
     for (int b = 0, o; b < blocks; b += step, u += unit * (size_t)step) {
         o = b < whole ? b % 8 : 8;
         if (o == 8) step = 1;
-        for (size_t i = 0; i < unit * (size_t)step; i += 64) __builtin_prefetch(u + AHEAD + i, 0, LOC);
+        for (size_t i = 0; i < unit * (size_t)step; i += 64) __builtin_prefetch(u + AHEAD + i);
 #if WIDE
         if (step == 2) pair(bits, scales, unit, u, x, n, f, o);
         else
@@ -315,36 +312,49 @@ static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, con
         }
 }
 
-/* 32 inputs into lane l of a record.  Not finite: the scale is NaN.  So small that 127 / largest is none: zeros. */
+FR_INLINE i8 larger(i8 a, i8 b) {
+#if defined(__AVX2__)
+    return (i8)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    i8 more = a > b;
+    return (a & more) | (b & ~more);
+#endif
+}
+
+/* 32 inputs into lane l of a record, or of several.  Not finite: the scale is NaN.  So small that 127 / largest is none: zeros. */
 FR_INLINE void quantise32(const float *x, fr_record *to, int l, int lanes) {
     f8 v[4];
-    i8 largest = {0}, q[4];
-    for (int i = 0; i < 4; i++) {
-        v[i] = load8(x + 8 * i);
-        i8 bits = (i8)v[i] & 0x7fffffff, more = bits > largest;
-        largest = (bits & more) | (largest & ~more);
-    }
-    int32_t most = 0;
-    for (int i = 0; i < 8; i++) most = largest[i] > most ? largest[i] : most;
-    float top, inverse = 0, scale = 0;
-    memcpy(&top, &most, 4);
-    if (most >= 0x7f800000) scale = __builtin_nanf("");
+    i8 q[4], most = {0};
+    UNROLL for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i), most = larger(most, (i8)v[i] & 0x7fffffff);
+    most = larger(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3));
+    most = larger(most, __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5));
+    most = larger(most, __builtin_shufflevector(most, most, 1, 0, 3, 2, 5, 4, 7, 6));
+    float top = ((f8)most)[0], inverse = 0, scale = 0;
+    if (most[0] >= 0x7f800000) scale = __builtin_nanf("");
     else if (top > 0x1p-120f) scale = top / 127.0f, inverse = 127.0f / top;
-    int32_t total = 0;
-    int16_t sums16[2][2] = {{0}};
+    UNROLL for (int i = 0; i < 4; i++) q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000; /* 1.5 x 2^23: rounds to even */
+    if (inverse == 0) memset(q, 0, sizeof q);
+    int16_t sums16[4]; /* [h][b / 2] */
     int8_t bytes[32];
-    for (int i = 0; i < 4; i++) { /* adding 1.5 x 2^23 rounds to the nearest even integer */
-        q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000;
-        if (inverse == 0) q[i] = (i8){0};
-    }
-    for (int i = 0; i < 32; i++) {
-        int32_t code = q[i / 8][i % 8];
-        bytes[i] = (int8_t)code, total += code, sums16[i / 16][i % 4 / 2] += (int16_t)(-32 * code);
-    }
+#if defined(__AVX2__)
+    __m256i all = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]), _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]));
+    all = _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)bytes, all);
+    all = _mm256_maddubs_epi16(_mm256_set1_epi8(1), all);
+    all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0x4e));
+    all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0xb1));
+    int32_t halves[2] = {_mm256_extract_epi32(all, 0), _mm256_extract_epi32(all, 4)};
+    memcpy(sums16, halves, 8);
+#else
+    memset(sums16, 0, sizeof sums16);
+    for (int i = 0; i < 32; i++) bytes[i] = (int8_t)q[i / 8][i % 8], sums16[i / 16 * 2 + i % 4 / 2] += bytes[i];
+#endif
+    float sum = scale * (float)(sums16[0] + sums16[1] + sums16[2] + sums16[3]);
+    for (int i = 0; i < 4; i++) sums16[i] *= -32;
     for (int end = l + lanes; l < end; l++) {
-        for (int j = 0; j < 8; j++) memcpy(to->q + 64 * (j / 2) + 32 * (j % 2) + 4 * l, bytes + 16 * (j % 2) + 4 * (j / 2), 4);
-        for (int h = 0; h < 2; h++) memcpy(to->correction + 16 * h + 2 * l, sums16[h], 4);
-        to->scale[l] = scale, to->sum[l] = scale * (float)total;
+        UNROLL for (int j = 0; j < 8; j++) memcpy(to->q + 64 * (j / 2) + 32 * (j % 2) + 4 * l, bytes + 16 * (j % 2) + 4 * (j / 2), 4);
+        UNROLL for (int h = 0; h < 2; h++) memcpy(to->correction + 16 * h + 2 * l, sums16 + 2 * h, 4);
+        to->scale[l] = scale, to->sum[l] = sum;
     }
 }
 
