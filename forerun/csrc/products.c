@@ -6,7 +6,10 @@
 
 #define ROWS 32                  /* rows that a unit is unpacked for */
 #define NEAR_BYTES (384 * 1024)  /* records that stay in the second cache while panels pass */
-#define AHEAD 3072               /* bytes that are fetched ahead */
+#ifndef AHEAD
+#define AHEAD 3072
+#endif
+//              /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
 #define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* how 6 and 8 bit codes are multiplied */
@@ -110,12 +113,15 @@ FR_INLINE i8 dot(int bits, const b32 w[8], const fr_record *x, const i8 sc[2]) {
 #endif
 }
 
-FR_INLINE i8 bytes8(const uint8_t *p, int is_signed) {
-    typedef uint8_t u8x8 __attribute__((vector_size(8)));
-    typedef int8_t s8x8 __attribute__((vector_size(8)));
-    u8x8 v;
-    memcpy(&v, p, 8);
-    return is_signed ? __builtin_convertvector((s8x8)v, i8) : __builtin_convertvector(v, i8);
+FR_INLINE i8 bytes8(const uint8_t *p, int is_signed) { /* compilers take bytes apart one by one here */
+#if defined(__AVX2__)
+    __m128i v = _mm_loadl_epi64((const __m128i *)p);
+    return is_signed ? (i8)_mm256_cvtepi8_epi32(v) : (i8)_mm256_cvtepu8_epi32(v);
+#else
+    i8 v;
+    for (int i = 0; i < 8; i++) v[i] = is_signed ? (int8_t)p[i] : p[i];
+    return v;
+#endif
 }
 
 typedef struct {
@@ -124,23 +130,24 @@ typedef struct {
 } scales32;
 
 FR_INLINE void unpack_scales(int bits, int scales, const uint8_t *p, scales32 *s) {
-    uint16_t both[2];
     if (scales == D || scales == DM) {
         s->d = float16s(p);
         s->m = scales == DM ? float16s(p + 16) : s->d * (bits == 4 ? -8.0f : -16.0f);
         return;
     }
-    memcpy(both, p + (scales == SM ? 32 : 16), scales == S ? 2 : 4);
+    uint32_t both = 0; /* d, and m above it */
+    memcpy(&both, p + (scales == SM ? 32 : 16), scales == S ? 2 : 4);
 #if defined(__F16C__)
-    float d = _cvtsh_ss(both[0]), m = scales == S ? 0 : _cvtsh_ss(both[1]);
+    __m128 halves = _mm_cvtph_ps(_mm_cvtsi32_si128((int)both));
+    f8 d = (f8)_mm256_broadcastss_ps(halves), m = (f8)_mm256_broadcastss_ps(_mm_movehdup_ps(halves));
 #else
-    float d = float16(both[0]), m = scales == S ? 0 : float16(both[1]);
+    f8 d = splat8(float16((uint16_t)both)), m = splat8(float16((uint16_t)(both >> 16)));
 #endif
     if (scales == K) {
         s->d = floats8(bytes8(p, 0)) * d, s->m = floats8(bytes8(p + 8, 0)) * -m;
         return;
     }
-    s->d = splat8(d), s->m = splat8(m * 0x1p-5f);
+    s->d = d, s->m = m * 0x1p-5f;
     UNROLL for (int h = 0; h < 2; h++) {
         s->sc[h] = bytes8(p + 8 * h, 1);
         if (FR_ISA == FR_AVX2) s->sc[h] = (s->sc[h] & 0xffff) | s->sc[h] << 16; /* for both pairs of a lane */
@@ -305,36 +312,49 @@ static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, con
         }
 }
 
-/* 32 inputs into lane l of a record.  Not finite: the scale is NaN.  So small that 127 / largest is none: zeros. */
+FR_INLINE i8 larger(i8 a, i8 b) {
+#if defined(__AVX2__)
+    return (i8)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    i8 more = a > b;
+    return (a & more) | (b & ~more);
+#endif
+}
+
+/* 32 inputs into lane l of a record, or of several.  Not finite: the scale is NaN.  So small that 127 / largest is none: zeros. */
 FR_INLINE void quantise32(const float *x, fr_record *to, int l, int lanes) {
     f8 v[4];
-    i8 largest = {0}, q[4];
-    for (int i = 0; i < 4; i++) {
-        v[i] = load8(x + 8 * i);
-        i8 bits = (i8)v[i] & 0x7fffffff, more = bits > largest;
-        largest = (bits & more) | (largest & ~more);
-    }
-    int32_t most = 0;
-    for (int i = 0; i < 8; i++) most = largest[i] > most ? largest[i] : most;
-    float top, inverse = 0, scale = 0;
-    memcpy(&top, &most, 4);
-    if (most >= 0x7f800000) scale = __builtin_nanf("");
+    i8 q[4], most = {0};
+    UNROLL for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i), most = larger(most, (i8)v[i] & 0x7fffffff);
+    most = larger(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3));
+    most = larger(most, __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5));
+    most = larger(most, __builtin_shufflevector(most, most, 1, 0, 3, 2, 5, 4, 7, 6));
+    float top = ((f8)most)[0], inverse = 0, scale = 0;
+    if (most[0] >= 0x7f800000) scale = __builtin_nanf("");
     else if (top > 0x1p-120f) scale = top / 127.0f, inverse = 127.0f / top;
-    int32_t total = 0;
-    int16_t sums16[2][2] = {{0}};
+    UNROLL for (int i = 0; i < 4; i++) q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000; /* 1.5 x 2^23: rounds to even */
+    if (inverse == 0) memset(q, 0, sizeof q);
+    int16_t sums16[4]; /* [h][b / 2] */
     int8_t bytes[32];
-    for (int i = 0; i < 4; i++) { /* adding 1.5 x 2^23 rounds to the nearest even integer */
-        q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000;
-        if (inverse == 0) q[i] = (i8){0};
-    }
-    for (int i = 0; i < 32; i++) {
-        int32_t code = q[i / 8][i % 8];
-        bytes[i] = (int8_t)code, total += code, sums16[i / 16][i % 4 / 2] += (int16_t)(-32 * code);
-    }
+#if defined(__AVX2__)
+    __m256i all = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]), _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]));
+    all = _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)bytes, all);
+    all = _mm256_maddubs_epi16(_mm256_set1_epi8(1), all);
+    all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0x4e));
+    all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0xb1));
+    int32_t halves[2] = {_mm256_extract_epi32(all, 0), _mm256_extract_epi32(all, 4)};
+    memcpy(sums16, halves, 8);
+#else
+    memset(sums16, 0, sizeof sums16);
+    for (int i = 0; i < 32; i++) bytes[i] = (int8_t)q[i / 8][i % 8], sums16[i / 16 * 2 + i % 4 / 2] += bytes[i];
+#endif
+    float sum = scale * (float)(sums16[0] + sums16[1] + sums16[2] + sums16[3]);
+    for (int i = 0; i < 4; i++) sums16[i] *= -32;
     for (int end = l + lanes; l < end; l++) {
-        for (int j = 0; j < 8; j++) memcpy(to->q + 64 * (j / 2) + 32 * (j % 2) + 4 * l, bytes + 16 * (j % 2) + 4 * (j / 2), 4);
-        for (int h = 0; h < 2; h++) memcpy(to->correction + 16 * h + 2 * l, sums16[h], 4);
-        to->scale[l] = scale, to->sum[l] = scale * (float)total;
+        UNROLL for (int j = 0; j < 8; j++) memcpy(to->q + 64 * (j / 2) + 32 * (j % 2) + 4 * l, bytes + 16 * (j % 2) + 4 * (j / 2), 4);
+        UNROLL for (int h = 0; h < 2; h++) memcpy(to->correction + 16 * h + 2 * l, sums16 + 2 * h, 4);
+        to->scale[l] = scale, to->sum[l] = sum;
     }
 }
 
