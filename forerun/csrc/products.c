@@ -12,6 +12,7 @@
 //              /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
+#define STEP (WIDE ? 2 : 1)       /* units at once */
 #define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* how 6 and 8 bit codes are multiplied */
 #define UNROLL _Pragma("GCC unroll 8")
 
@@ -155,10 +156,12 @@ FR_INLINE void unpack_scales(int bits, int scales, const uint8_t *p, scales32 *s
     }
 }
 
+FR_INLINE i8 minimums(const scales32 *s, const fr_record *x) { return pairs(x->correction, s->mn[0]) + pairs(x->correction + 16, s->mn[1]); }
+
 FR_INLINE f8 add_row(int bits, int scales, const b32 w[8], const scales32 *s, const fr_record *x, f8 f) {
     f8 scale = load8(x->scale);
     f = fma8(floats8(dot(bits, w, x, s->sc)) * scale, s->d, f);
-    if (scales == SM) return fma8(floats8(pairs(x->correction, s->mn[0]) + pairs(x->correction + 16, s->mn[1])) * scale, s->m, f);
+    if (scales == SM) return fma8(floats8(minimums(s, x)) * scale, s->m, f);
     return bits == 4 || bits == 5 ? fma8(load8(x->sum), s->m, f) : f;
 }
 
@@ -214,31 +217,37 @@ FR_INLINE void pair(int bits, int scales, size_t unit, const uint8_t *u, const f
         __m512 at = _mm512_load_ps(&f[r].lane[o]), v = _mm512_mul_ps(_mm512_cvtepi32_ps(a[0]), _mm512_broadcast_f32x8((__m256)load8(x->scale)));
         at = _mm512_fmadd_ps(v, d, at);
         if (bits == 4 || bits == 5) at = _mm512_fmadd_ps(_mm512_broadcast_f32x8((__m256)load8(x->sum)), m, at);
+        if (scales == SM) {
+            f8 v2[2];
+            UNROLL for (int i = 0; i < 2; i++) v2[i] = floats8(minimums(&s[i], x)) * load8(x->scale);
+            at = _mm512_fmadd_ps((__m512)wide(v2[0], v2[1]), m, at);
+        }
         _mm512_store_ps(&f[r].lane[o], at);
     }
 }
 #endif
 
+FR_INLINE void one(int bits, int scales, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
+    b32 w[8];
+    scales32 s;
+    unpack(bits, u, w);
+    unpack_scales(bits, scales, u + 32 * bits, &s);
+    for (int r = 0; r < n; r++) f[r].lane[o] = add_row(bits, scales, w, &s, x + r, f[r].lane[o]);
+}
+
 /* One panel for n rows; x: records of the first row, `rows` of them from superblock to superblock. */
 FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int inputs, const fr_record *x, int rows, int n, sums *f) {
-    int blocks = inputs / 32, whole = blocks & ~7, step = WIDE && scales != SM ? 2 : 1;
-    for (int b = 0, o; b < blocks; b += step, u += unit * (size_t)step) {
-        o = b < whole ? b % 8 : 8;
-        if (o == 8) step = 1;
-        for (size_t i = 0; i < unit * (size_t)step; i += 64) __builtin_prefetch(u + AHEAD + i);
+    for (int s = 0; s < inputs / 256; s++, x += rows)
+        for (int o = 0; o < 8; o += STEP, u += unit * STEP) {
+            UNROLL for (size_t i = 0; i < unit * STEP; i += 64) __builtin_prefetch(u + AHEAD + i);
 #if WIDE
-        if (step == 2) pair(bits, scales, unit, u, x, n, f, o);
-        else
+            pair(bits, scales, unit, u, x, n, f, o);
+#else
+            one(bits, scales, u, x, n, f, o);
 #endif
-        {
-            b32 w[8];
-            scales32 s;
-            unpack(bits, u, w);
-            unpack_scales(bits, scales, u + 32 * bits, &s);
-            for (int r = 0; r < n; r++) f[r].lane[o] = add_row(bits, scales, w, &s, x + r, f[r].lane[o]);
         }
-        if (o >= 8 - step) x += rows; /* the next record; o = 8: each has its own */
-    }
+    if (scales == D || scales == DM) /* the others have whole superblocks */
+        for (int b = 0; b < inputs / 32 % 8; b++, u += unit, x += rows) one(bits, scales, u, x, n, f, 8);
 }
 
 #define X(format, bits, scales, scale_bytes, block, inputs_, layout)                                                          \
