@@ -290,6 +290,7 @@ FR_INLINE f8 totals(const f8 f[8]) {
 static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *records, int rows, float *out, int out_stride,
                              int first_panel, int end_panel) {
     _Alignas(64) sums f[ROWS];
+    memset(f, 0, sizeof f);
     const fr_layout *l = &fr_layouts[m->layout];
     int is_float = l->scales == FLOATS, inputs = m->inputs, left = !is_float && inputs % 256;
     size_t bytes = (size_t)l->unit * (size_t)(is_float ? inputs : inputs / 32), row_bytes = is_float ? 4 * (size_t)inputs : fr_record_bytes(inputs, 1);
@@ -301,7 +302,6 @@ static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, con
             int count = m->outputs - 8 * p < 8 ? m->outputs - 8 * p : 8;
             for (int r = first; r < rows && r < first + near; r += ROWS) {
                 int n = rows - r < ROWS ? rows - r : ROWS;
-                memset(f, 0, sizeof(sums) * (size_t)n);
                 const float *at = is_float ? x + (size_t)stride * (size_t)r : x;
                 if (m->layout == FR_F32) floats(FR_F32, 4, u, inputs, at, stride, n, f);
                 else if (m->layout == FR_F16) floats(FR_F16, 2, u, inputs, at, stride, n, f);
@@ -310,6 +310,7 @@ static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, con
                 for (int i = 0; i < n; i++) {
                     f8 total = totals(f[i].lane);
                     if (left) total += f[i].lane[8];
+                    _Pragma("GCC unroll 10") for (int o = 0; o < 10; o++) f[i].lane[o] = (f8){0}; /* for the next panel */
                     float *to = out + (size_t)out_stride * (size_t)(r + i) + 8 * (size_t)p;
                     if (count == 8) store8(to, total);
                     else memcpy(to, &total, 4 * (size_t)count);
