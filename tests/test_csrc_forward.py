@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
-from forerun.csrc.build import build
+from forerun.csrc.build import HERE, VARIANTS, build
 from forerun.races import Races
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -585,3 +588,119 @@ def test_a_fork_starts_threads_of_its_own(library: Any, small: Native) -> None:
         os._exit(0 if np.array_equal(small.forward(text, [0] * 30, range(30)).logits, wanted) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert np.array_equal(small.forward(text, [0] * 30, range(30)).logits, wanted)
+
+
+DRIVER = r"""
+#include "forward.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+enum { WIDTH = 96, HEADS = 6, GROUPS = 2, SIZE = 16, INNER = 352, LAYERS = 3, VOCABULARY = 157, CAPACITY = 64,
+        ROWS = 2 };
+static uint32_t state = 1;
+static uint32_t next(void) { return state = state * 1664525u + 1013904223u, state >> 8; }
+static float *numbers(int n, float size) {
+    float *found = malloc(sizeof(float) * n);
+    for (int i = 0; i < n; i++) found[i] = size * ((int)(next() % 2001) - 1000) / 1000;
+    return found;
+}
+static fr_matrix matrix(int outputs, int inputs) {
+    fr_matrix found = {0, outputs, inputs, NULL};
+    size_t size = (fr_panel_bytes(FR_Q4_0, outputs, inputs, &found.layout) + 63) / 64 * 64,
+            bytes = (size_t)outputs * inputs / 32 * 18;
+    uint8_t *rows = malloc(bytes), *panels = aligned_alloc(64, size);
+    for (size_t i = 0; i < bytes; i++) rows[i] = i % 18 == 0 ? next() : i % 18 == 1 ? 0x28 : next();
+    /* scales near 1/32 */
+    if (fr_pack_all(FR_Q4_0, rows, bytes, outputs, inputs, panels)) exit(5);
+    found.panels = panels;
+    free(rows);
+    return found;
+}
+int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys and values, what is drafted */
+    if (argc != 3 || fr_select(argv[1]) < 0) return 3;
+    fr_threads(atoi(argv[2]));
+    int kept = GROUPS * SIZE, n = 40;
+    fr_layer layers[LAYERS];
+    fr_cache caches[LAYERS];
+    static uint16_t memory[LAYERS][2][ROWS][GROUPS][CAPACITY][SIZE];
+    for (int i = 0; i < LAYERS; i++) {
+        layers[i] = (fr_layer){matrix(HEADS * SIZE, WIDTH), matrix(kept, WIDTH), matrix(kept, WIDTH), matrix(WIDTH,
+                HEADS * SIZE),
+                               matrix(INNER, WIDTH), matrix(INNER, WIDTH), matrix(WIDTH, INNER), numbers(WIDTH, 2),
+                                       numbers(WIDTH, 2),
+                               numbers(HEADS * SIZE, 1), numbers(kept, 1), numbers(kept, 1), numbers(SIZE, 3),
+                                       numbers(SIZE, 3),
+                               i == 1 ? 5 : 0, i == 2 ? 0 : SIZE};
+        caches[i] = (fr_cache){memory[i][0][0][0][0], memory[i][1][0][0][0], kept * CAPACITY, CAPACITY * SIZE,
+                ROWS, CAPACITY};
+    }
+    fr_model model = {WIDTH, HEADS, GROUPS, SIZE, LAYERS, CAPACITY, VOCABULARY, FR_F32, layers, numbers(WIDTH, 2),
+                      numbers(CAPACITY * SIZE / 2, 1), numbers(CAPACITY * SIZE / 2, 1), numbers(VOCABULARY * WIDTH,
+                              1), WIDTH * sizeof(float),
+                      matrix(VOCABULARY, WIDTH), 1e-6f};
+    int32_t token[40], row[40], slot[40], length[40], seen[40], paths[40][2], capture[] = {1, LAYERS},
+            extra[] = {3, 150}, ends[] = {-1};
+    static float logits[40][VOCABULARY + 2], normed[40][WIDTH], captured[2][40][WIDTH], chances[20];
+    for (int i = 0; i < n; i++) { /* row 0: a chain; row 1: pairs of siblings and a child of each second one,
+            behind the first 10 */
+        token[i] = next() % VOCABULARY, row[i] = i >= 20, slot[i] = length[i] = i % 20, seen[i] = 0;
+        if (i < 30) length[i]++;
+        else seen[i] = 1 + i % 2, length[i] = 10, paths[i][0] = slot[i] - i % 2, paths[i][1] = slot[i];
+    }
+    fr_batch batch = {.n = n, .path = 2, .tokens = token, .row = row, .slot = slot, .position = slot,
+            .length = length, .seen = seen,
+                      .paths = paths[0], .normed = normed[0], .capture = capture, .captured = captured[0][0],
+                              .asked = slot, .extra = extra,
+                      .logits = logits[0], .captures = 2, .asks = 20, .extras = 2};
+    int32_t drafted[20];
+    fr_chain_request chain = {.row = 0, .length = 20, .count = 5, .most = 20, .pending = token, .ends = ends,
+            .ended = 1, .drafted = drafted,
+                              .chances = chances, .extra = extra, .extras = 2};
+    if (fr_forward(&model, caches, &batch) || fr_chain(&model, caches, &chain) != 20) return 4;
+    for (int i = 0; i < 20; i++)
+        for (int k = 0; k < VOCABULARY + 2; k++)
+            if (!isfinite(logits[i][k])) return 6;
+    fwrite(logits, sizeof logits, 1, stdout), fwrite(normed, sizeof normed, 1, stdout), fwrite(captured,
+            sizeof captured, 1, stdout);
+    fwrite(memory, sizeof memory, 1, stdout), fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances,
+            sizeof chances, 1, stdout);
+    return 0;
+}
+"""
+CROSS = "aarch64-linux-gnu-gcc"
+HAS_CROSS = shutil.which(CROSS) and shutil.which("qemu-aarch64")
+
+
+def driven(
+    folder: Path, compiler: str, machine: str, flags: Sequence[str] = (), start: Sequence[str] = ()
+) -> set[bytes]:
+    """What the driver writes for each variant, by 1 and by 3 threads."""
+    build(folder / "libforerun.so", compiler, machine, tuple(flags))
+    (folder / "driver.c").write_text(DRIVER)
+    command = [compiler, "-O1", *flags, f"-I{HERE}", "driver.c", "libforerun.so", "-o", "driver", "-Wl,-rpath,$ORIGIN"]
+    subprocess.run(command, cwd=folder, check=True)
+    found = set()
+    for variant in VARIANTS.get(machine or platform.machine(), ["plain"]):
+        for threads in ("1", "3"):
+            command = [*start, str(folder / "driver"), variant, threads]
+            own = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # the driver frees nothing
+            done = subprocess.run(command, capture_output=True, env=own)
+            if done.returncode != 3:  # this processor has the variant
+                assert not done.returncode and not done.stderr, done.stderr.decode()
+                found.add(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-fsanitize=address,undefined", "-fsanitize=thread"])
+def test_sanitizers_find_nothing_and_every_variant_gives_the_same_bits(tmp_path: Path, flags: str) -> None:
+    assert len(driven(tmp_path, "cc", "", [flags, "-O1", "-g", "-w"])) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CROSS, reason="needs a cross compiler for aarch64 and qemu-user")
+def test_aarch64_gives_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    qemu = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
+    assert driven(tmp_path, CROSS, "aarch64", start=qemu) == driven(tmp_path / "own", "cc", "")

@@ -10,13 +10,13 @@
 typedef uint32_t u8 __attribute__((vector_size(32)));
 typedef uint16_t h8 __attribute__((vector_size(16)));
 
-FR_INLINE f8 choose(i8 which, f8 yes, f8 no) { return (f8)(((i8)yes & which) | ((i8)no & ~which)); }
+FR_INLINE f8 choose8(i8 which, f8 yes, f8 no) { return (f8)(((i8)yes & which) | ((i8)no & ~which)); }
 
-FR_INLINE f8 larger(f8 x, f8 y) { return choose(x > y, x, y); }
+FR_INLINE f8 max8(f8 x, f8 y) { return choose8(x > y, x, y); }
 
 /* exp: a power of two times a polynomial (Cephes') within half of ln 2 of zero. */
-FR_INLINE f8 power(f8 x) {
-    x = choose(x < -87.0f, splat8(-87.0f), choose(x > 88.0f, splat8(88.0f), x));
+FR_INLINE f8 exp8(f8 x) {
+    x = choose8(x < -87.0f, splat8(-87.0f), choose8(x > 88.0f, splat8(88.0f), x));
     f8 shifted = fma8(x, splat8(1.44269504f), splat8(0x1.8p23f)), whole = shifted - 0x1.8p23f;
     f8 r = fma8(whole, splat8(2.12194440e-4f), fma8(whole, splat8(-0.693359375f), x)), y = splat8(1.9875691500e-4f);
     y = fma8(y, r, splat8(1.3981999507e-3f));
@@ -65,7 +65,7 @@ static void heads(float *x, const float *bias, const float *gain, float eps, con
 static void gate(float *gates, const float *up, int64_t n) {
     for (int64_t i = 0; i < n; i += 8) {
         f8 x = load8(gates + i);
-        store8(gates + i, x / (1.0f + power(-x)) * load8(up + i));
+        store8(gates + i, x / (1.0f + exp8(-x)) * load8(up + i));
     }
 }
 
@@ -115,10 +115,10 @@ static float exponentials(float *scores, int64_t seen) {
     int64_t end = (seen + 7) / 8 * 8;
     for (int64_t j = seen; j < end; j++) scores[j] = scores[0];
     f8 largest = load8(scores), sum = {0};
-    for (int64_t j = 8; j < end; j += 8) largest = larger(largest, load8(scores + j));
+    for (int64_t j = 8; j < end; j += 8) largest = max8(largest, load8(scores + j));
     float most = largest[0];
     for (int i = 1; i < 8; i++) most = largest[i] > most ? largest[i] : most;
-    for (int64_t j = 0; j < end; j += 8) store8(scores + j, power(load8(scores + j) - most));
+    for (int64_t j = 0; j < end; j += 8) store8(scores + j, exp8(load8(scores + j) - most));
     for (int64_t j = seen; j < end; j++) scores[j] = 0;
     for (int64_t j = 0; j < end; j += 8) sum += load8(scores + j);
     return lanes8(sum);
@@ -173,7 +173,7 @@ static void attend(const fr_attention *of) { some_heads(of, of->heads, of->d); }
 static int64_t argmax(const float *x, int64_t n) {
     f8 most = splat8(-INFINITY);
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) most = larger(load8(x + i), most);
+    for (; i + 8 <= n; i += 8) most = max8(load8(x + i), most);
     float best = most[0];
     for (int k = 1; k < 8; k++) best = most[k] > best ? most[k] : best;
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
@@ -186,12 +186,12 @@ static float exps(const float *x, float most, float scale, int64_t n, float *out
     f8 sum = {0}, last = splat8(most);
     int64_t whole = n / 8 * 8, left = n - whole;
     for (int64_t i = 0; i < whole; i += 8) {
-        f8 here = power((load8(x + i) - most) * scale);
+        f8 here = exp8((load8(x + i) - most) * scale);
         store8(out + i, here);
         sum += here;
     }
     memcpy(&last, x + whole, (size_t)left * sizeof(float));
-    last = power((last - most) * scale);
+    last = exp8((last - most) * scale);
     for (int64_t k = left; k < 8; k++) last[k] = 0;
     memcpy(out + whole, &last, (size_t)left * sizeof(float));
     return lanes8(sum + last);

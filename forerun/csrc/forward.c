@@ -273,7 +273,7 @@ static void ask(const block *b) {
 }
 
 static int matrix_fits(const fr_matrix *m, int64_t outputs, int64_t inputs) {
-    return m->panels && m->outputs == outputs && m->inputs == inputs;
+    return m->panels && m->outputs == outputs && m->inputs == inputs && fr_panel_bytes(m->layout, m->outputs, m->inputs, 0);
 }
 
 static int head_fits(const fr_model *m, const fr_matrix *head) { return matrix_fits(head, head->outputs, m->d) && head->outputs > 0; }
@@ -308,7 +308,7 @@ static int batch_fits(const fr_model *m, const fr_cache *cache, const fr_batch *
         capacity = cache[i].capacity < capacity ? cache[i].capacity : capacity;
     }
     if (b->n < 0 || b->path < 0 || !b->tokens == !b->states || !b->seen != !b->paths) return 0;
-    if (b->tokens && !within(b->tokens, b->n, m->vocabulary)) return 0;
+    if (b->tokens && (!m->embed || !within(b->tokens, b->n, m->vocabulary))) return 0;
     if (!within(b->row, b->n, rows) || !within(b->slot, b->n, capacity) || !within(b->position, b->n, m->positions)) return 0;
     if (!within(b->length, b->n, capacity + 1) || (b->seen && !within(b->seen, b->n, b->path + 1))) return 0;
     for (int64_t i = 0; i < b->n; i++) {
@@ -362,6 +362,7 @@ static int forward(const fr_model *model, const fr_cache *cache, const fr_batch 
     }
     block b = {.model = model, .cache = cache, .batch = batch, .do_ = between[fr_chosen()]};
     if (!make_room(&b, batch->n < BLOCK ? batch->n : BLOCK, longest)) return FR_NO_MEMORY;
+    if (batch->n && batch->tokens && fr_values(model->embed_format, model->embed, (size_t)model->embed_row, model->d, b.x)) return FR_REFUSED;
     for (; b.start < batch->n; b.start += b.n) {
         b.n = batch->n - b.start < BLOCK ? batch->n - b.start : BLOCK;
         run_layers(&b);
@@ -378,6 +379,29 @@ int fr_forward(const fr_model *model, const fr_cache *cache, const fr_batch *bat
     int found = forward(model, cache, batch);
     fr_leave();
     return found;
+}
+
+typedef struct {
+    int format, outputs, inputs;
+    const void *rows;
+    size_t bytes;
+    void *panels;
+    _Atomic int is_wrong;
+} packing;
+
+static void do_pack(void *argument, int64_t first, int64_t last, int thread) {
+    packing *p = argument;
+    (void)thread;
+    if (fr_pack(p->format, p->rows, p->bytes, p->outputs, p->inputs, p->panels, (int)first, (int)last)) p->is_wrong = 1;
+}
+
+int fr_pack_all(int format, const void *rows, size_t bytes, int outputs, int inputs, void *panels) {
+    packing p = {format, outputs, inputs, rows, bytes, panels, 0};
+    if (outputs < 1) return FR_REFUSED;
+    fr_enter();
+    fr_parallel(do_pack, &p, ((int64_t)outputs + FR_PANEL - 1) / FR_PANEL, 0);
+    fr_leave();
+    return p.is_wrong ? FR_REFUSED : 0;
 }
 
 static double sum_of(const float *x, int64_t n) {

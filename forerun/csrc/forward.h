@@ -8,6 +8,7 @@
 #ifndef FR_FORWARD_H
 #define FR_FORWARD_H
 #include "forerun.h"
+#include "threads.h"
 
 #define FR_REFUSED -1
 #define FR_NO_MEMORY -2
@@ -91,5 +92,8 @@ typedef struct {
 } fr_chain_request;
 
 int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_request *chain);
+
+/* All panels of a matrix by all threads, as fr_pack makes them. */
+int fr_pack_all(int format, const void *rows, size_t bytes, int outputs, int inputs, void *panels);
 
 #endif

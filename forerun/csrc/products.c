@@ -6,21 +6,16 @@
 
 #define ROWS 32                  /* rows that a unit is unpacked for */
 #define NEAR_BYTES (384 * 1024)  /* records that stay in the second cache while panels pass */
-#ifndef AHEAD
-#define AHEAD 3072
-#endif
-//              /* bytes that are fetched ahead */
+#define AHEAD 3072               /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
+#define STEP (WIDE ? 4 : 1)      /* units at once */
 #define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* how 6 and 8 bit codes are multiplied */
 #define UNROLL _Pragma("GCC unroll 8")
 
 typedef uint8_t b32 __attribute__((vector_size(32)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
 typedef struct { f8 lane[10]; } sums; /* of a row: 8 outputs, what is left over, alignment */
-#if WIDE
-typedef float f16v __attribute__((vector_size(64)));
-#endif
 
 FR_INLINE b32 bytes_at(const void *p) { b32 v; memcpy(&v, p, 32); return v; }
 
@@ -155,14 +150,16 @@ FR_INLINE void unpack_scales(int bits, int scales, const uint8_t *p, scales32 *s
     }
 }
 
+FR_INLINE i8 minimums(const scales32 *s, const fr_record *x) { return pairs(x->correction, s->mn[0]) + pairs(x->correction + 16, s->mn[1]); }
+
 FR_INLINE f8 add_row(int bits, int scales, const b32 w[8], const scales32 *s, const fr_record *x, f8 f) {
     f8 scale = load8(x->scale);
     f = fma8(floats8(dot(bits, w, x, s->sc)) * scale, s->d, f);
-    if (scales == SM) return fma8(floats8(pairs(x->correction, s->mn[0]) + pairs(x->correction + 16, s->mn[1])) * scale, s->m, f);
+    if (scales == SM) return fma8(floats8(minimums(s, x)) * scale, s->m, f);
     return bits == 4 || bits == 5 ? fma8(load8(x->sum), s->m, f) : f;
 }
 
-#if WIDE /* two outputs in a register of 16 lanes, which come out as two of 8 would */
+#if WIDE /* four outputs at once, two in a register: 16 lanes that come out as two times 8 would */
 FR_INLINE void unpack_wide(int bits, const uint8_t *u, __m512i w[4]) {
     const __m512i low = _mm512_set1_epi8(15);
     if (bits == 8) {
@@ -189,56 +186,65 @@ FR_INLINE void unpack_wide(int bits, const uint8_t *u, __m512i w[4]) {
     }
 }
 
-FR_INLINE f16v wide(f8 a, f8 b) { return (f16v)_mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1); }
+FR_INLINE __m512 wide(f8 a, f8 b) { return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1); }
 
-FR_INLINE void pair(int bits, int scales, size_t unit, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
-    __m512i w[2][4], sc[2];
-    scales32 s[2];
-    UNROLL for (int i = 0; i < 2; i++) {
+FR_INLINE void group(int bits, int scales, size_t unit, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
+    __m512i w[STEP][4], sc[STEP];
+    __m512 d[STEP / 2], m[STEP / 2];
+    scales32 s[STEP];
+    UNROLL for (int i = 0; i < STEP; i++) {
         unpack_wide(bits, u + unit * (size_t)i, w[i]);
         unpack_scales(bits, scales, u + unit * (size_t)i + 32 * bits, &s[i]);
         sc[i] = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)s[i].sc[0]), (__m256i)s[i].sc[1], 1);
     }
-    __m512 d = (__m512)wide(s[0].d, s[1].d), m = (__m512)wide(s[0].m, s[1].m);
+    UNROLL for (int i = 0; i < STEP / 2; i++) d[i] = wide(s[2 * i].d, s[2 * i + 1].d), m[i] = wide(s[2 * i].m, s[2 * i + 1].m);
     for (int r = 0; r < n; r++, x++) {
-        __m512i a[2], q, start = _mm512_setzero_si512();
+        __m512i a[STEP], q, start = _mm512_setzero_si512();
+        __m512 at, v, scale = _mm512_broadcast_f32x8((__m256)load8(x->scale)), sum = _mm512_broadcast_f32x8((__m256)load8(x->sum));
         if (bits == 6 || bits == 8)
             start = _mm512_madd_epi16(_mm512_loadu_si512(x->correction), _mm512_set1_epi16(bits == 6 ? 1 : 4));
-        a[0] = a[1] = start;
         UNROLL for (int p = 0; p < 4; p++) {
             q = _mm512_loadu_si512(x->q + 64 * p);
-            a[0] = _mm512_dpbusd_epi32(a[0], w[0][p], q), a[1] = _mm512_dpbusd_epi32(a[1], w[1][p], q);
+            UNROLL for (int i = 0; i < STEP; i++) a[i] = _mm512_dpbusd_epi32(p ? a[i] : start, w[i][p], q);
         }
-        if (bits == 6) a[0] = _mm512_mullo_epi32(a[0], sc[0]), a[1] = _mm512_mullo_epi32(a[1], sc[1]);
-        a[0] = _mm512_add_epi32(_mm512_shuffle_i64x2(a[0], a[1], 0x44), _mm512_shuffle_i64x2(a[0], a[1], 0xee));
-        __m512 at = _mm512_load_ps(&f[r].lane[o]), v = _mm512_mul_ps(_mm512_cvtepi32_ps(a[0]), _mm512_broadcast_f32x8((__m256)load8(x->scale)));
-        at = _mm512_fmadd_ps(v, d, at);
-        if (bits == 4 || bits == 5) at = _mm512_fmadd_ps(_mm512_broadcast_f32x8((__m256)load8(x->sum)), m, at);
-        _mm512_store_ps(&f[r].lane[o], at);
+        UNROLL for (int i = 0; i < STEP / 2; i++) {
+            __m512i one = a[2 * i], two = a[2 * i + 1];
+            if (bits == 6) one = _mm512_mullo_epi32(one, sc[2 * i]), two = _mm512_mullo_epi32(two, sc[2 * i + 1]);
+            one = _mm512_add_epi32(_mm512_shuffle_i64x2(one, two, 0x44), _mm512_shuffle_i64x2(one, two, 0xee));
+            v = _mm512_mul_ps(_mm512_cvtepi32_ps(one), scale);
+            at = _mm512_fmadd_ps(v, d[i], _mm512_load_ps(&f[r].lane[o + 2 * i]));
+            if (bits == 4 || bits == 5) at = _mm512_fmadd_ps(sum, m[i], at);
+            if (scales == SM) {
+                v = wide(floats8(minimums(&s[2 * i], x)), floats8(minimums(&s[2 * i + 1], x)));
+                at = _mm512_fmadd_ps(_mm512_mul_ps(v, scale), m[i], at);
+            }
+            _mm512_store_ps(&f[r].lane[o + 2 * i], at);
+        }
     }
 }
 #endif
 
+FR_INLINE void one(int bits, int scales, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
+    b32 w[8];
+    scales32 s;
+    unpack(bits, u, w);
+    unpack_scales(bits, scales, u + 32 * bits, &s);
+    for (int r = 0; r < n; r++) f[r].lane[o] = add_row(bits, scales, w, &s, x + r, f[r].lane[o]);
+}
+
 /* One panel for n rows; x: records of the first row, `rows` of them from superblock to superblock. */
 FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int inputs, const fr_record *x, int rows, int n, sums *f) {
-    int blocks = inputs / 32, whole = blocks & ~7, step = WIDE && scales != SM ? 2 : 1;
-    for (int b = 0, o; b < blocks; b += step, u += unit * (size_t)step) {
-        o = b < whole ? b % 8 : 8;
-        if (o == 8) step = 1;
-        for (size_t i = 0; i < unit * (size_t)step; i += 64) __builtin_prefetch(u + AHEAD + i);
+    for (int s = 0; s < inputs / 256; s++, x += rows)
+        for (int o = 0; o < 8; o += STEP, u += unit * STEP) {
+            UNROLL for (size_t i = 0; i < unit * STEP; i += 64) __builtin_prefetch(u + AHEAD + i);
 #if WIDE
-        if (step == 2) pair(bits, scales, unit, u, x, n, f, o);
-        else
+            group(bits, scales, unit, u, x, n, f, o);
+#else
+            one(bits, scales, u, x, n, f, o);
 #endif
-        {
-            b32 w[8];
-            scales32 s;
-            unpack(bits, u, w);
-            unpack_scales(bits, scales, u + 32 * bits, &s);
-            for (int r = 0; r < n; r++) f[r].lane[o] = add_row(bits, scales, w, &s, x + r, f[r].lane[o]);
         }
-        if (o >= 8 - step) x += rows; /* the next record; o = 8: each has its own */
-    }
+    if (scales == D || scales == DM) /* the others have whole superblocks */
+        for (int b = 0; b < inputs / 32 % 8; b++, u += unit, x += rows) one(bits, scales, u, x, n, f, 8);
 }
 
 #define X(format, bits, scales, scale_bytes, block, inputs_, layout)                                                          \
@@ -284,6 +290,7 @@ FR_INLINE f8 totals(const f8 f[8]) {
 static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *records, int rows, float *out, int out_stride,
                              int first_panel, int end_panel) {
     _Alignas(64) sums f[ROWS];
+    memset(f, 0, sizeof f);
     const fr_layout *l = &fr_layouts[m->layout];
     int is_float = l->scales == FLOATS, inputs = m->inputs, left = !is_float && inputs % 256;
     size_t bytes = (size_t)l->unit * (size_t)(is_float ? inputs : inputs / 32), row_bytes = is_float ? 4 * (size_t)inputs : fr_record_bytes(inputs, 1);
@@ -295,7 +302,6 @@ static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, con
             int count = m->outputs - 8 * p < 8 ? m->outputs - 8 * p : 8;
             for (int r = first; r < rows && r < first + near; r += ROWS) {
                 int n = rows - r < ROWS ? rows - r : ROWS;
-                memset(f, 0, sizeof(sums) * (size_t)n);
                 const float *at = is_float ? x + (size_t)stride * (size_t)r : x;
                 if (m->layout == FR_F32) floats(FR_F32, 4, u, inputs, at, stride, n, f);
                 else if (m->layout == FR_F16) floats(FR_F16, 2, u, inputs, at, stride, n, f);
@@ -304,6 +310,7 @@ static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, con
                 for (int i = 0; i < n; i++) {
                     f8 total = totals(f[i].lane);
                     if (left) total += f[i].lane[8];
+                    _Pragma("GCC unroll 10") for (int o = 0; o < 10; o++) f[i].lane[o] = (f8){0}; /* for the next panel */
                     float *to = out + (size_t)out_stride * (size_t)(r + i) + 8 * (size_t)p;
                     if (count == 8) store8(to, total);
                     else memcpy(to, &total, 4 * (size_t)count);
