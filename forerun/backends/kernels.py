@@ -82,10 +82,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_select": (_I, (ctypes.c_char_p,)),
     "fr_variant": (ctypes.c_char_p, ()),
     "fr_panel_bytes": (ctypes.c_size_t, (_I, _I, _I, _P)),
-    "fr_pack": (_I, (_I, _P, ctypes.c_size_t, _I, _I, _P, _I, _I)),
+    "fr_pack_all": (_I, (_I, _P, ctypes.c_size_t, _I, _I, _P)),
     "fr_unpack": (_I, (_P, _I, _P)),
     "fr_values": (_I, (_I, _P, ctypes.c_size_t, _I, _P)),
     "fr_threads": (_I, (_I,)),
+    "fr_multiply": (_I, (_P, _P, _I, _P)),
     "fr_forward": (_I, (_P, _P, _P)),
     "fr_chain": (_I, (_P, _P, _P)),
 }
@@ -134,6 +135,8 @@ def _library(wanted: str) -> tuple[Any | None, str]:
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
     if found.fr_select(wanted.encode()) < 0:
-        here = [name for name in ("plain", "avx2", "avxvnni", "avx512vnni", "neon") if found.fr_select(name.encode()) >= 0]
+        here = [
+            name for name in ("plain", "avx2", "avxvnni", "avx512vnni", "neon") if found.fr_select(name.encode()) >= 0
+        ]
         raise ValueError(f"{VARIABLE} must be {', '.join(here)} or none on this machine, not {wanted!r}")
     return found, ""

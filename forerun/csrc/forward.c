@@ -404,6 +404,36 @@ int fr_pack_all(int format, const void *rows, size_t bytes, int outputs, int inp
     return p.is_wrong ? FR_REFUSED : 0;
 }
 
+typedef struct {
+    const fr_matrix *m;
+    const float *x;
+    void *records;
+    int rows;
+    float *out;
+} multiplying;
+
+static void do_multiply(void *argument, int64_t first, int64_t last, int thread) {
+    multiplying *p = argument;
+    (void)thread;
+    fr_product(p->m, p->x, p->m->inputs, p->records, p->rows, p->out, p->m->outputs, (int)first, (int)last);
+}
+
+int fr_multiply(const fr_matrix *m, const float *x, int rows, float *out) {
+    if (rows < 0 || m->outputs < 1 || !matrix_fits(m, m->outputs, m->inputs)) return FR_REFUSED;
+    multiplying p = {m, x, NULL, 0, out};
+    int found = 0, few = !fr_is_float(m->layout);
+    fr_enter();
+    for (int done = 0; done < rows && !found; done += p.rows) {
+        p.rows = rows - done < BLOCK ? rows - done : BLOCK;
+        p.x = x + (int64_t)done * m->inputs, p.out = out + (int64_t)done * m->outputs;
+        if (few && !(p.records = fr_scratch((int64_t)fr_record_bytes(m->inputs, p.rows)))) found = FR_NO_MEMORY;
+        if (few && !found) fr_quantise(p.x, p.rows, m->inputs, m->inputs, p.records, 0, (m->inputs + 255) / 256);
+        if (!found) fr_parallel(do_multiply, &p, ((int64_t)m->outputs + FR_PANEL - 1) / FR_PANEL, 0);
+    }
+    fr_leave();
+    return found;
+}
+
 static double sum_of(const float *x, int64_t n) {
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += x[i];

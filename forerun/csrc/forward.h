@@ -96,4 +96,7 @@ int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_reques
 /* All panels of a matrix by all threads, as fr_pack makes them. */
 int fr_pack_all(int format, const void *rows, size_t bytes, int outputs, int inputs, void *panels);
 
+/* out [rows, outputs] of inputs [rows, inputs], by all threads. */
+int fr_multiply(const fr_matrix *m, const float *x, int rows, float *out);
+
 #endif
