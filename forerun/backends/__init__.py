@@ -8,14 +8,15 @@ from functools import cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from forerun.backends import native
 from forerun.backends.family import FamilyForward, is_family
+from forerun.backends.kernels import library, missing
 from forerun.backends.lean import lean_forward
-from forerun.backends.native import library
 from forerun.backends.native_family import NativeForward, fits
 from forerun.backends.packed import pack
+from forerun.backends.quantised import quantised_forward
 from forerun.backends.recorded import Recorded
 from forerun.backends.stored import is_stored
-from forerun.backends.tiles import has_tiles
 from forerun.model.causal_lm import CausalLM
 
 _LOG = logging.getLogger("forerun")
@@ -56,18 +57,16 @@ def _package(module: nn.Module) -> str:
 
 @cache
 def warn_without_kernels() -> None:
-    """Log one line, once a process, if products in few bits run in torch and not in our kernels."""
-    if not has_tiles():
-        reason = "no compiler was found" if library() is None else "this processor has no AVX512-VNNI"
-        _LOG.warning(
-            f"weights in few bits run on torch's kernels, as {reason}: slower (with AVX2 alone a token takes up to "
-            "8 times as long), and drafts bring less, as verifying several tokens costs nearly as much as decoding them"
-        )
+    """Log one line, once a process, why products in few bits run in torch and not in our kernels."""
+    _LOG.warning(
+        f"weights in few bits run on torch's kernels: {missing()}. A token takes up to 8 times as long, and drafts "
+        "bring less, as verifying several tokens costs nearly as much as decoding them"
+    )
 
 
 def family_forward(model: PreTrainedModel) -> FamilyForward:
     """The family's forward, with C between its products where there is a compiler for it."""
-    compiled = library()
+    compiled = native.library()
     if compiled is None or not fits(model):
         return FamilyForward(model)
     return NativeForward(model, compiled)
@@ -86,11 +85,11 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, g
     if is_stored(model):
         if graphs:
             raise ValueError("graphs need a plain Llama on a CUDA device; weights in few bits are for CPUs")
-        if model.device.type == "cpu":
+        if model.device.type == "cpu" and library() is None:
             warn_without_kernels()
         if not (fast and is_family(model)):
             return plain
-        return CausalLM(model, family_forward(model))
+        return CausalLM(model, quantised_forward(model) or family_forward(model))
     lean = fast and not is_spread(model) and is_as_made(model) and not (graphs and model.device.type != "cuda")
     forward = lean_forward(model, any_size=graphs) if lean else None
     if graphs and forward is None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from forerun.backends.bits import LinearSlice
+from forerun.backends.kernels import variant
+from forerun.backends.panels import Panels
 from forerun.backends.stored import StoredLinear, kind_of, kinds_of
 from forerun.backends.tiles import Tiles
 from forerun.model.causal_lm import CausalLM
@@ -27,7 +29,10 @@ def facts_of(model: CausalLM) -> dict[str, Any]:
     linears = [kind_of(each) for each in layers]
     ours = any(isinstance(each.whole if isinstance(each, LinearSlice) else each, Tiles) for each in layers)
     main = Counter(linears).most_common(1)[0][0] if linears else next(iter(kinds))
-    kernel = (_OURS if ours and main != "bfloat16" else _KERNELS[main]) if linears else f"{main} products in torch"
+    if any(isinstance(each, Panels) for each in layers):
+        kernel = f"C for {variant()}"
+    else:
+        kernel = (_OURS if ours and main != "bfloat16" else _KERNELS[main]) if linears else f"{main} products in torch"
     return {
         "weights": main,
         "weight_bytes": kinds,

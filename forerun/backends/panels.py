@@ -36,7 +36,7 @@ class Rows:
     def __init__(self, rows: np.ndarray, type: Type) -> None:
         block, size = GGML_QUANT_SIZES[type]
         self.rows, self.type = rows, type
-        self.outputs, self.inputs = len(rows), rows.shape[1] // size * block
+        self.out, self.inputs = len(rows), rows.shape[1] // size * block
 
     @classmethod
     def quantised(cls, weight: Tensor, type: Type) -> Rows:
@@ -70,31 +70,31 @@ class Panels:
         """Raises ValueError for a number of inputs that the format does not have."""
         found, layout = library(), ctypes.c_int32()
         assert found is not None
-        self.type, self.outputs, self.inputs = rows.type, rows.outputs, rows.inputs
+        self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
         number = FORMATS.index(rows.type)
-        self.nbytes = found.fr_panel_bytes(number, self.outputs, self.inputs, ctypes.byref(layout))
+        self.nbytes = found.fr_panel_bytes(number, self.out, self.inputs, ctypes.byref(layout))
         if not self.nbytes:
             raise ValueError(f"{rows.type.name} has no rows of {rows.inputs} inputs")
         self._memory = _pages(self.nbytes)
         address = self._memory.ctypes.data
         raw = np.ascontiguousarray(rows.rows)
-        if found.fr_pack_all(number, raw.ctypes.data, raw.nbytes, self.outputs, self.inputs, address):
-            raise ValueError(f"a matrix [{self.outputs}, {self.inputs}] of {rows.type.name} does not fit its bytes")
-        self.argument = MatrixArgument(layout.value, self.outputs, self.inputs, address)
+        if found.fr_pack_all(number, raw.ctypes.data, raw.nbytes, self.out, self.inputs, address):
+            raise ValueError(f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes")
+        self.argument = MatrixArgument(layout.value, self.out, self.inputs, address)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [n, out] float32 with [n, in]."""
         x = x.float().contiguous()
         assert x.shape[1] == self.inputs
         found: Any = library()
-        out = torch.empty(len(x), self.outputs)
+        out = torch.empty(len(x), self.out)
         checked(found.fr_multiply(ctypes.byref(self.argument), x.data_ptr(), len(x), out.data_ptr()))
         return out
 
     def floats(self) -> Tensor:
         """Return the values [out, in]."""
         found: Any = library()
-        out = torch.empty(self.outputs, self.inputs)
+        out = torch.empty(self.out, self.inputs)
         for output, row in enumerate(out):
             checked(found.fr_unpack(ctypes.byref(self.argument), output, row.data_ptr()))
         return out

@@ -96,7 +96,7 @@ class Layers:
         self.width, self.heads, self.groups, self.size = model.d, model.heads, model.groups, model.size
         self._frequencies, self._scaling = frequencies.float(), scaling
         self._tables: tuple[Tensor, Tensor] | None = None
-        self._caches: WeakKeyDictionary[KVCache, tuple[int, Any]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[KVCache, tuple[Tensor | None, Any]] = WeakKeyDictionary()
 
     def rotate_to(self, end: int) -> None:
         """Have cosines and sines of at least the first `end` positions."""
@@ -109,8 +109,8 @@ class Layers:
 
     def cache(self, cache: KVCache) -> Any:
         """Return where a cache's keys and values are, allocated if they were not."""
-        found = self._caches.get(cache)
-        if found is not None and found[0] == cache.version and cache.layers[0].is_initialized:
+        found, both = self._caches.get(cache), cache.layers[-1].both if cache.layers[-1].is_initialized else None
+        if found is not None and both is found[0]:
             return found[1]
         arguments = (CacheArgument * len(cache.layers))()
         for at, layer in zip(arguments, cache.layers, strict=True):
@@ -121,7 +121,7 @@ class Layers:
             assert both is not None and both.is_contiguous()
             at.keys, at.values = both.data_ptr(), both[:, self.groups :].data_ptr()
             at.row, at.group, at.rows, at.capacity = both.stride(0), both.stride(1), both.shape[0], both.shape[2]
-        self._caches[cache] = cache.version, arguments
+        self._caches[cache] = both, arguments
         return arguments
 
     def __call__(
@@ -221,7 +221,7 @@ class QuantisedForward:
             groups=config.num_key_value_heads,
             size=head_size(config),
             layers=len(arguments),
-            vocabulary=embedding.outputs,
+            vocabulary=embedding.out,
             embed_format=FORMATS.index(embedding.type),
             layer=ctypes.addressof(arguments),
             norm=floats(base.norm.weight),
@@ -246,12 +246,36 @@ class QuantisedForward:
             batch,
             cache,
             tokens=tokens,
-            logits=self.head.outputs if logits else 0,
+            logits=self.head.out if logits else 0,
             normed=capture == "head",
             capture=[self._below] if capture == "below" else [],
         )
         hidden = captured[0] if captured is not None else normed
         return scores, hidden
+
+
+def quantised_forward(model: Any) -> QuantisedForward | None:
+    """Return the forward of a model of the family whose weights are `Panels`; None for another one."""
+    config = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
+        return None
+    if config.hidden_act != "silu" or rope not in _ROPE or getattr(config, "mlp_bias", False):
+        return None
+    embedding, head, linears = model.model.embed_tokens, model.lm_head, [model.lm_head]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if attention.o_proj.bias is not None:
+            return None
+    if not all(isinstance(getattr(each, "stored", None), Panels) for each in linears) or head.bias is not None:
+        return None
+    rows = getattr(embedding, "stored", None)
+    sizes = config.hidden_size, config.intermediate_size, head_size(config), 2 * len(model.model.rotary_emb.inv_freq)
+    if not isinstance(rows, Rows) or any(size % 8 for size in sizes) or sizes[-1] % 16:
+        return None
+    return QuantisedForward(model, rows, head.stored)
 
 
 def head_size(config: PreTrainedConfig) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.backends.bits import Blocks, Dense, LinearSlice, Packed, check_inputs, quantise, stored, take
+from forerun.backends.kernels import library
+from forerun.backends.panels import Panels, Rows
 from forerun.backends.scores import Scores, scores
 from forerun.backends.tiles import Tiles
 from forerun.kinds import KINDS
@@ -17,7 +22,7 @@ class StoredLinear(nn.Module):
     which then come in the inputs' dtype."""
 
     def __init__(
-        self, weight: Packed | Tiles | Dense | LinearSlice | Scores, inputs: int, bias: Tensor | None = None
+        self, weight: Panels | Packed | Tiles | Dense | LinearSlice | Scores, inputs: int, bias: Tensor | None = None
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, weight.out
@@ -30,16 +35,21 @@ class StoredLinear(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding in blocks, or in bfloat16 [V, d]."""
+    """An embedding in the rows of a file, in blocks, or in bfloat16 [V, d]."""
 
-    def __init__(self, weight: Blocks | Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Rows | Blocks | Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = (weight.codes if isinstance(weight, Blocks) else weight).shape
+        if isinstance(weight, Rows):
+            self.num_embeddings, self.embedding_dim = weight.out, weight.inputs
+        else:
+            self.num_embeddings, self.embedding_dim = (weight.codes if isinstance(weight, Blocks) else weight).shape
         self.stored, self.dtype = weight, dtype
 
     def forward(self, ids: Tensor) -> Tensor:
         """[.., d] of tokens [..], in the model's dtype."""
-        return take(self.stored, ids.reshape(-1)).to(self.dtype).view(*ids.shape, -1)
+        flat = ids.reshape(-1)
+        found = self.stored.floats(flat.tolist()) if isinstance(self.stored, Rows) else take(self.stored, flat)
+        return found.to(self.dtype).view(*ids.shape, -1)
 
 
 def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
@@ -57,6 +67,8 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
         for name, linear in linears.items():
             check_inputs(linear.in_features, f"{name} of {type(model).__name__}")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if library() is not None and all(linear.in_features % 8 == 0 for linear in linears.values()):
+        return _store_panels(model, kind, linears, embedding)
     table = None
     if type(embedding) is nn.Embedding:
         table = embedding.weight.detach().bfloat16()
@@ -71,6 +83,22 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
             own = scores(weight.detach().bfloat16() if kind == "bfloat16" else quantise(weight, 8))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, StoredLinear(own, linear.in_features, linear.bias))
+    return model
+
+
+FORMATS = {"int4": Type.Q4_1, "int8": Type.Q8_0, "bfloat16": Type.BF16, "float32": Type.F32}
+
+
+def _store_panels(model: PreTrainedModel, kind: str, linears: dict[str, nn.Linear], embedding: Any) -> PreTrainedModel:
+    """`store`, for the C library. The LM head has 8 bits where its layers have 4."""
+    head, plain = model.get_output_embeddings(), type(embedding) is nn.Embedding
+    for name, linear in linears.items():
+        own = FORMATS["int8" if linear is head and kind == "int4" else kind]
+        panels = Panels(Rows.quantised(linear.weight, own))
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, StoredLinear(panels, linear.in_features, linear.bias))
+    if plain:
+        model.set_input_embeddings(StoredEmbedding(Rows.quantised(embedding.weight, Type.BF16), model.dtype))
     return model
 
 
@@ -92,8 +120,10 @@ def kinds_of(model: nn.Module) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def kind_of(weight: Packed | Tiles | Dense | LinearSlice | Scores | Blocks | Tensor) -> str:
+def kind_of(weight: Panels | Rows | Packed | Tiles | Dense | LinearSlice | Scores | Blocks | Tensor) -> str:
     """What one weight is stored as."""
+    if isinstance(weight, Panels | Rows):
+        return weight.type.name
     weight = weight.whole if isinstance(weight, LinearSlice) else weight
     if isinstance(weight, Scores):
         return "int8"

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from forerun.backends.bits import Blocks
+from forerun.backends.bits import Blocks, check_inputs
 from forerun.backends.gguf.config import configuration, model_class, special_ids
 from forerun.backends.gguf.reader import GgufFile, open_gguf
 from forerun.backends.gguf.tensors import EMBEDDING, FLOATS, Matrices
-from forerun.backends.stored import StoredEmbedding, StoredLinear
+from forerun.backends.kernels import library
+from forerun.backends.panels import Panels, Rows
+from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
 from forerun.kinds import KINDS
 
 # The file's names for modules, by what they are called in transformers.
@@ -59,7 +62,7 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     _check(file, model, modules)
     matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
     plain = kind == "float32" or (kind is None and all(matrix.tensor_type in FLOATS for matrix in matrices))
-    fill = _fill_plain if plain else _fill
+    fill = _fill_plain if plain else _fill if library() is None else _fill_panels
     note = fill(file, model, modules, kind)
     base = model.model
     base.rotary_emb = _rotary(file, base.rotary_emb, config)
@@ -117,6 +120,41 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
         bias = None if module.bias is None else _vector(file, f"{name}.bias", order)
         model.set_submodule(place, StoredLinear(weight, module.in_features, bias))
     return matrices.note()
+
+
+def _fill_panels(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None) -> str | None:
+    """Put in weights for the C library, with the file's own values unless a kind is asked for."""
+
+    def rows(name: str, largest: str | None = kind) -> Rows:
+        tensor = file.tensor(name)
+        own = Rows(np.asarray(tensor.data).reshape(int(tensor.shape[1]), -1).view(np.uint8), tensor.tensor_type)
+        if largest is None or own.type == FORMATS[largest]:
+            return own
+        if largest != "bfloat16":
+            check_inputs(own.inputs, name)
+        return Rows(
+            np.concatenate([Rows.quantised(part, FORMATS[largest]).rows for part in file.floats(tensor)]),
+            FORMATS[largest],
+        )
+
+    # Looked up, and not multiplied: as the file has it.
+    model.model.embed_tokens = StoredEmbedding(rows(EMBEDDING, None), torch.float32)
+    for name, place in modules.items():
+        module = model.get_submodule(place)
+        if not isinstance(module, nn.Linear):
+            if name != "token_embd":
+                module.weight = _parameter(_vector(file, f"{name}.weight"))
+            continue
+        order, is_head = _order(name, model.config), name == "output"
+        tied = is_head and model.config.tie_word_embeddings
+        own = rows(EMBEDDING if tied else f"{name}.weight", "int8" if is_head and kind == "int4" else kind)
+        try:
+            weight = Panels(own if order is None else own.chosen(order.tolist()))
+        except ValueError as error:
+            raise file.error(f"{name}.weight: {error}") from None
+        bias = None if module.bias is None else _vector(file, f"{name}.bias", order)
+        model.set_submodule(place, StoredLinear(weight, module.in_features, bias))
+    return None
 
 
 def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None) -> None:
