@@ -146,7 +146,7 @@ def serve(
         return _server(plan, name, decoders, peers, longest)
 
     names = [*plan.methods, *([BATCHING] if batching else [])]
-    warm = lengths if plan.graphs else (1, min(WARM_UP, lengths[1]))
+    warm = 1, min(WARM_UP, lengths[1])
     rows = min(requests, max((load.clients or 8 for load in loads), default=8))
     for name in names:
         with server(name) as each:
@@ -319,7 +319,6 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
-    graphs: Annotated[bool, typer.Option("--graphs", help="Record forwards as CUDA graphs.")] = False,
     dtype: Annotated[str | None, typer.Option()] = None,
     weights: Annotated[str | None, typer.Option()] = None,
     draft_weights: Annotated[str | None, typer.Option()] = None,

@@ -82,7 +82,7 @@ def _single_steps(target: CausalLM, prompt: Sequence[int], params: SamplingParam
     ends = end_tokens(target.model, params)
     model.add(0, len(prompt) + params.max_new_tokens)
     for place in range(len(prompt) + params.max_new_tokens):
-        (scores,) = model.forward([0], [Draft.root(text[place])])
+        (scores,) = model.forward([0], [Draft.root(text[place])]).logits
         model.commit([0], [[0]])
         logits.append(scores[0].clone())
         if place + 1 >= len(text):

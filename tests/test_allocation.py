@@ -60,7 +60,7 @@ def facts(pair: Pair) -> Any:
     """All that a failure must leave alone."""
     kept = pair.cache
     places = [(layer.keys.data_ptr(), layer.values.data_ptr(), layer.keys.shape) for layer in kept._ready()]
-    return list(kept.ids), list(kept.lengths), kept.rows_capacity, kept.capacity, kept.version, places
+    return list(kept.ids), list(kept.lengths), kept.rows_capacity, kept.capacity, places
 
 
 GROWTHS: dict[str, Callable[[Pair], Any]] = {

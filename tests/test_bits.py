@@ -28,6 +28,7 @@ from forerun.backends.stored import StoredEmbedding, StoredLinear, is_stored, st
 from forerun.engine.draft import Draft
 from forerun.model.batch import Inputs
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import EagerForward
 from forerun.model.kv_cache import KVCache
 
 KINDS = ("int4", "int8", "bfloat16")
@@ -117,7 +118,7 @@ def test_the_familys_forward_is_transformers_own(name: str, kind: str) -> None:
     model = store(tiny(name), kind)
     plain = copy.deepcopy(model)
     quick = prepare(model)
-    assert quick._forward is not None
+    assert not isinstance(quick.backend, EagerForward)
     tokens = [int(token) for token in torch.randint(3, 130, (40,), generator=torch.Generator().manual_seed(1))]
     logits = []
     for each in (quick, CausalLM(plain)):
@@ -145,7 +146,7 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
         found = CausalLM(stored, FamilyForward(stored))
     else:
         found = prepare(stored)
-        if not isinstance(found._forward, NativeForward):
+        if not isinstance(found.backend, NativeForward):
             pytest.skip("there is no C compiler here")
     if found.exact == "rounding" and means == "torch":
         pytest.skip("torch's kernels round otherwise among other rows on this machine, and the trial has found it")
@@ -173,18 +174,18 @@ def test_c_does_what_torch_does(name: str, heads: tuple[int, int, int]) -> None:
         for id, prompt in enumerate(tokens):
             each.add(id)
             each.extend([id], [prompt])
-        logits.append(torch.cat(each.forward([0, 1, 2], drafts)))
+        logits.append(torch.cat(each.forward([0, 1, 2], drafts).logits))
     assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].std()
 
 
 def test_without_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORERUN_NATIVE", "0")
-    assert type(prepare(store(tiny("llama"), "int4"))._forward) is FamilyForward
+    assert type(prepare(store(tiny("llama"), "int4")).backend) is FamilyForward
     monkeypatch.delenv("FORERUN_NATIVE")
     monkeypatch.setenv("CC", "no-such-compiler")
     assert native._library.__wrapped__(tmp_path) is None
     odd = store(tiny("llama", hidden_size=72, num_attention_heads=3, num_key_value_heads=1), "bfloat16")
-    assert type(prepare(odd)._forward) is FamilyForward
+    assert type(prepare(odd).backend) is FamilyForward
 
 
 def _single(model: CausalLM, tokens: list[int], start: int) -> list[torch.Tensor]:
@@ -238,7 +239,7 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
         draft, path = Draft.chain(tokens[length], tokens[length + 1 : length + count]), list(range(count))
     ids = data.draw(st.permutations(range(rows)))
     drafts = [draft if id == 0 else neighbours[id - 1] for id in ids]
-    logits = other.forward(ids, drafts)[ids.index(0)]
+    logits = other.forward(ids, drafts).logits[ids.index(0)]
     for place, node in enumerate(path):
         assert torch.equal(logits[node], single[place])
     other.commit(ids, [path if id == 0 else [0] for id in ids])
@@ -246,11 +247,11 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     assert torch.equal(behind[0], single[count])
     assert torch.equal(behind[1], single[count + 1])
     ends = other.fresh(2**24)
-    ends.prefixes = other.prefixes
+    ends.prompts.store = other.prompts.store
     other.park(0, tokens[: length + count + 2])
     list(ends.prefill(tokens[: length + count + 1], 7))  # decoded keys and values, in place of a prompt's
     ends.join(9)
-    assert torch.equal(ends.forward([9], [Draft.root(tokens[length + count + 1])])[0][0], single[count + 1])
+    assert torch.equal(ends.forward([9], [Draft.root(tokens[length + count + 1])]).logits[0][0], single[count + 1])
 
 
 @pytest.mark.skipif(library() is None, reason="without C rows are padded")
@@ -281,7 +282,7 @@ def test_a_model_of_another_architecture_has_its_linear_layers_replaced() -> Non
         kept = prepare(store(model, "int8"))
         after = model(tokens).logits
     assert not any(type(module) is nn.Linear for module in model.modules())
-    assert kept.exact == "rounding" and kept._forward is None
+    assert kept.exact == "rounding" and isinstance(kept.backend, EagerForward)
     assert 0 < (before - after).abs().max() < 0.05 * before.std() + 0.02
 
 
@@ -376,5 +377,3 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         load(weights="int3")
     with pytest.raises(ValueError, match="give dtype or weights, not both"):
         load(weights="int8", dtype="bfloat16")
-    with pytest.raises(ValueError, match="graphs need a plain Llama on a CUDA device"):
-        load(weights="int8", graphs=True, method="ar")

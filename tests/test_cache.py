@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.model import kv_cache as cache_module
-from forerun.model.batch import Inputs, lay_out
+from forerun.model.batch import Inputs, pad
 from forerun.model.kv_cache import BLOCK, KVCache
 
 LAYERS, HEADS, DIM = 2, 2, 3
@@ -37,7 +37,7 @@ class Pair:
         size, new = max(rows) + 1, max(counts.values())
         depths = [range(count) for count in counts.values()]
         inputs = Inputs(rows, depths, tokens=[[0] * count for count in counts.values()])
-        batch = lay_out(inputs, self.cache, torch.device("cpu"), torch.float32)
+        batch = pad(inputs, self.cache, torch.device("cpu"), torch.float32)
         written = torch.arange(self.next, self.next + size * new).view(size, new)
         self.next += size * new
         for number, layer in enumerate(self.cache.layers):
@@ -46,7 +46,7 @@ class Pair:
             assert keys.shape == values.shape == (size, HEADS, batch.end, DIM)
             for id, row in zip(counts, rows, strict=True):
                 whole = entries(torch.tensor([*self.lists[id], *written[row].tolist()]), number).transpose(0, 1)
-                start = len(self.lists[id]) if batch.slots is not None else batch.start
+                start = len(self.lists[id]) if self.cache._slots is not None else self.cache._start
                 assert start == len(self.lists[id])
                 assert keys[row, :, : whole.shape[1]].equal(whole)
                 assert values[row, :, : whole.shape[1]].equal(-whole)
@@ -128,7 +128,7 @@ def test_buffers_stay_where_they_are_within_what_was_reserved() -> None:
     pair.commit(pair.forward({2: 5}), [[0, 4]])
     pair.check()
     assert [layer.keys.data_ptr() for layer in pair.cache.layers] == places
-    assert (pair.cache.rows_capacity, pair.cache.capacity, pair.cache.version) == (1, 3 * BLOCK, 1)
+    assert (pair.cache.rows_capacity, pair.cache.capacity) == (1, 3 * BLOCK)
 
 
 def test_buffers_grow_by_blocks_and_by_powers_of_two() -> None:

@@ -31,6 +31,7 @@ from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.baselines.lookahead import Lookahead
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Proposal, Step
 from forerun.engine.sequence import Request, Sequence
@@ -39,7 +40,7 @@ from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouro
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import SeededStream
 
 V, ROWS, NEW, JOINT = 4, 2000, 5, 3

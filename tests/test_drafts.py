@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from forerun import Decoder
 from forerun.api.loading import load_model, load_pre_verifier
+from forerun.engine.acceptance import Verdict
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.pre_verifier import UNKNOWN, law_of
 from forerun.heads.quick import QuickPreVerifier
@@ -24,7 +25,7 @@ from forerun.methods import AR, Pacer, method
 from forerun.methods.pacer import PacerStop
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import Recipe, of_conversations, train_pre_verifier
 from forerun.train.rollout import FIELDS, roll_out
 from forerun.train.texts import Conversation, Texts, of_chats

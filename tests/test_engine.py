@@ -244,7 +244,7 @@ def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st
     names = {
         "target": ["forward", "commit", "prefill", "join", "drop", "park"],
         "drafter": ["admit", "propose", "observe", "drop"],
-        "engine": ["_leave", "_admit", "_leave_aborted", "_add_features"],
+        "engine": ["_leave", "_admit", "_leave_aborted", "_observe"],
     }
     place = data.draw(st.sampled_from(names[owner]))
     interrupt_once({"engine": engine}.get(owner) or getattr(engine, owner), place, data.draw(st.integers(0, 5)))

@@ -8,31 +8,30 @@ import families
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import ARCHITECTURES, tiny
+from toys import ARCHITECTURES, extend, tiny
 
 from forerun.backends import prepare
 from forerun.backends.family import FamilyForward
 from forerun.backends.lean import lean_forward
 from forerun.backends.native import library
 from forerun.backends.native_family import NativeForward
-from forerun.backends.recorded import Recorded
 from forerun.backends.stored import store
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import last_layer
 
 PROMPT, CHAINS = [5, 6, 7, 8, 3, 2, 1], [[9, 4, 3], [3]]
 
 
 def below(lm: CausalLM) -> list[Tensor]:
     """Those of the prompt, run in two parts, and those of the chains behind it."""
-    lm.keeps_hidden = lm.keeps_prompt = True
-    lm.feature = "below"
+    assert list(lm.prefill([], 4, capture="below")) == []
     assert lm.prompt_hidden is not None and lm.prompt_hidden.shape == (0, lm.config.hidden_size)
-    assert list(lm.prefill(PROMPT, 4)) == [4, 3]
+    assert list(lm.prefill(PROMPT, 4, capture="below")) == [4, 3]
     for id in range(len(CHAINS)):
         lm.join(id)
-    lm.extend(list(range(len(CHAINS))), CHAINS)
-    assert lm.hidden is not None
-    return [lm.prompt_hidden, *lm.hidden]
+    hidden = extend(lm, list(range(len(CHAINS))), CHAINS, "below").hidden
+    assert hidden is not None
+    return [lm.prompt_hidden, *hidden]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -46,16 +45,12 @@ def test_they_are_what_all_layers_but_the_last_have_made(architecture: str) -> N
         torch.testing.assert_close(torch.cat([prompt, own]), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fixed_shapes", [True, False])
-def test_the_lean_forwards_are_the_same(fixed_shapes: bool) -> None:
+def test_the_lean_forwards_are_the_same() -> None:
     model = tiny("llama")
     forward = lean_forward(model)
     assert forward is not None
-    quick = CausalLM(model, forward)
-    quick.recorded = Recorded(forward) if fixed_shapes else None
-    for ours, theirs in zip(below(quick), below(CausalLM(model)), strict=True):
+    for ours, theirs in zip(below(CausalLM(model, forward)), below(CausalLM(model)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert bool(quick.recorded and quick.recorded.shapes) == fixed_shapes
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -75,7 +70,6 @@ def test_the_familys_are_the_same(name: str, path: type[FamilyForward], kind: st
     # What is kept changes no logits.
     logits = quick.extend([0], [[5, 6]])[0]
     other = quick.fresh()
-    other.keeps_hidden = other.keeps_prompt = False
     other.add(0)
     again = other.extend([0], [[*PROMPT, *CHAINS[0], 5, 6]])[0][-2:]
     assert torch.equal(logits, again) or (logits - again).abs().max() < 0.05 * again.std()
@@ -91,4 +85,4 @@ def test_a_model_without_a_list_of_layers_has_none() -> None:
     lm = CausalLM(tiny("qwen3"))
     lm.model.model.layers = nn.ModuleDict({str(at): layer for at, layer in enumerate(lm.model.model.layers)})
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no readable features below its last layer"):
-        lm.last_layer()
+        last_layer(lm.model)

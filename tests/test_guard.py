@@ -17,6 +17,7 @@ from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, rando
 import forerun
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Proposal, Step
 from forerun.engine.sequence import Request, Sequence
@@ -26,7 +27,7 @@ from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.guard import CHECK, FIRST, LONGEST, SHARE, Guarded, SpeedTracker
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 
 GAMMA = 4
 TARGET = random_table(8, 5)

@@ -21,9 +21,7 @@ PROMPTS = [[1, 2, 3, 9, 2], [30, 31, 4], [7]]
 
 def hot(model: CausalLM, tokens: list[int]) -> CausalLM:
     head = model.head.get_parameter("weight").detach().clone()
-    found = model.fresh()
-    found.hot = HotHead(head, torch.zeros(len(head)), torch.tensor(tokens))
-    return found
+    return model.fresh().draft_with(HotHead(head, torch.zeros(len(head)), torch.tensor(tokens)), None)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
@@ -47,7 +45,6 @@ def test_logits_are_those_of_the_hot_tokens_and_of_the_text(architecture: str) -
     part.drop(0)
     part.add(0)
     assert torch.isinf(part.extend([0], [[2]])[0][:, [9, 7]]).all()  # another text
-    assert part.hidden is None
 
 
 @pytest.mark.parametrize(("name", "setting"), [("Granite", {"logits_scaling": 4.0}), ("Cohere", {"logit_scale": 0.25})])
@@ -55,7 +52,7 @@ def test_a_models_own_scale_of_logits(name: str, setting: dict[str, float]) -> N
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = getattr(transformers, f"{name}Config")(vocab_size=60, intermediate_size=48, **sizes, **setting)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    whole, part = CausalLM(model), prepare_draft(model, None, 20, fast=False, in_place=False, graphs=False)
+    whole, part = CausalLM(model), prepare_draft(model, None, 20, fast=False, in_place=False)
     for each in (whole, part):
         each.add(0)
     wanted, found = (each.extend([0], [[4, 5]])[0] for each in (whole, part))
@@ -99,7 +96,7 @@ def test_tokens_of_the_text_are_drafted() -> None:
     for meets in (True, False):
         draft = hot(CausalLM(target), never)
         if not meets:
-            draft.hot.meet = lambda id, tokens: None
+            draft.hot.add_context_tokens = lambda id, tokens: None
         found = Decoder(target, None, draft, method("sd", gamma=3), False)
         found.draft.fresh = lambda *_, draft=draft: draft  # type: ignore[union-attr]
         (again,) = found.generate([text], max_new_tokens=40, ignore_eos=True)

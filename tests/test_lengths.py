@@ -32,6 +32,7 @@ from forerun import Decoder
 from forerun.bench.datasets import Prompt
 from forerun.bench.plan import Plan, parse_methods
 from forerun.bench.session import bench
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Step
 from forerun.engine.sequence import Request, Sequence
@@ -41,7 +42,7 @@ from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import argmax_of, entropies
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 
 V, FITS = 8, 1e-4
 TARGET = random_table(V, 1, 1.3)

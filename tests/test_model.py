@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from joining import join_all
-from toys import ARCHITECTURES, VOCAB, WINDOW, random_tree, tiny
+from toys import ARCHITECTURES, VOCAB, WINDOW, extend, random_tree, tiny
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -38,12 +38,13 @@ from forerun import Decoder
 from forerun.backends import prepare
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM, fingerprint, same_model
+from forerun.model.eager import EagerForward, capture_hidden_states
 
 
 @torch.inference_mode()
 def check_logits(lm: CausalLM, rows: dict[int, list[int]], drafts: list[Draft]) -> None:
     """Compares the logits of every node with those of a forward over the row and the path alone."""
-    logits = lm.forward(list(rows), drafts)
+    logits = lm.forward(list(rows), drafts).logits
     for row, draft, got in zip(rows.values(), drafts, logits, strict=True):
         assert got.shape == (len(draft), lm.vocab_size)
         for leaf in (node for node in range(len(draft)) if not draft.children[node]):
@@ -148,17 +149,16 @@ def test_rolling_on_is_running_the_argmax_token_again_and_again(architecture: st
     one, other = CausalLM(tiny(architecture)), CausalLM(tiny(architecture))
     ids = [4, 2, 9][: len(chains)]
     for lm in (one, other):
-        lm.keeps_hidden = lm.keeps_prompt = True
         join_all(lm, dict(zip([2, 9, 4], [[1, 2, 3], [4] * 20, [5]], strict=True)))
-    tokens, logits, hidden = one.roll(ids, chains, 4, few)
+    tokens, logits, hidden = one.roll(ids, chains, 4, few, "head")
     assert tokens.shape == (len(chains), 4) and int(tokens.max()) < few
     given = chains
     for turn in range(4):
-        found = other.extend(ids, given)
-        assert other.hidden is not None
+        found, states = extend(other, ids, given)
+        assert states is not None
         for row, own in enumerate(found):
             torch.testing.assert_close(logits[turn][row], own[-1], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(hidden[turn][row], other.hidden[row][-1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(hidden[turn][row], states[row][-1], atol=1e-4, rtol=1e-4)
             assert int(tokens[row, turn]) == int(own[-1][:few].argmax())
         given = tokens[:, turn : turn + 1].tolist()
     assert one.cache.ids == other.cache.ids and one.cache.lengths == other.cache.lengths
@@ -173,7 +173,10 @@ def test_a_row_at_the_end_of_the_context_does_not_stop_its_neighbours() -> None:
     join_all(lm, rows)
     full, short = rows
     chain = [5, 6, 7]
-    for got in (lm.forward([full, short][1:], [Draft.chain(5, [6, 7])])[0], lm.extend([full, short], [[], chain])[1]):
+    for got in (
+        lm.forward([full, short][1:], [Draft.chain(5, [6, 7])]).logits[0],
+        lm.extend([full, short], [[], chain])[1],
+    ):
         with torch.inference_mode():
             expected = lm.model(torch.tensor([rows[short] + chain]), use_cache=False).logits[0, 3:]
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -279,19 +282,17 @@ def test_longrope_ends_where_its_factors_would_change() -> None:
 def test_hidden_states_are_what_the_head_was_given(architecture: str) -> None:
     prompt = [5, 6, 7, 8, 3, 2, 1]
     lm = CausalLM(tiny(architecture))
-    lm.keeps_hidden = lm.keeps_prompt = True
-    lm.prefill([], 4)
-    assert len(lm.prompt_hidden) == 0
-    join_all(lm, {1: prompt[:3]})
-    assert list(lm.prefill(prompt, 4)) == [4]  # three are there
+    assert list(lm.prefill([], 4, capture="head")) == [] and lm.prompt_hidden.shape == (0, lm.head.in_features)
+    join_all(lm, {1: prompt[:3]}, capture="head")
+    assert list(lm.prefill(prompt, 4, capture="head")) == [4]  # three are there
     assert lm.prompt_hidden is not None and lm.prompt_hidden.shape == (7, lm.head.in_features)
     lm.join(2)
-    with torch.inference_mode(), lm.hearing() as heard:
+    with torch.inference_mode(), capture_hidden_states(lm.model) as heard:
         whole = lm.model(torch.tensor([[*prompt, 9, 4]]), use_cache=False).logits[0]
     torch.testing.assert_close(lm.prompt_hidden, heard[0][0, :7], rtol=1e-4, atol=1e-4)
-    logits = lm.extend([2, 1], [[9, 4], [3]])
-    assert lm.hidden is not None and [len(own) for own in lm.hidden] == [2, 1]
-    torch.testing.assert_close(lm.hidden[0], heard[0][0, 7:], rtol=1e-4, atol=1e-4)
+    logits, hidden = extend(lm, [2, 1], [[9, 4], [3]])
+    assert hidden is not None and [len(own) for own in hidden] == [2, 1]
+    torch.testing.assert_close(hidden[0], heard[0][0, 7:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits[0], whole[7:], rtol=1e-4, atol=1e-4)
 
 
@@ -301,13 +302,11 @@ def test_the_lean_forward_keeps_the_same_hidden_states(lengths: list[int]) -> No
     both = [CausalLM(model), prepare(model)]
     rows = {id: [5, 6, 7][:length] for id, length in enumerate(lengths)}
     for each in both:
-        each.keeps_hidden = each.keeps_prompt = True
-        join_all(each, rows)
-    assert both[1]._forward is not None
+        join_all(each, rows, capture="head")
+    assert not isinstance(both[1].backend, EagerForward)
     torch.testing.assert_close(both[1].prompt_hidden, both[0].prompt_hidden, rtol=1e-4, atol=1e-4)
-    for each in both:
-        each.extend(list(rows), [[9, 4, 2]] * len(rows))
-    for a, b in zip(both[0].hidden, both[1].hidden, strict=True):
+    found = [extend(each, list(rows), [[9, 4, 2]] * len(rows)).hidden for each in both]
+    for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -316,12 +315,11 @@ def test_the_lean_forward_keeps_the_same_hidden_states(lengths: list[int]) -> No
 def test_a_long_prompt_makes_no_logits_of_all_its_tokens(architecture: str, hidden: bool) -> None:
     model = tiny(architecture, vocab=20_000, context=4096)  # logits of the prompt would take 320 MB
     for lm in (CausalLM(model), prepare(model)):
-        lm.keeps_hidden = lm.keeps_prompt = hidden
         seen: list[int] = []
         hook = lm.head.register_forward_hook(lambda module, given, found, seen=seen: seen.append(found.shape[1]))
         prompt = [number % 20_000 for number in range(4000)]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            assert list(lm.prefill(prompt, 512)) == [512] * 7 + [416]
+            assert list(lm.prefill(prompt, 512, capture="head" if hidden else "")) == [512] * 7 + [416]
         hook.remove()
         largest = max(event.cpu_memory_usage for event in profile.events())
         assert max(seen, default=1) == 1 and largest < 40_000_000, (seen, largest)
@@ -332,7 +330,7 @@ def test_a_long_prompt_makes_no_logits_of_all_its_tokens(architecture: str, hidd
 def test_what_another_thread_runs_is_not_heard() -> None:
     lm = CausalLM(tiny("qwen3"))
     ids = torch.tensor([[3, 4, 5]])
-    with torch.no_grad(), lm.hearing(one=True) as heard:
+    with torch.no_grad(), capture_hidden_states(lm.model, last_only=True) as heard:
         found: list[torch.Size] = []
         thread = threading.Thread(target=lambda: found.append(lm.model(ids).logits.shape))
         thread.start()

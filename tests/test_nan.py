@@ -21,6 +21,7 @@ from forerun.backends import prepare
 from forerun.backends.family import FamilyForward
 from forerun.backends.heads import HiddenLM
 from forerun.backends.stored import store
+from forerun.engine.acceptance import accept, accept_greedy
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
@@ -29,7 +30,7 @@ from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import best_of
-from forerun.sampling.sampler import Sampler, accept, accept_greedy
+from forerun.sampling.sampler import Sampler
 
 POISON = 62  # a token whose embedding is NaN
 BAD = [5, 6, POISON, *range(7, 40)]
@@ -88,7 +89,7 @@ def solo(target: CausalLM, prompts: abc.Sequence[abc.Sequence[int]], length: int
 
 def assert_clean(engine: Engine) -> None:
     """No buffer of the target's holds anything that is no number, used or not."""
-    for cache_ in (engine.target.cache, engine.target._prompt):
+    for cache_ in (engine.target.cache, engine.target.prompts.cache):
         for layer in cache_.layers:
             assert layer.keys.isfinite().all() and layer.values.isfinite().all()
 
@@ -385,7 +386,7 @@ def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
         found = made.generate(prompt, max_new_tokens=12)
         assert found.tokens == plain.generate(prompt, max_new_tokens=12).tokens
     assert not any(POISON in entry.tokens for entry in model.prefixes._entries)
-    for cache_ in (model.cache, model._prompt):
+    for cache_ in (model.cache, model.prompts.cache):
         for layer in cache_.layers:
             assert layer.keys.isfinite().all() and layer.values.isfinite().all()
     fresh = Decoder(target, None, draft, method("sd", gamma=3), False, prefix_bytes=0)

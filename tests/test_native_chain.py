@@ -42,8 +42,7 @@ def small(name: str = "llama", kind: str = "int8", hot: bool = False) -> CausalL
 
 
 def with_head(model: CausalLM, head: HotHead) -> CausalLM:
-    model.hot, model.fused_draft = head, native_chain(model._forward, head)
-    return model
+    return model.draft_with(head, native_chain(model.backend, head))
 
 
 def begun(model: CausalLM, rows: int = 1) -> CausalLM:
@@ -99,12 +98,12 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
     weight = model.hot.weight.float()
     weight[31] *= 50  # it stands in the prompt, and is not hot
     with_head(model, HotHead(weight, torch.zeros(len(weight)), model.hot.tokens))
-    model.hot.meet(0, PROMPT)
+    model.hot.add_context_tokens(0, PROMPT)
     drafts = [drafted(model, 0, [4], 1, 0.0, 0.0, ()) or [] for _ in range(12)]
     assert [31] in drafts
     other = begun(small(hot=True))
     other.hot = model.hot.fresh()
-    other.hot.meet(0, PROMPT)
+    other.hot.add_context_tokens(0, PROMPT)
     assert drafts == [rolled(other, 0, [4], 1)[0] for _ in range(12)]
 
 
@@ -134,8 +133,6 @@ def test_it_does_nothing_where_it_cannot() -> None:
     assert drafted(model, 0, [7], 2, 0.0, 0.0, range(40)) is None
     assert drafted(model, 0, [7], LONGEST + 1, 0.0, 0.0, ()) is None
     assert model.length(0) == len(PROMPT)
-    model.keeps_hidden = True  # which it does not give
-    assert drafted(model, 0, [7], 2, 0.0, 0.0, ()) is None
     for other in (tiny("llama"), store(tiny("llama"), "bfloat16")):
         assert drafted(begun(prepare_draft(other, None, None)), 0, [7], 2, 0.0, 0.0, ()) is None
     assert draft_head(torch.randn(40, 64), torch.randn(40), few=True) is not None  # a bias: no head for C
@@ -241,7 +238,7 @@ def test_the_end_of_a_context_takes_no_more_room() -> None:
 def test_embeddings_with_padding_are_not_drafted_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CausalLM, "chain", lambda *_: pytest.fail("it may draft what the target lacks"))
     draft = small()
-    assert draft.has_chain
+    assert draft.fused_draft is not None
     drafter = ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)
     chain: Any = SimpleNamespace(depth=3, seq=SimpleNamespace(id=0))
     assert drafter._at_once(chain, FixedLength(6)) is None
@@ -278,7 +275,7 @@ def test_drafts_are_sampled_from_the_distributions_that_are_told(law: SamplingDi
             assert own[token] > 0
             # Where it stands among tokens is C's to say: hot tokens have an order of their own.
             order = other.hot.tokens.tolist() if other.hot is not None else list(range(other.vocab_size))
-            order += other.hot.met(0) if other.hot is not None else []
+            order += other.hot.context_tokens(0) if other.hot is not None else []
             below = wanted[order[: order.index(token)]].sum().item()
             assert below - 1e-3 <= number <= below + wanted[token].item() + 1e-3
             before = [token]

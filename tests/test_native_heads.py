@@ -16,6 +16,7 @@ from forerun.backends import native_heads
 from forerun.backends.heads import HiddenLM
 from forerun.backends.native_heads import LONGEST, PENDING, Guess, HeadChain
 from forerun.backends.tiles import has_tiles
+from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.methods import Eagle, Lyanna, method
 from forerun.methods.beams import grow
@@ -23,7 +24,6 @@ from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Verdict
 
 pytestmark = pytest.mark.skipif(not has_tiles(), reason="no C compiler, or a processor without VNNI in 512 bits")
 SIZES: dict[str, Any] = {"head_dim": 32, "intermediate_size": 64, "hot": 16}

@@ -28,6 +28,7 @@ from toys import (
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
@@ -40,7 +41,7 @@ from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.window import Window
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
@@ -175,7 +176,7 @@ def test_a_window_says_what_plain_forwards_say(architecture: str) -> None:
     for id, prompt in enumerate(prompts):
         list(model.prefill(prompt, 8))
         model.join(id, 64)
-    (logits,) = model.forward([0], [draft])
+    (logits,) = model.forward([0], [draft]).logits
     assert len(draft) > 12 and not draft.is_chain
     for node in range(len(draft)):
         plain = model.fresh()

@@ -34,6 +34,7 @@ from benchmarks.baselines import specdec
 from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
 from forerun.api.loading import load_pre_verifier
+from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
@@ -48,7 +49,7 @@ from forerun.methods.confidence import ProductRule
 from forerun.methods.pacer import BLOCKS, SCORES, BlockRule, PacerStop, best_threshold
 from forerun.methods.stop import DraftState, LengthPolicy
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Sampler, Verdict
+from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import Recipe, auc, survival_loss, train_pre_verifier
 from forerun.train.rollout import history, roll_out
 from forerun.train.texts import of_windows

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import VOCAB, random_tree, tiny
+from toys import VOCAB, extend, random_tree, tiny
 
 from forerun.backends import prepare
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import capture_hidden_states
 from forerun.model.prefix_store import PrefixStore, common
 
 HALF = [5, 9, 3, 7, 7, 2, 11, 60, 4, 8]
@@ -53,9 +55,9 @@ def test_a_text_takes_the_place_of_its_beginnings() -> None:
 def test_hidden_states_are_part_of_a_hit_where_they_are_wanted() -> None:
     store = PrefixStore(10_000)
     store.put([1, 2, 3], stored(3))
-    assert store.find([1, 2], wants_hidden=True) is None
+    assert store.find([1, 2], capture="head") is None
     store.put([1, 2], stored(2), torch.ones(2, 4))  # shorter, but with what the longer one lacks
-    assert store.find([1, 2, 3], wants_hidden=True)[1] == 2 and store.find([1, 2, 3])[1] == 3
+    assert store.find([1, 2, 3], capture="head")[1] == 2 and store.find([1, 2, 3])[1] == 3
     store.put([1, 2, 3, 4], stored(4), torch.ones(4, 4))
     assert texts(store) == [[1, 2, 3, 4]] and store.bytes == 4 * 32
 
@@ -96,14 +98,14 @@ def model(architecture: str):
     return tiny(architecture)
 
 
-def prefilled(lm: CausalLM, prompt: Sequence[int], chunk: int = 512) -> int:
-    return sum(lm.prefill(prompt, chunk))
+def prefilled(lm: CausalLM, prompt: Sequence[int], chunk: int = 512, capture: Any = "") -> int:
+    return sum(lm.prefill(prompt, chunk, capture=capture))
 
 
 @torch.inference_mode()
 def alone(lm: CausalLM, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [n, V] and the LM head's inputs [n, d] of a text run alone, in one go."""
-    with lm.hearing() as heard:
+    with capture_hidden_states(lm.model) as heard:
         logits = lm.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits, heard[0][0]
 
@@ -114,25 +116,25 @@ def alone(lm: CausalLM, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tens
 def test_what_is_known_of_a_prompt_is_not_run_again(architecture: str, hidden: bool, lean: bool) -> None:
     plain = CausalLM(model(architecture))
     lm = (prepare(model(architecture)) if lean else plain).fresh(prefix_bytes=10**6)
-    lm.keeps_hidden = lm.keeps_prompt = hidden
+    capture: Any = "head" if hidden else ""
+    run = partial(prefilled, lm, capture=capture)
     first, second = [*HALF, 1, 2, 3], [*HALF, 4, 5]
-    assert prefilled(lm, first, 4) == len(first)
+    assert run(first, 4) == len(first)
     lm.join(1)
-    assert prefilled(lm, first) == 0  # several sequences of one prompt
+    assert run(first) == 0  # several sequences of one prompt
     lm.join(2)
-    assert prefilled(lm, second) == 2
+    assert run(second) == 2
     lm.join(3)
     lm.forget_prompt()
-    assert prefilled(lm, [*first, 7]) == 1 and lm.prefixes.hits == 1  # parked when its prefill ended
+    assert run([*first, 7]) == 1 and lm.prefixes.hits == 1  # parked when its prefill ended
     lm.join(4)
     # A finished row is parked with what it generated.
     parts = [lm.prompt_hidden] if hidden else []
-    lm.extend([4], [[8, 8, 9]])
-    parts += lm.hidden or []
-    lm.park(4, [*first, 7, 8, 8, 9, 6], torch.cat(parts) if hidden else None)
+    parts += extend(lm, [4], [[8, 8, 9]], capture).hidden or []
+    lm.park(4, [*first, 7, 8, 8, 9, 6], torch.cat(parts) if hidden else None, "", capture)
     lm.drop(4)
     lm.forget_prompt()
-    assert prefilled(lm, [*first, 7, 8, 8, 1]) == 1
+    assert run([*first, 7, 8, 8, 1]) == 1
     lm.join(5)
     wanted = {1: first, 2: first, 3: second, 5: [*first, 7, 8, 8, 1]}
     logits = lm.extend(list(wanted), [[6, 5]] * 4)
@@ -153,33 +155,31 @@ def test_sixteen_prompts_with_a_shared_beginning_run_it_once() -> None:
         lm.join(id, 700)
         lm.forget_prompt()
     assert lm.prefilled == 600 + 16 * 3 and lm.prefixes.hits == 15
-    places = [layer.keys.data_ptr() for layer in lm._prompt.layers]
+    places = [layer.keys.data_ptr() for layer in lm.prompts.cache.layers]
     list(lm.prefill(shared[::-1], 256))
-    assert [layer.keys.data_ptr() for layer in lm._prompt.layers] == places  # buffers stay
+    assert [layer.keys.data_ptr() for layer in lm.prompts.cache.layers] == places  # buffers stay
 
 
 def test_a_hit_without_hidden_states_is_none_where_they_are_wanted() -> None:
     lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
     assert prefilled(lm, HALF) == len(HALF)
-    lm.keeps_hidden = lm.keeps_prompt = True
     lm.forget_prompt()
-    assert prefilled(lm, HALF) == len(HALF)
+    assert prefilled(lm, HALF, capture="head") == len(HALF)
     lm.join(3)
     lm.park(3, HALF)  # without them: what is there stays
     lm.forget_prompt()
-    assert prefilled(lm, HALF) == 0 and lm.prompt_hidden.shape == (len(HALF), 32)
+    assert prefilled(lm, HALF, capture="head") == 0 and lm.prompt_hidden.shape == (len(HALF), 32)
 
 
 def test_a_prefill_that_is_given_up_leaves_a_usable_prompt_cache() -> None:
     lm = CausalLM(model("llama"))
-    lm.keeps_hidden = lm.keeps_prompt = True
-    begun = lm.prefill(HALF, 3)
+    begun = lm.prefill(HALF, 3, capture="head")
     next(begun)
     begun.close()
-    assert prefilled(lm, [*HALF[:8], 1]) == 6  # three are known
+    assert prefilled(lm, [*HALF[:8], 1], capture="head") == 6  # three are known
     lm.join(1)
     torch.testing.assert_close(lm.prompt_hidden, alone(lm, [*HALF[:8], 1])[1], atol=1e-4, rtol=1e-4)
-    assert prefilled(lm, []) == 0 and lm.prompt_hidden.shape == (0, 32)
+    assert prefilled(lm, [], capture="head") == 0 and lm.prompt_hidden.shape == (0, 32)
     lm.join(2)
     assert (lm.length(1), lm.length(2)) == (9, 0)
 
@@ -190,12 +190,12 @@ def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(da
     architecture = data.draw(st.sampled_from(["llama", "qwen3", "mistral", "gemma3"]))
     kind = data.draw(st.sampled_from([CausalLM, prepare]))
     lm = kind(model(architecture)).fresh(data.draw(st.sampled_from([0, 3000, 10**6])))
-    lm.keeps_hidden = lm.keeps_prompt = data.draw(st.booleans())
+    capture: Any = data.draw(st.sampled_from(["", "head"]))
     plain, generator = CausalLM(model(architecture)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows: dict[int, list[int]] = {}
     for id in range(data.draw(st.integers(2, 7), "calls")):
         prompt = HALF[: data.draw(st.integers(0, 10))] + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=20))
-        prefilled(lm, prompt, data.draw(st.integers(1, 16)))
+        prefilled(lm, prompt, data.draw(st.integers(1, 16)), capture)
         for copy in range(data.draw(st.integers(1, 2))):
             lm.join(100 * copy + id, data.draw(st.integers(0, 60)))
             rows[100 * copy + id] = list(prompt)
@@ -203,12 +203,13 @@ def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(da
             ids = data.draw(st.lists(st.sampled_from(sorted(rows)), min_size=1, unique=True))
             drafts = [random_tree(data.draw(st.integers(1, 6)), VOCAB, generator) for _ in ids]
             paths = []
-            for id_, draft, found in zip(ids, drafts, lm.forward(ids, drafts), strict=True):
+            logits, hidden = lm.forward(ids, drafts, capture)
+            for id_, draft, found in zip(ids, drafts, logits, strict=True):
                 path = draft.path(len(draft) - 1)
                 expected, states = alone(plain, rows[id_] + [draft.tokens[node] for node in path])
                 torch.testing.assert_close(found[path], expected[-len(path) :], atol=1e-4, rtol=1e-4)
-                if lm.keeps_hidden:
-                    own = lm.hidden[len(paths)]
+                if capture:
+                    own = hidden[len(paths)]
                     torch.testing.assert_close(own[path], states[-len(path) :], atol=1e-4, rtol=1e-4)
                 paths.append(path)
             lm.commit(ids, paths)

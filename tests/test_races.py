@@ -14,13 +14,14 @@ from test_decode import DRAFTERS, NEW, PROCESSORS, PROMPT, TARGET, V
 from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
 
 from forerun import Decoder
+from forerun.engine.acceptance import accept_seeded
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
 from forerun.methods import method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.sampling.sampler import Sampler, accept_seeded
+from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import FLOOR, SeededStream
 
 

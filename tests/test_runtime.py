@@ -17,6 +17,7 @@ from forerun.backends.lean import lean_forward
 from forerun.backends.packed import PackedLinear, pack, product
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import EagerForward
 
 
 @pytest.mark.parametrize("lengths", [[9], [0], [7, 7, 7], [3, 12, 1, 30]])
@@ -31,7 +32,7 @@ def test_lean_forward_equals_the_stock_one(lengths: list[int]) -> None:
     steps = [[Draft.chain(5, [6, 7, 8])] * len(prompts), [Draft.root(9)] * len(prompts)]
     steps += [[random_tree(9, VOCAB, generator) for _ in prompts], [Draft.chain(3, [4, 5]) for _ in prompts]]
     for drafts in steps:
-        for a, b in zip(plain.forward(ids, drafts), quick.forward(ids, drafts), strict=True):
+        for a, b in zip(plain.forward(ids, drafts).logits, quick.forward(ids, drafts).logits, strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
         # Rows go on from different nodes, so that their lengths and entries differ.
         paths = [draft.path(row % len(draft)) for row, draft in enumerate(drafts)]
@@ -111,10 +112,10 @@ def test_packing_in_place_keeps_no_second_copy_of_big_weights(monkeypatch: pytes
 
 def test_prepare_takes_the_fastest_forward() -> None:
     llama, qwen = tiny("llama"), tiny("qwen3")
-    assert prepare(llama)._forward is not None
-    assert prepare(llama, fast=False)._forward is None
+    assert not isinstance(prepare(llama).backend, EagerForward)
+    assert isinstance(prepare(llama, fast=False).backend, EagerForward)
     assert prepare(llama, fast=False).model is llama
-    assert prepare(qwen)._forward is None
+    assert isinstance(prepare(qwen).backend, EagerForward)
     assert prepare(qwen).model is not qwen
     with pytest.raises(ValueError, match="encoder-decoder"):
         prepare(T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1)))

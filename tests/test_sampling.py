@@ -16,9 +16,10 @@ from toys import p_value, random_tree
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from forerun.engine import acceptance
+from forerun.engine.acceptance import Verdict, accept
 from forerun.engine.draft import Draft
-from forerun.sampling import sampler as sampling
-from forerun.sampling.sampler import Sampler, accept, next_tokens, sample
+from forerun.sampling.sampler import QuickTopP, Sampler, next_tokens, sample
 
 V, LENGTH, TRIALS = 4, 3, 6000
 FITS, BROKEN = 1e-4, 1e-6
@@ -144,10 +145,10 @@ def test_the_output_follows_the_targets_distribution(kind: str) -> None:
 
 
 def mutant(name: str, old: str, new: str) -> Callable:
-    """A function of forerun.sampling.sampler with `old` in its source made `new`."""
-    source = inspect.getsource(getattr(sampling, name))
+    """A function of forerun.engine.acceptance with `old` in its source made `new`."""
+    source = inspect.getsource(getattr(acceptance, name))
     assert old in source, f"{name} no longer contains {old!r}: write this mutation anew"
-    namespace = dict(vars(sampling))
+    namespace = dict(vars(acceptance))
     exec(source.replace(old, new), namespace)
     return namespace[name]
 
@@ -192,7 +193,7 @@ def is_broken(make: Callable[[np.random.Generator], Draft]) -> bool:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, old, new, kind = MUTATIONS[mutation]
-    monkeypatch.setattr(sampling, name, mutant(name, old, new))
+    monkeypatch.setattr(acceptance, name, mutant(name, old, new))
     assert is_broken(DRAFTS[kind])
 
 
@@ -205,7 +206,7 @@ def test_numbers_are_gathered_as_they_are_read(seed: int) -> None:
     draft = replace(draft, q=laws if len(laws) else None)
     p = torch.rand(len(draft), V, generator=maker).softmax(-1)
     read, gathered = (
-        each(draft, p, torch.Generator().manual_seed(seed)) for each in (sampling._read, sampling._gathered)
+        each(draft, p, torch.Generator().manual_seed(seed)) for each in (acceptance._read, acceptance._gathered)
     )
     assert read == gathered
 
@@ -236,7 +237,7 @@ def test_the_longest_prefix_of_a_block_counts() -> None:
     chain = Draft.chain(0, [0, 0, 0], q)
     for lucky in ([], [1], [2], [1, 2], [1, 2, 3]):
         u = [0.0 if node in lucky else 0.999 for node in range(4)]
-        accepted, left = sampling._accept_block(chain, p, u, [1.0, *[0.3 / 0.4] * 3])
+        accepted, left = acceptance._accept_block(chain, p, u, [1.0, *[0.3 / 0.4] * 3])
         assert accepted == max(lucky, default=0) and (left is None) == (accepted == 3)
 
 
@@ -294,8 +295,8 @@ def test_greedy_takes_the_argmax_at_near_ties() -> None:
 
 
 def test_greedy_through_ratios_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_ratio(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator) -> sampling.Verdict:
-        return sampling._accept_sampled(draft, scores.softmax(-1), generator)
+    def by_ratio(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator) -> Verdict:
+        return acceptance._accept_sampled(draft, scores.softmax(-1), generator)
 
     monkeypatch.setitem(globals(), "accept", by_ratio)
     assert not all(greedy_is_argmax(seed) for seed in range(200))
@@ -401,7 +402,7 @@ def test_sums_by_blocks_sample_what_a_sum_token_by_token_does(size: int) -> None
 @pytest.mark.parametrize("least", [1, 3])
 def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    slow, fast = hf.TopPLogitsWarper(top_p, -9.0, least), sampling.QuickTopP(top_p, -9.0, least)
+    slow, fast = hf.TopPLogitsWarper(top_p, -9.0, least), QuickTopP(top_p, -9.0, least)
     counts = set()
     for width in (0.1, 1.0, 5.0, 40.0):
         scores = width * torch.randn(4, 200, generator=generator)
@@ -413,4 +414,4 @@ def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> 
             counts |= set((kept > -9.0).sum(-1).tolist())
     assert min(counts) >= least and len(counts) > 3
     sampler = Sampler(False, LogitsProcessorList([slow]))
-    assert type(sampler.processors[0]) is sampling.QuickTopP and sampler.prefix_free  # type: ignore[index]
+    assert type(sampler.processors[0]) is QuickTopP and sampler.prefix_free  # type: ignore[index]

@@ -27,6 +27,7 @@ from toys import (
 )
 
 from forerun import Decoder
+from forerun.engine.acceptance import Verdict
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Ouroboros, Parts, Suffix, method, pools
@@ -37,7 +38,7 @@ from forerun.methods.hybrid import HybridDrafter
 from forerun.methods.pools import PhrasePool, SuffixMemory
 from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Constraint, Sampler, Verdict
+from forerun.sampling.sampler import Constraint, Sampler
 
 V = 4
 TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)

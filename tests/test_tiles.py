@@ -115,13 +115,12 @@ def test_one_call_gives_the_bits_of_many(name: str, kind: str) -> None:
     for whole in (forward.whole, None):
         forward.whole = whole
         model = CausalLM(stored, forward)
-        model.keeps_hidden = True
         for id, prompt in enumerate(prompts):
             model.add(id)
             model.extend([id], [prompt])
-        logits = model.forward([0, 1, 2], drafts)
-        assert model.hidden is not None
-        found.append([*logits, *model.hidden])
+        logits, hidden = model.forward([0, 1, 2], drafts, "head")
+        assert hidden is not None
+        found.append([*logits, *hidden])
     assert all(torch.equal(one, many) for one, many in zip(*found, strict=True))
 
 

@@ -22,6 +22,7 @@ from toys import tiny, tiny_tokenizer
 
 import forerun
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import capture_hidden_states
 from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
 from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
 from forerun.train.loop import TrainConfig, claim, train
@@ -185,7 +186,7 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
     assert not asked and len(list((tmp_path / "work/labels").iterdir())) == 2
     rows = torch.tensor([69, 3, 1, 64])
     part = texts.take(rows)
-    with torch.no_grad(), runner.hearing() as heard:
+    with torch.no_grad(), capture_hidden_states(runner.model) as heard:
         logits = model(input_ids=part.tokens).logits
     for found in (labels, again):
         states, probs = found.states(rows), found.probs(rows)

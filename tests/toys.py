@@ -18,6 +18,7 @@ from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Step
 from forerun.engine.sequence import Request
+from forerun.engine.target import Output
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.model.causal_lm import CausalLM, fingerprint
@@ -212,8 +213,8 @@ class TableLM:
     context = None
     device = torch.device("cpu")
     dtype = torch.float32
-    keeps_hidden = keeps_prompt = has_chain = False
-    hidden = prompt_hidden = prefixes = None
+    fused_draft = prompt_hidden = None
+    keeps_prefixes = False
     prefilled = 0
     clock = staticmethod(perf_counter)
 
@@ -235,7 +236,7 @@ class TableLM:
     def length(self, id: int) -> int:
         return len(self.rows.get(id, ()))
 
-    def prefill(self, tokens: Sequence[int], chunk: int, salt: str = "") -> Iterator[int]:
+    def prefill(self, tokens: Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
         self.prompt = list(tokens)
         for start in range(0, len(tokens), chunk):
             self.prefilled += len(tokens[start : start + chunk])
@@ -250,7 +251,7 @@ class TableLM:
     def drop(self, id: int) -> None:
         self.rows.pop(id, None)
 
-    def park(self, id: int, tokens: Sequence[int], hidden: Tensor | None = None, salt: str = "") -> None:
+    def park(self, *_: Any, **__: Any) -> None:
         pass
 
     def forget_prompt(self) -> None:
@@ -267,9 +268,9 @@ class TableLM:
             last += tokens
         return list(self.table[before, last].split([len(tokens) for tokens, _ in trees]))
 
-    def forward(self, ids: Sequence[int], drafts: Sequence[Draft]) -> list[Tensor]:
+    def forward(self, ids: Sequence[int], drafts: Sequence[Draft], capture: str = "") -> Output:
         self._drafts = dict(zip(ids, drafts, strict=True))
-        return self._logits(ids, [(draft.tokens, draft.parents) for draft in drafts])
+        return Output(self._logits(ids, [(draft.tokens, draft.parents) for draft in drafts]), None)
 
     def extend(self, ids: Sequence[int], chains: Sequence[Sequence[int]]) -> list[Tensor]:
         logits = self._logits(ids, [(chain, range(-1, len(chain) - 1)) for chain in chains])
@@ -278,7 +279,7 @@ class TableLM:
         return logits
 
     def roll(
-        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int
+        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int, capture: str = ""
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         argmax, logits = [], []
         for _ in range(count):
@@ -295,6 +296,13 @@ class TableLM:
     def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
         for id, length in zip(ids, lengths, strict=True):
             del self.rows[id][length:]
+
+
+def extend(lm: CausalLM, ids: Sequence[int], chains: Sequence[Sequence[int]], capture: Any = "head") -> Output:
+    """Runs and commits chains, with captured hidden states."""
+    found = lm.forward(ids, [Draft.chain(chain[0], chain[1:]) for chain in chains], capture)
+    lm.commit(ids, [range(len(chain)) for chain in chains])
+    return found
 
 
 def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
@@ -21,7 +22,6 @@ from forerun.methods.base import Sampling, at_least, between
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.sampling.probabilities import entropies
-from forerun.sampling.sampler import Verdict
 
 # AdaEDL's moving averages: the share of the past in the acceptance rate and in the threshold.
 OLD_RATE, OLD_THRESHOLD = 0.5, 0.9

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
 from forerun.methods.base import Sampling, at_least
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
-from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)

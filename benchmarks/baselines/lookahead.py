@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal
@@ -16,7 +17,6 @@ from forerun.methods import Method, Parts
 from forerun.methods.base import at_least
 from forerun.methods.pools import PhrasePool
 from forerun.methods.window import Window
-from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.backends.heads import head_rows
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter
 from forerun.methods.base import Parts
 from forerun.methods.hidden import HeadDrafter, Heads
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)

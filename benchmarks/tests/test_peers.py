@@ -33,6 +33,7 @@ from forerun.bench.runners import Outcome
 from forerun.bench.session import bench
 from forerun.engine.stats import Stats
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import EagerForward
 from forerun.sampling.params import SamplingParams
 
 ASSISTED = [f"hf-assisted/{schedule}" for schedule in SCHEDULES]
@@ -287,9 +288,9 @@ def test_their_forwards_are_untouched(folder: Path) -> None:
     _, target, _ = load_decoders(plan, None, None)
     theirs = load_on_their_forward(plan, None)
     for decoder in theirs.values():
-        assert decoder.target._forward is None and decoder.target.model is not target.model
+        assert isinstance(decoder.target.backend, EagerForward) and decoder.target.model is not target.model
     assert theirs["sd"].draft is not None and theirs["suffix"].draft is None
-    assert theirs["sd"].draft._forward is None and not is_stored(theirs["sd"].draft.model)
+    assert isinstance(theirs["sd"].draft.backend, EagerForward) and not is_stored(theirs["sd"].draft.model)
 
 
 def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> None:

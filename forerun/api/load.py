@@ -129,7 +129,6 @@ def _ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions
     how: dict[str, bool] = {
         "fast": models.fast,
         "in_place": isinstance(source, str | Path),
-        "graphs": models.graphs,
     }
     if part == "target":
         return prepare(model, **how)

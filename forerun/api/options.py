@@ -38,8 +38,6 @@ class ModelOptions:
             make the same calls, and each of them gets the output. Needs accelerate (docs/tensor-parallel.md).
         trust_remote_code: passed on to transformers.
         fast: False runs transformers' own forwards, without packed weights or lean copies (see forerun/backends).
-        graphs: record forwards of a few tokens as CUDA graphs, for plain Llamas on a GPU; takes memory and some seconds
-            at first. Raises ValueError elsewhere.
     """
 
     dtype: str | torch.dtype | None = None
@@ -52,7 +50,6 @@ class ModelOptions:
     tensor_parallel: bool = False
     trust_remote_code: bool = False
     fast: bool = True
-    graphs: bool = False
 
     def __post_init__(self) -> None:
         check_way(self.draft_tokens)
@@ -60,10 +57,6 @@ class ModelOptions:
             check_kind(weights)
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
             raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
-        if self.draft_vocabulary and self.graphs:
-            raise ValueError("draft_vocabulary cannot stand beside graphs: recorded forwards have the whole head")
-        if self.tensor_parallel and self.graphs:
-            raise ValueError("tensor_parallel cannot stand beside graphs")
         if self.device is not None and self.device_map is not None:
             raise ValueError("give device or device_map, not both")
 

@@ -15,7 +15,6 @@ from forerun.backends.lean import lean_forward
 from forerun.backends.native_family import NativeForward, fits
 from forerun.backends.packed import pack
 from forerun.backends.quantised import quantised_forward
-from forerun.backends.recorded import Recorded
 from forerun.backends.stored import is_stored
 from forerun.model.causal_lm import CausalLM
 
@@ -72,37 +71,25 @@ def family_forward(model: PreTrainedModel) -> FamilyForward:
     return NativeForward(model, compiled)
 
 
-def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False, graphs: bool = False) -> CausalLM:
+def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -> CausalLM:
     """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
     Where its weights are stored in few bits it is the family's (`forerun.backends.family`), else its own.
 
     Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
-    the model itself, which is good for nothing else then, and so needs no second copy of its weights. `graphs` has
-    forwards of a few tokens recorded as CUDA graphs (`forerun.backends.recorded`), whatever the model's size. Raises
-    ValueError for models that cannot run drafts (see CausalLM), and with `graphs` for what is no lean model on a GPU.
+    the model itself, which is good for nothing else then, and so needs no second copy of its weights. Raises
+    ValueError for models that cannot run drafts (see CausalLM).
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
     if is_stored(model):
-        if graphs:
-            raise ValueError("graphs need a plain Llama on a CUDA device; weights in few bits are for CPUs")
         if model.device.type == "cpu" and library() is None:
             warn_without_kernels()
-        if not (fast and is_family(model)):
-            return plain
-        return CausalLM(model, quantised_forward(model) or family_forward(model))
-    lean = fast and not is_spread(model) and is_as_made(model) and not (graphs and model.device.type != "cuda")
-    forward = lean_forward(model, any_size=graphs) if lean else None
-    if graphs and forward is None:
-        raise ValueError(
-            f"graphs need a plain Llama on a CUDA device, with fast forwards; this is {type(model).__name__} on "
-            f"{model.device}"
-        )
-    if not lean:
+        quick = quantised_forward(model) if fast else None
+        if quick is not None:
+            return CausalLM(model, quick)
+        return CausalLM(model, family_forward(model)) if fast and is_family(model) else plain
+    if not fast or is_spread(model) or not is_as_made(model):
         return plain
+    forward = lean_forward(model)
     if forward is not None:
-        quick = CausalLM(model, forward)
-        quick.recorded = Recorded(forward) if graphs else None
-        return quick
-    packed = CausalLM(pack(model, in_place))
-    packed.fingerprint = plain.fingerprint
-    return packed
+        return CausalLM(model, forward)
+    return CausalLM(pack(model, in_place), fingerprint_=plain.fingerprint)

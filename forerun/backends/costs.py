@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from forerun.backends.heads import HiddenLM
+from forerun.engine.acceptance import accept
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.heads.echo import SIZES
@@ -20,7 +21,7 @@ from forerun.heads.pre_verifier import LEAST, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import last_probabilities, probabilities_of
-from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution, accept, next_tokens
+from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution, next_tokens
 
 TOP_P = 0.95
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -65,7 +66,7 @@ def measure_costs(
 @torch.inference_mode()
 def _chained_cost(draft: CausalLM, context: int, drawing: Drawing | None) -> float:
     """Milliseconds of a token that the draft makes in one call with others, 0 where it does not."""
-    if not draft.has_chain:
+    if draft.fused_draft is None:
         return 0.0
     draft, seconds = filled(draft, [number % draft.vocab_size for number in range(context)]), []
     for _ in range(3 * RUN):
@@ -90,7 +91,7 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
         model, chain = filled(model, [0]), Draft.chain(0, [0] * (tokens - 1))
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for sampler in samplers * min(20, max(3, int(100 * SECONDS / ms))):
-            (scores,) = model.forward([0], [chain])
+            (scores,) = model.forward([0], [chain]).logits
             begun = perf_counter()
             use(sampler, chain, scores)
             seconds[sampler.greedy].append(perf_counter() - begun)
@@ -145,13 +146,13 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> tupl
     hidden, embedded = torch.zeros(1, 4, config.draft_size), torch.zeros(1, 4, config.token_size)
     echoes = [[(0,) * len(SIZES)] * 4]
     for _ in range(repeats):
-        scores = draft.forward([0], [Draft.root(0)])[0].float()[:, None].expand(1, 4, -1)
+        scores = draft.forward([0], [Draft.root(0)]).logits[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
         state = fast.begin(torch.zeros(1, config.target_size), [[1.0, 1.0, 1.0]])
         chances = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
         fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden, embedded)
         calls.append(perf_counter() - begun)
-        (scores,) = draft.forward([0], [Draft.root(0)])
+        (scores,) = draft.forward([0], [Draft.root(0)]).logits
         begun = perf_counter()
         last_probabilities(scores, [[0]])
         glances.append(perf_counter() - begun)

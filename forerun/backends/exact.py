@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.backends.bits import ConcatLinear, Dense, LinearSlice, Packed
+from forerun.backends.blocks import attend, lay_out_blocks
 from forerun.backends.machine import machine
 from forerun.backends.native import build
 from forerun.backends.packed import Product
@@ -29,7 +30,6 @@ from forerun.backends.stored import kind_of
 from forerun.backends.tiles import Tiles
 from forerun.files import home, write_text
 from forerun.model.batch import Inputs
-from forerun.model.blocks import attend, lay_out_blocks
 from forerun.model.kv_cache import BLOCK, KVCache
 
 ROWS = 16  # that a kernel is tried with
@@ -61,7 +61,7 @@ def is_invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 
 @torch.inference_mode()
 def attention_is_invariant(heads: int, groups: int, size: int) -> bool:
-    """Whether each query of `forerun.model.blocks.attend` gets the same bits alone, in a chain and in a batch, and
+    """Whether each query of `forerun.backends.blocks.attend` gets the same bits alone, in a chain and in a batch, and
     whether it matters how many keys stand behind those that it sees."""
     maker = torch.Generator().manual_seed(0)
     states = torch.randn(3, 3 * BLOCK, 2 * groups, size, generator=maker).bfloat16()
@@ -153,5 +153,5 @@ def remembered(name: str, tried: Callable[[], bool]) -> bool:
 def _code() -> str:
     """Differs between versions of what is tried."""
     here = Path(__file__).parent
-    files = [*sorted(here.glob("*.py")), *here.glob("*.c"), here.parent / "model" / "blocks.py"]
+    files = [*sorted(here.glob("*.py")), *here.glob("*.c")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]

@@ -1,13 +1,13 @@
 """One forward for the Llama family with weights in few bits: Llama, Mistral, Qwen2, Qwen3, SmolLM3.
 
-Every product is of `forerun.backends.bits`, attention is that of `forerun.model.blocks`, and what is between them works
-on each row by itself. So a token's logits have the same bits whether it is run alone, behind others, in a tree or in a
-batch.
+Every product is of `forerun.backends.bits`, attention is that of `forerun.backends.blocks`, and what is between them
+works on each row by itself. So a token's logits have the same bits whether it is run alone, after others, in a tree or
+in a batch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.backends.bits import ConcatLinear, Dense, LinearSlice, Packed, joined
+from forerun.backends.blocks import BlockBatch, attend, lay_out_blocks
 from forerun.backends.exact import (
     ROWS,
     attention_is_invariant,
@@ -26,8 +27,8 @@ from forerun.backends.exact import (
 from forerun.backends.scores import Scores
 from forerun.backends.stored import StoredLinear
 from forerun.backends.tiles import Tiles
+from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
-from forerun.model.blocks import BlockBatch, attend, lay_out_blocks
 from forerun.model.kv_cache import KVCache, KVLayer
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
@@ -66,7 +67,7 @@ class FamilyForward:
         dtype: of hidden states, keys and values.
     """
 
-    dtype = torch.bfloat16
+    dtype, pads = torch.bfloat16, True
 
     def __init__(self, model: PreTrainedModel) -> None:
         config, base = model.config, model.model
@@ -89,7 +90,7 @@ class FamilyForward:
         self._exact, self._threads = exact, torch.get_num_threads()
 
     @property
-    def exact(self) -> str:
+    def exact(self) -> Literal["bitwise", "rounding"]:
         """As it was found with the number of threads that there was then; with another, nobody has tried."""
         return "bitwise" if self._exact and torch.get_num_threads() == self._threads else "rounding"
 
@@ -126,33 +127,33 @@ class FamilyForward:
                 setattr(place, name, fixed or product)
         return found
 
-    def lay_out(self, inputs: Inputs, cache: KVCache) -> BlockBatch:
-        """What `__call__` takes."""
-        return lay_out_blocks(inputs, cache, self.heads // self.groups, self.sliding)
-
     def __call__(
-        self, batch: BlockBatch, cache: KVCache, logits: bool, wanted: str
+        self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `forerun.model.rows.LeanForward` says; logits in float32, hidden states in bfloat16."""
+        """As `forerun.model.forward.Forward` says; logits in float32, hidden states in bfloat16."""
+        batch = lay_out_blocks(inputs, cache, self.heads // self.groups, self.sliding)
         rows, new = batch.positions.shape
+
+        def own(x: Tensor) -> Tensor:
+            return inputs.unpad(x.view(rows, new, -1))
+
         x = self.embed(batch.ids.reshape(-1)).float()
         turn, last = self.turning(batch.positions), self.layers[-1]
         hidden: Tensor | None = None
         for layer, stored in zip(self.layers, cache.layers, strict=True):
-            if wanted == "below" and layer is last:
-                hidden = x.bfloat16()
+            if capture == "below" and layer is last:
+                hidden = own(x).bfloat16()
             parts = layer.qkv(self.normed(x, layer.first))
             if layer.bias is not None:
                 parts = (parts + layer.bias).bfloat16()
             parts = parts.view(rows, new, -1, self.size)
             x = x + layer.out(self.attended(layer, parts, turn, batch, stored))
             x += layer.down(gated(layer.up(self.normed(x, layer.second))))
-        if logits or wanted == "head":
-            x = self.scaled(x, self.norm)
-        if wanted == "head":
+        if logits or capture == "head":
+            x = self.scaled(own(x), self.norm)
+        if capture == "head":
             hidden = x.bfloat16()
-        scores = self.head(x).view(rows, new, -1) if logits else None
-        return scores, hidden.view(rows, new, -1) if hidden is not None else None
+        return self.head(x) if logits else None, hidden
 
     def normed(self, x: Tensor, gain: Tensor) -> Tensor:
         """RMSNorm of [n, d], in bfloat16."""

@@ -16,10 +16,10 @@ from forerun.backends.information import NativeInformation, token_information
 from forerun.backends.lean import LeanLayers
 from forerun.backends.native_heads import Guess, HeadChain, NativeHead, head_chain, native_head
 from forerun.backends.packed import Product, product
-from forerun.backends.recorded import Recorded
 from forerun.backends.scores import draft_head
+from forerun.engine.target import Capture
 from forerun.heads.heads import HeadLayer, HiddenDrafter
-from forerun.model.batch import ForwardBatch, Inputs, by_row, of_rows
+from forerun.model.batch import Inputs, pad
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.model.rows import Rows
@@ -40,10 +40,8 @@ class HiddenLM(Rows):
         curves: calibration, see `HiddenConfig`.
         native: runs the layers instead, where C can.
         chain: drafts a whole chain for one sequence instead, where C can (`guess`).
-        recorded: runs states one by one instead, where the target's forwards are recorded.
     """
 
-    recorded: Recorded | None = None
     native: NativeHead | None = None
     chain: HeadChain | None = None
     information: Product | None = None
@@ -52,7 +50,8 @@ class HiddenLM(Rows):
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
         config = head.config
         self.kind, self.width = config.kind, config.hidden_size
-        self.known, self.feature = config.known or self.kind == "eagle", config.feature
+        self.known = config.known or self.kind == "eagle"
+        self.feature: Capture = "below" if config.feature == "below" else "head"
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
         multiply = functools.partial(product, one_row=True, few=few)
@@ -90,8 +89,6 @@ class HiddenLM(Rows):
             few,
         )
         self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
-        if target.recorded is not None and self.kind == "lyanna":
-            self.recorded = Recorded(self._step)
 
     def _empty(self) -> None:
         self.cache, self._prompt = KVCache(self._depth), KVCache(self._depth)
@@ -102,8 +99,6 @@ class HiddenLM(Rows):
         other._empty()
         if self.chain is not None:
             other.chain = self.chain.fresh()
-        if self.recorded is not None:
-            other.recorded = Recorded(other._step)
         return other
 
     @torch.inference_mode()
@@ -167,27 +162,16 @@ class HiddenLM(Rows):
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None
     ) -> Tensor:
         counts = [len(own) for own in states]
+        x = states[0] if len(states) == 1 else torch.cat(list(states))
+        if tokens is not None:
+            x = self._beside(x, torch.tensor([token for own in tokens for token in own], device=self.device))
         if self.native is not None:
-            x = states[0] if len(states) == 1 else torch.cat(list(states))
-            if tokens is not None:
-                x = self._beside(x, torch.tensor([token for own in tokens for token in own]))
             return self.native.extend(cache, ids, x, counts)
-        new, rows = max(counts), [cache.row(id) for id in ids]
-        x = states[0]
-        if len(states) > 1:
-            x = torch.cat([functional.pad(own, (0, 0, 0, new - len(own))) for own in states])  # [R N, d]
-        if tokens is None:
-            x = self.alone(x)
-        else:
-            behind = torch.tensor([[*own, *[0] * (new - len(own))] for own in tokens], device=self.device)
-            x = self.both(self._beside(x, behind.flatten()))
-        depths = [range(count) for count in counts]
-        x = self._run(Inputs(rows, depths, given=by_row(x.view(len(ids), new, -1), rows)), cache)
+        x, depths = self.alone(x) if tokens is None else self.both(x), [range(count) for count in counts]
+        inputs = Inputs([cache.row(id) for id in ids], depths, given=x)
+        x = self._run(inputs, cache)
         cache.commit(ids, depths)
-        # A GPU waits for numbers of rows to come from the host, but not for a slice.
-        if min(counts) == new:
-            return of_rows(x[:, -1], rows)
-        return x[rows, [count - 1 for count in counts]]
+        return inputs.last(x)
 
     @torch.inference_mode()
     def roll(self, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
@@ -197,24 +181,12 @@ class HiddenLM(Rows):
             return []
         if self.native is not None:
             return self.native.roll(self.cache, ids, states, steps)
-        rows, one, found = [self.cache.row(id) for id in ids], [range(1)] * len(ids), []
-        given = by_row(states, rows)[:, None]
+        one, found = [range(1)] * len(ids), []
         for _ in range(steps):
-            inputs, step = Inputs(rows, one, given=given), None
-            if self.recorded is not None:
-                step = self.recorded(inputs, self.cache, "")
-            if step is None:
-                step = self._step(self._lay_out(inputs), self.cache)
-            given = step[0]
+            states = self._run(self._inputs(ids, one, given=self.between(states)), self.cache)
             self.cache.commit(ids, one)
-            found.append(of_rows(given[:, 0], rows))
+            found.append(states)
         return found
-
-    def _step(self, batch: ForwardBatch, cache: KVCache, *_: bool | str) -> tuple[Tensor, None]:
-        """A lean forward (`forerun.model.rows`) from states [B, 1, d] to the next ones."""
-        assert batch.states is not None
-        x = self.between(batch.states.flatten(0, 1))
-        return self._through(x, batch, cache).view(batch.states.shape), None
 
     @torch.inference_mode()
     def branch(self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
@@ -224,12 +196,12 @@ class HiddenLM(Rows):
         if self.native is not None:
             x = self._beside(states.flatten(0, 1), tokens.flatten())
             return self.native.branch(self.cache, ids, x, depth, seen).view(states.shape)
-        width, rows = tokens.shape[1], [self.cache.row(id) for id in ids]
-        back = seen.shape[-1] - width
-        x = self.both(self._beside(states.flatten(0, 1), tokens.flatten())).view(states.shape)
-        x = self._run(Inputs(rows, [[depth - back] * width] * len(ids), list(seen), given=by_row(x, rows)), self.cache)
+        width = tokens.shape[1]
+        depths = [[depth - (seen.shape[-1] - width)] * width] * len(ids)
+        x = self.both(self._beside(states.flatten(0, 1), tokens.flatten()))
+        x = self._run(self._inputs(ids, depths, list(seen), given=x), self.cache)
         self.cache.commit(ids, [range(width)] * len(ids))
-        return of_rows(x, rows)
+        return x.view(states.shape)
 
     def _beside(self, x: Tensor, tokens: Tensor) -> Tensor:
         """States [n, d] with the embeddings of tokens [n]: what the first matrix takes [n, 2 d]."""
@@ -237,15 +209,13 @@ class HiddenLM(Rows):
         return torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1)
 
     def _run(self, inputs: Inputs, cache: KVCache) -> Tensor:
-        """States [B, N, d] behind inputs that have gone through the first matrix."""
-        batch = self._lay_out(inputs, cache)
-        assert batch.states is not None
-        return self._through(batch.states.flatten(0, 1), batch, cache).view(batch.states.shape)
-
-    def _through(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """States [n, d] after inputs that have gone through the first matrix."""
+        batch = pad(inputs, cache, self.device, self.dtype)
         # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
         batch = replace(batch, positions=batch.positions.clamp(max=self.layers.context - 1))
-        return self.layers.normed(self.layers(x, batch, cache)) * self.gain
+        assert batch.states is not None
+        x = self.layers(batch.states.flatten(0, 1), batch, cache)
+        return self.layers.normed(inputs.unpad(x.view(batch.states.shape))) * self.gain
 
 
 @torch.no_grad()

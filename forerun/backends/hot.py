@@ -54,8 +54,8 @@ class HotHead:
         other._met, other._rows = {}, {}
         return other
 
-    def meet(self, id: int, tokens: Iterable[int]) -> None:
-        """Tokens of a sequence's text. The last `most` of those that are not hot are kept."""
+    def add_context_tokens(self, id: int, tokens: Iterable[int]) -> None:
+        """Adds tokens of a sequence's text. The last `most` of those that are not hot are kept."""
         own = self._met.setdefault(id, {})
         for token in tokens:
             if not self._is_hot[token] and token not in own:
@@ -64,7 +64,7 @@ class HotHead:
         while len(own) > self.most:
             del own[next(iter(own))]
 
-    def met(self, id: int) -> list[int]:
+    def context_tokens(self, id: int) -> list[int]:
         """Those tokens of a sequence."""
         return list(self._met.get(id, ()))
 
@@ -90,26 +90,24 @@ class HotHead:
         return logits
 
     def _gather(self, id: int) -> tuple[Tensor, Tensor, Tensor]:
-        met = torch.tensor(self.met(id), device=self.weight.device)
+        met = torch.tensor(self.context_tokens(id), device=self.weight.device)
         self._rows[id] = met, self.weight[met].float().T.contiguous(), self._whole_bias[met].float()
         return self._rows[id]
 
 
 def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int | None, **how: bool) -> CausalLM:
-    """`prepare(model, **how)`, with a hot head where the draft's folder or `count` asks for it (`hot_tokens`). Recorded
-    forwards have the whole head. `folder` may be a hub id, which asks for nothing."""
+    """`prepare(model, **how)`, with a hot head if the draft's folder or `count` asks for it (`hot_tokens`). `folder`
+    may be a hub id, which asks for nothing."""
     plain = CausalLM(model)
     tokens = hot_tokens(folder if isinstance(folder, Path) else None, count, plain.vocab_size)
     hot = None
-    if tokens is not None and not how.get("graphs"):
+    if tokens is not None:
         size = model.config.get_text_config(decoder=True).hidden_size
         weight, bias = head_rows(plain, torch.arange(plain.vocab_size, device=plain.device), size)
         scale = logit_scale(model.config.get_text_config(decoder=True))
         hot = HotHead(scale * weight, scale * bias, tokens.to(plain.device))
     ready = prepare(model, **how)
-    ready.hot = hot
-    ready.fused_draft = native_chain(ready._forward, hot)
-    return ready
+    return ready.draft_with(hot, native_chain(ready.backend, hot))
 
 
 def logit_scale(config: PreTrainedConfig) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from forerun.backends.packed import Product, product
-from forerun.model.batch import ForwardBatch, causal
+from forerun.engine.target import Capture
+from forerun.model.batch import Inputs, PaddedBatch, causal, pad
 from forerun.model.kv_cache import KVCache
-from forerun.model.rows import LeanForward
 
 # Bigger models spend their time in the products, and copies of their weights would cost more than they bring.
 LARGEST = 200_000_000
@@ -28,15 +29,14 @@ _KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
 _HOMES = {LlamaForCausalLM.__module__, "transformers.activations"}
 
 
-def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward | None:
-    """The forward of a Llama, of the form that `LeanForward` says.
+def lean_forward(model: PreTrainedModel) -> LeanForward | None:
+    """The lean forward of a Llama; None for other models, other layers, and over LARGEST parameters.
 
-    None for a model that is no plain Llama, has layers of others, or, unless `any_size`, over LARGEST parameters. On a
-    CPU it keeps copies of the weights, fused and laid out for few rows; on a GPU the model's own become views of the
-    fused ones. Do not train or move the model afterwards.
+    On a CPU it keeps copies of the weights, fused and laid out for few rows; on a GPU the model's own become views of
+    the fused ones. Do not train or move the model afterwards.
     """
     config = model.config
-    if model.num_parameters() > LARGEST and not any_size:
+    if model.num_parameters() > LARGEST:
         return None
     if type(model) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         return None
@@ -44,8 +44,18 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
         return None
     if not all(type(module) in _KNOWN or type(module).__module__ in _HOMES for module in model.modules()):
         return None
-    base, width, vocabulary = model.model, config.hidden_size, config.vocab_size
-    with torch.no_grad():
+    return LeanForward(model)
+
+
+class LeanForward:
+    """A `forerun.model.forward.Forward` of a plain Llama (`lean_forward`)."""
+
+    exact: Literal["rounding"] = "rounding"
+    pads = True
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel) -> None:
+        config, base = model.config, model.model
         weights = [
             (
                 layer.input_layernorm.weight,
@@ -58,7 +68,7 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
             for layer in base.layers
             for attention in [layer.self_attn]
         ]
-        layers = LeanLayers(
+        self.layers = LeanLayers(
             weights,
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -66,23 +76,28 @@ def lean_forward(model: PreTrainedModel, any_size: bool = False) -> LeanForward 
             base.rotary_emb.inv_freq,
             config.max_position_embeddings,
         )
-        normed, head, gain = layers.behind(base.norm.weight, model.lm_head.weight)
+        self.dtype, self.device, self.embed = model.dtype, model.device, base.embed_tokens
+        self.normed, self.head, self.gain = self.layers.behind(base.norm.weight, model.lm_head.weight)
 
-    def forward(batch: ForwardBatch, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
-        rows, new = batch.positions.shape
+    def __call__(
+        self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
+    ) -> tuple[Tensor | None, Tensor | None]:
+        batch = pad(inputs, cache, self.device, self.dtype)
         assert batch.ids is not None
         below: list[Tensor] = []
-        x = functional.embedding(batch.ids.reshape(-1), base.embed_tokens.weight)
-        x = layers(x, batch, cache, below)
-        hidden = below[0].view(rows, new, width) if wanted == "below" else None
-        if not logits and wanted != "head":
-            return None, hidden
-        x = normed(x)
-        if wanted == "head":
-            hidden = (x if gain is None else x * gain).view(rows, new, width)
-        return head(x).view(rows, new, vocabulary) if logits else None, hidden
+        x = functional.embedding(batch.ids.reshape(-1), self.embed.weight)
+        x = self.layers(x, batch, cache, below)
 
-    return forward
+        def own(x: Tensor) -> Tensor:
+            return inputs.unpad(x.view(*batch.positions.shape, -1))
+
+        hidden = own(below[0]) if capture == "below" else None
+        if not logits and capture != "head":
+            return None, hidden
+        x = self.normed(own(x))
+        if capture == "head":
+            hidden = x if self.gain is None else x * self.gain
+        return self.head(x) if logits else None, hidden
 
 
 def rotations(frequencies: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +163,7 @@ class LeanLayers:
         factor = gain.float() * self.width**0.5
         return self.normed, self.product(weight.float() * factor), factor
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, below: list[Tensor] | None = None) -> Tensor:
+    def __call__(self, x: Tensor, batch: PaddedBatch, cache: KVCache, below: list[Tensor] | None = None) -> Tensor:
         """States [B N, d] behind the layers from those before. Those below the last layer are added to `below`."""
         positions, mask = batch.positions, batch.mask
         rows, new = positions.shape

@@ -227,5 +227,5 @@ def lay_out_tokens(inputs: Inputs, cache: KVCache) -> TokenBatch:
         ids = torch.tensor([token for tokens in inputs.tokens for token in tokens])
     else:
         assert inputs.given is not None
-        ids = inputs.given[row.long(), (slot - behind).long()]
+        ids = inputs.given
     return TokenBatch(ids, place.long(), row, behind, slot, place, paths, start + new)

@@ -23,6 +23,7 @@ from forerun.backends.tiles import (
     Halves,
     room,
 )
+from forerun.model.forward import Forward
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.sampler import Drafted, Drawing
 
@@ -42,7 +43,7 @@ class NativeChain:
         """`table` [V, d] bfloat16: the embeddings."""
         assert forward.whole is not None and table.dtype == torch.bfloat16 and table.is_contiguous()
         self._made = forward, head, table
-        self._layers, self._forward, self._hot = forward.whole, forward, hot
+        self._layers, self._forward, self.hot = forward.whole, forward, hot
         d, n = self._layers.width, PENDING
         self._batch = OwnBatch(self._layers, n, n, n * n)
         states = Halves(1, d)
@@ -77,9 +78,9 @@ class NativeChain:
         # C knows addresses alone.
         self._kept: Any = head, table, rest, states, logits, places
 
-    def fresh(self, hot: HotHead | None) -> NativeChain:
+    def fresh(self) -> NativeChain:
         """The same for another cache, with buffers of its own."""
-        return NativeChain(*self._made, hot)
+        return NativeChain(*self._made, self.hot.fresh() if self.hot is not None else None)
 
     def __call__(
         self,
@@ -104,9 +105,9 @@ class NativeChain:
             chain.cos, chain.sin = (each.data_ptr() for each in self._turn)
             chain.positions = len(self._turn[0])
         chain.known = 0
-        if self._hot is not None:
-            self._hot.meet(id, pending)
-            met = self._hot.met(id)
+        if self.hot is not None:
+            self.hot.add_context_tokens(id, pending)
+            met = self.hot.context_tokens(id)
             chain.known = len(met)
             self._met[: len(met)] = met
         self._pending[: len(pending)] = list(pending)
@@ -144,16 +145,16 @@ class NativeChain:
 
     def _whole_laws(self, laws: Tensor) -> Tensor:
         """Distributions [n, V] from those of the head's tokens and of the text's."""
-        if self._hot is None:
+        if self.hot is None:
             return laws[:, : self._head.out]
         met = list(self._met[: self._chain.known])
-        whole = torch.zeros(len(laws), self._hot.vocab_size)
-        whole[:, self._hot.tokens] = laws[:, : self._head.out]
+        whole = torch.zeros(len(laws), self.hot.vocab_size)
+        whole[:, self.hot.tokens] = laws[:, : self._head.out]
         whole[:, met] = laws[:, self._head.out : self._head.out + len(met)]
         return whole
 
 
-def native_chain(forward: Any, hot: HotHead | None) -> NativeChain | None:
+def native_chain(forward: Forward, hot: HotHead | None) -> NativeChain | None:
     """None for what C cannot draft with: weights that are not stored in few bits, and models of another form."""
     if not isinstance(forward, NativeForward) or forward.whole is None:
         return None

@@ -16,6 +16,7 @@ from forerun.backends.family import PRODUCTS, FamilyForward, Layer, head_size
 from forerun.backends.native import LANES, LARGEST_HEAD, TokenBatch, lay_out_tokens
 from forerun.backends.native_layers import LayerWeights, NativeLayers, buffers, places_and_space
 from forerun.backends.tiles import Tiles, room
+from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache, KVLayer
 
@@ -112,18 +113,16 @@ class NativeForward(FamilyForward):
         single = run([1] * ROWS)
         return all(torch.equal(run(counts), single) for counts in ([ROWS], [3, 5, 8], [1, 2, 4, 9]))
 
-    def lay_out(self, inputs: Inputs, cache: KVCache) -> Any:
-        """What `__call__` takes."""
-        return lay_out_tokens(inputs, cache)
-
-    def __call__(self, batch: Any, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
-        """As `FamilyForward` has it, without padding: logits [n, V], states [n, d]."""
+    def __call__(
+        self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
+    ) -> tuple[Tensor | None, Tensor | None]:
+        batch = lay_out_tokens(inputs, cache)
         x = self.embed(batch.ids).float().contiguous()
         count, width = x.shape
         turn = self._turn(batch.positions, batch.end)
         if self.whole is not None:
-            whole, states = self.whole(x, batch, turn, cache, wanted == "below")
-            return self.head(whole) if logits else None, states if wanted else None
+            whole, states = self.whole(x, batch, turn, cache, capture == "below")
+            return self.head(whole) if logits else None, states if capture else None
         # Buffers that all layers use: every allocation counts here.
         h, whole = room(count, width, dtype=torch.bfloat16), room(count, width)
         attended = room(count, self.heads * self.size, dtype=torch.bfloat16)
@@ -134,7 +133,7 @@ class NativeForward(FamilyForward):
         norm(here, None, self.layers[0].first.data_ptr(), floor, count, width, there, None)
         for weights, stored in zip(self._quick, cache.layers, strict=True):
             layer, qkv, out, up, down, second, following = weights
-            if wanted == "below" and following == self._last:
+            if capture == "below" and following == self._last:
                 below = x.bfloat16()  # now, as x is added to in its place
             attention(qkv(h), layer, stored)
             added = out(attended)
@@ -144,7 +143,7 @@ class NativeForward(FamilyForward):
             added = down(inner)
             last = whole.data_ptr() if following == self._last else None
             norm(here, added.data_ptr(), following, floor, count, width, there, last)
-        hidden = below if wanted == "below" else h if wanted else None
+        hidden = below if capture == "below" else h if capture else None
         return self.head(whole) if logits else None, hidden
 
     def _turn(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,11 @@ from torch import Tensor, distributed
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
+from forerun.engine.target import Capture
 from forerun.failures import TargetLostError
 from forerun.model.batch import Inputs
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import EagerForward
 from forerun.model.kv_cache import KVCache
 
 TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others, while they load as well
@@ -99,7 +101,7 @@ class ShardedLM(CausalLM):
     """A target of which this rank has a share of the weights, and of the keys and values."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
-        super().__init__(model)
+        super().__init__(model, ShardedForward(model, ranks))
         self.ranks = ranks
 
     def clock(self) -> float:
@@ -111,14 +113,24 @@ class ShardedLM(CausalLM):
     def unanimous(self, flag: bool) -> bool:
         return self.ranks.all(flag)
 
-    def _states(self, inputs: Inputs, cache: KVCache, logits: bool, wanted: str) -> tuple[Tensor | None, Tensor | None]:
+
+class ShardedForward(EagerForward):
+    """Before it runs, the ranks compare what they are about to run."""
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
+        super().__init__(model)
+        self.ranks = ranks
+
+    def __call__(
+        self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
+    ) -> tuple[Tensor | None, Tensor | None]:
         lengths = [cache.length(id) for id in cache.ids]
-        place = [list(inputs.rows), list(map(list, inputs.depths)), lengths, logits, wanted]
+        place = [list(inputs.rows), list(map(list, inputs.depths)), lengths, logits, capture]
         if inputs.tokens is not None:
             place.append(list(map(list, inputs.tokens)))
         self.ranks.meet(repr(place).encode())
         with network():
-            return super()._states(inputs, cache, logits, wanted)
+            return super().__call__(inputs, cache, logits, capture)
 
 
 @contextmanager

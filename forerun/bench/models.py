@@ -93,13 +93,13 @@ def _translation(
 def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
     """The target, and the draft where a method of ours needs it, with their fast forwards."""
     how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
-    target = prepare(load_model(plan.target, "target", weights=plan.weights, **how), in_place=True, graphs=plan.graphs)
+    target = prepare(load_model(plan.target, "target", weights=plan.weights, **how), in_place=True)
     if not any(each.needs_draft for each in plan.ours.values()):
         return target, None
     assert plan.draft is not None
     draft = load_model(plan.draft, "draft", weights=plan.draft_weights or "auto", **how)
     folder = resolve(plan.draft, "draft")
-    return target, prepare_draft(draft, folder, plan.draft_vocabulary, in_place=True, graphs=plan.graphs)
+    return target, prepare_draft(draft, folder, plan.draft_vocabulary, in_place=True)
 
 
 def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | None, PreVerifier]:

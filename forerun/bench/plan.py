@@ -52,7 +52,7 @@ class Plan:
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
         pre_verifier: folders of trained layers, for pacer; the embedded pair has its own.
-        graphs, draft_tokens: as in `forerun.load`.
+        draft_tokens: as in `forerun.load`.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         chat: prompts are messages, rendered by the target's chat template, as conversations are in any case.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then have the best value.
@@ -85,7 +85,6 @@ class Plan:
     top_p: float = 1.0
     pre_verifier: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
-    graphs: bool = False
     chat: bool = False
     tune: str | None = None
     context: int | None = None

@@ -58,7 +58,7 @@ def bench(
         seed=plan.seed,
         reference=plan.reference if not plan.temperature else None,
         max_new_tokens=plan.max_new_tokens,
-        warm_up=plan.max_new_tokens if plan.graphs else WARM_UP,  # graphs are recorded as their shapes come
+        warm_up=WARM_UP,
         say=say,
     )
     found = results(plan, facts, records.all, margins(target, datasets, records.all), costs)

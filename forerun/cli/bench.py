@@ -67,7 +67,6 @@ def bench(
     draft_tokens: DraftTokensOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
-    graphs: Annotated[bool, typer.Option("--graphs", help="Record forwards as CUDA graphs.")] = False,
     trust_remote_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:

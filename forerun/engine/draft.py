@@ -21,7 +21,7 @@ class Draft:
         q: [S, V] the distributions that nodes 1..S were sampled from (given that their earlier siblings were
             rejected). The nodes behind them are point masses. None: all are.
         origins: [N] where each token came from, for statistics and display.
-        block: whether a chain of sampled tokens is verified as a whole (see `forerun.sampling.sampler.accept`).
+        block: whether a chain of sampled tokens is verified as a whole (see `forerun.engine.acceptance.accept`).
     """
 
     tokens: list[int]

@@ -13,14 +13,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.step import Drafter, Proposal, Step
+from forerun.engine.step import Drafter, Proposal, Step, observe_rows
+from forerun.engine.target import Capture, Target
 from forerun.engine.verify import committed, judge, origins, scores_behind
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
-from forerun.model.causal_lm import CausalLM
 from forerun.sampling.logprobs import Logprob, logprobs_of
-from forerun.sampling.sampler import Verdict
 
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 
@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(
         self,
-        target: CausalLM,
+        target: Target,
         drafter: Drafter,
         *,
         max_rows: int = 64,
@@ -66,8 +66,7 @@ class Engine:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.target, self.drafter = target, drafter
-        target.keeps_hidden = target.keeps_prompt = drafter.wants_hidden
-        target.feature = drafter.feature
+        self._capture: Capture = drafter.feature if drafter.wants_hidden else ""
         self.max_rows, self.max_queue, self.kv_memory = max_rows, max_queue, kv_memory
         self.chunk_seconds = chunk_seconds
         self.running: list[Sequence] = []
@@ -209,7 +208,7 @@ class Engine:
         proposal = self._propose(seqs)
         drafts = proposal.drafts
         proposed = perf_counter()
-        logits = self.target.forward(ids, drafts)
+        logits, hidden = self.target.forward(ids, drafts, self._capture)
         forwarded = perf_counter()
         verdicts, scores = judge(seqs, drafts, logits)
         spoilt = _without_drafts(seqs, drafts)
@@ -225,8 +224,7 @@ class Engine:
             self._logprobs(seq, row, verdict, count)
             for seq, row, verdict, count in zip(seqs, logits, verdicts, counts, strict=True)
         ]
-        self._observe(seqs, drafts, verdicts)
-        self._add_features(seqs, verdicts)
+        self._observe(seqs, drafts, verdicts, hidden)
         ended = [seq for seq in seqs if seq.finish_reason is not None]
         self._leave(ended)
         self._leave(spoilt)
@@ -275,13 +273,14 @@ class Engine:
         drafts = [Draft.root(seq.tokens[-1]) if seq.request.plain else next(found) for seq in seqs]
         return replace(proposal, drafts=drafts)
 
-    def _observe(self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
-        rows, hidden = [row for row, seq in enumerate(seqs) if not seq.request.plain], self.target.hidden
-        if rows:
-            states = None if hidden is None else [hidden[row] for row in rows]
-            self.drafter.observe(
-                [seqs[row] for row in rows], [drafts[row] for row in rows], [verdicts[row] for row in rows], states
-            )
+    def _observe(
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        drafted = [row for row, seq in enumerate(seqs) if not seq.request.plain]
+        observe_rows(self.drafter, drafted, seqs, drafts, verdicts, hidden)
+        for row, seq in enumerate(seqs):
+            if hidden is not None and seq.id in self._features:
+                self._features[seq.id].append(hidden[row][verdicts[row].path])
 
     def _logprobs(self, seq: Sequence, logits: Tensor, verdict: Verdict, count: int) -> tuple[Logprob, ...]:
         if seq.request.logprobs is None or not count:
@@ -339,13 +338,12 @@ class Engine:
         return not self.running or self._fits(self.waiting[0], len(self.running))
 
     def _prefill(self, seq: Sequence, chunk: int) -> Iterator[int]:
-        prefill = partial(self.target.prefill, seq.tokens[:-1], salt=seq.request.salt)
         scored = list[Logprob]()
         is_scored = seq.request.prompt_logprobs and not seq.output
-        if is_scored:
-            prefill = partial(prefill, hear=partial(_score, seq, scored))
+        score = partial(_score, seq, scored) if is_scored else None
+        size = min(chunk, SCORED) if is_scored else chunk
         begun = self.target.clock()
-        for done in prefill(chunk=min(chunk, SCORED) if is_scored else chunk):
+        for done in self.target.prefill(seq.tokens[:-1], size, seq.request.salt, self._capture, score):
             if done >= CHUNKS[0]:
                 self._rate = done / max(self.target.clock() - begun, 1e-9)
             _report(seq, self.target)
@@ -355,7 +353,7 @@ class Engine:
             seq.prompt_logprobs = tuple(scored)
         self.target.join(seq.id, self._reserve(seq))
         hidden = self.target.prompt_hidden
-        if hidden is not None and self.target.prefixes is not None:
+        if hidden is not None and self.target.keeps_prefixes:
             self._features[seq.id] = [hidden]
         if not seq.request.plain:
             yield from self.drafter.admit(seq, hidden, chunk)
@@ -367,19 +365,12 @@ class Engine:
 
     # Leaving.
 
-    def _add_features(self, seqs: list[Sequence], verdicts: list[Verdict]) -> None:
-        if not self._features or self.target.hidden is None:
-            return
-        for seq, verdict, hidden in zip(seqs, verdicts, self.target.hidden, strict=True):
-            if seq.id in self._features:
-                self._features[seq.id].append(hidden[verdict.path])
-
     def _leave(self, seqs: abc.Sequence[Sequence]) -> None:
         for seq in seqs:
             if seq.finish_reason in ("stop", "length", "abort"):
                 features = self._features.get(seq.id)
                 hidden = torch.cat(features) if features else None
-                self.target.park(seq.id, seq.tokens, hidden, seq.request.salt)
+                self.target.park(seq.id, seq.tokens, hidden, seq.request.salt, self._capture)
             self._features.pop(seq.id, None)
             self.drafter.drop(seq)
             self.target.drop(seq.id)
@@ -409,7 +400,7 @@ class Engine:
             self._aborted.popleft()
 
 
-def _report(seq: Sequence, target: CausalLM) -> None:
+def _report(seq: Sequence, target: Target) -> None:
     """Tells how much of a prompt was read, where that is wanted. What is raised there is not tried again."""
     if seq.request.progress is None:
         return

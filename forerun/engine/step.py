@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from forerun.engine.draft import Draft
+from forerun.engine.target import Capture
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
     from forerun.sampling.logprobs import Logprob
-    from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Drafter(Protocol):
 
     Attributes:
         wants_hidden: whether it is given the target's hidden states.
-        feature: which ones, see `CausalLM.feature`; "head" are the LM head's inputs.
+        feature: which ones (`forerun.engine.target.Capture`).
         spread: nodes that a draft may have beyond a chain that fills the sequence's room.
     """
 
     wants_hidden: bool = False
-    feature: str = "head"
+    feature: Capture = "head"
     spread: int = 0
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:

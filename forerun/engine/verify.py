@@ -8,11 +8,11 @@ from itertools import islice
 
 from torch import Tensor
 
+from forerun.engine.acceptance import Verdict, accept, accept_greedy, accept_seeded
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.probabilities import best_of
-from forerun.sampling.sampler import Verdict, accept, accept_greedy, accept_seeded
 
 
 def judge(

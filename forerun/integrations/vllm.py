@@ -24,6 +24,7 @@ from forerun.api.loading import (
     load_tokenizer,
 )
 from forerun.backends.hot import prepare_draft
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
 from forerun.heads.pre_verifier import PreVerifier
@@ -31,7 +32,6 @@ from forerun.integrations.options import read
 from forerun.integrations.texts import Text, Texts, agreed, chain_of
 from forerun.methods import Parts
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Verdict
 from forerun.zoo import resolve
 
 CHUNK = 512  # tokens of a prompt that the draft model reads at once

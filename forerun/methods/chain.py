@@ -17,9 +17,11 @@ from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.engine.target import Capture
     from forerun.model.causal_lm import CausalLM
-    from forerun.sampling.sampler import Drafted, Verdict
+    from forerun.sampling.sampler import Drafted
 
 
 class Drafting(Method):
@@ -124,7 +126,7 @@ class ChainDrafter(Drafter):
         """`block`: whether sampled drafts are verified as a whole."""
         self.model, self.policy, self.block = model, policy, block
         self.wants_hidden = policy.wants_target
-        model.keeps_hidden = policy.wants_draft
+        self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
         self.slack = 0  # positions that a draft's forward may need beyond a sequence's limit
@@ -168,13 +170,13 @@ class ChainDrafter(Drafter):
         self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """`CausalLM.roll`; tokens and logits are those of drafts."""
-        return self.model.roll(ids, pending, count, self.vocab_size)
+        return self.model.roll(ids, pending, count, self.vocab_size, self.capture)
 
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
         """Drafts all of a chain, a call for what the rule can bound; the seconds of the rule. None, with nothing done,
         where there are no such calls (`CausalLM.chain`)."""
         bounds, seconds = rule.bounds(), 0.0
-        if bounds is None or not self.model.has_chain or self.model.vocab_size > self.vocab_size:
+        if bounds is None or self.capture or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
             return None  # padding may be drafted
         while bounds is not None:
             found = self._stretch(chain, bounds)

@@ -21,8 +21,8 @@ from forerun.engine.step import Drafter, Proposal, observe_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
-    from forerun.sampling.sampler import Verdict
 
 LOOKS = 2  # plain steps before anything else, as the very first one is slow
 # In plain steps, which are the unit of everything below.

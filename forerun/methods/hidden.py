@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.backends.heads import HiddenLM
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.beams import Logits
     from forerun.methods.budget import Budget
-    from forerun.sampling.sampler import Verdict
 
 # Those of the embedded target, for where none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})

@@ -15,8 +15,8 @@ from forerun.methods.suffix import Suffix, SuffixDrafter
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
-    from forerun.sampling.sampler import Verdict
 
 ALONE = ("ar", "suffix", "hybrid")  # methods that `hybrid` has no use for
 

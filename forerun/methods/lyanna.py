@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.backends.heads import HiddenLM
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.budget import Budget
-    from forerun.sampling.sampler import Verdict
 
 REUSE = ("off", "add", "both", "free")
 

@@ -26,11 +26,11 @@ from forerun.methods.window import Window
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.sequence import Mode, Sequence
     from forerun.methods.pools import PhrasePool
     from forerun.model.causal_lm import CausalLM
-    from forerun.sampling.sampler import Verdict
 
 SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
 
@@ -235,10 +235,9 @@ class OuroborosDrafter(ChainDrafter):
             ids = [chain.seq.id for chain in going]
             trees = [self._tree(chain) for chain in going]
             begun = perf_counter()
-            logits = self.model.forward(ids, [tree.draft() for tree in trees])
+            logits, hidden = self.model.forward(ids, [tree.draft() for tree in trees], self.capture)
             seconds += perf_counter() - begun
             forwards += 1
-            hidden = self.model.hidden if self.policy.wants_draft else None
             walks = [
                 self._walk(chain, tree, logits[row], hidden[row] if hidden is not None else None)
                 for row, (chain, tree) in enumerate(zip(going, trees, strict=True))

@@ -23,12 +23,12 @@ from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.draft import Draft
     from forerun.engine.sequence import Mode, Sequence
     from forerun.heads.pre_verifier import PreVerifier
     from forerun.heads.quick import Array, QuickState
-    from forerun.sampling.sampler import Verdict
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 SCORES: dict[str, Callable[[Array], Array]] = {

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal, observe_rows
-from forerun.sampling.sampler import Verdict
 
 
 class Split(Drafter):

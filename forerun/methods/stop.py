@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.acceptance import Verdict
     from forerun.engine.draft import Draft
     from forerun.engine.sequence import Sequence
-    from forerun.sampling.sampler import Verdict
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.model.support import context_of
-from forerun.zoo.quantise import WEIGHTS
 
+QUANTISED = "model.quantised.safetensors"  # the embedded pair's weights (`forerun.zoo.quantise`)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYERS, NAMES = 10_000, ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # most, and what they go by
 RENAMED = 2  # so many times the weights of its files may a model have whose weights go by other names there
@@ -33,11 +33,11 @@ def stored_shapes(folder: Path) -> Shapes | None:
     Only headers are read. None where there are no such files or they are broken: who loads them says what is wrong.
     Who loads quantised ones begins with the model: raises ValueError where those are broken.
     """
-    if (folder / WEIGHTS).is_file():
+    if (folder / QUANTISED).is_file():
         try:
-            return _read(folder / WEIGHTS, packed=True)
+            return _read(folder / QUANTISED, packed=True)
         except Exception as error:  # broken files may raise anything
-            raise ValueError(f"{WEIGHTS} cannot be read: {error}") from None
+            raise ValueError(f"{QUANTISED} cannot be read: {error}") from None
     try:
         if (folder / SINGLE).is_file():
             return _read(folder / SINGLE)

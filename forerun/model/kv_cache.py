@@ -36,7 +36,6 @@ class KVCache(Cache):
         lengths: committed positions of each row in use.
         rows_capacity, capacity: rows and positions that the buffers hold, or will hold once they are allocated.
         budget: bytes that growing ahead of need must not exceed, None for no bound.
-        version: changes when buffers move in memory.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
@@ -44,7 +43,7 @@ class KVCache(Cache):
     def __init__(self, layers: int, sliding: Sequence[bool] | None = None) -> None:
         self.ids: list[int] = []
         self.lengths: list[int] = []
-        self.rows_capacity = self.capacity = self.version = 0
+        self.rows_capacity = self.capacity = 0
         self.budget: int | None = None
         self._rows: dict[int, int] = {}
         self._reserves: list[int] = []
@@ -52,7 +51,7 @@ class KVCache(Cache):
         # Of the forward under way: its rows, where new entries begin or the slots [B, N] of each, slots looked at.
         self._size, self._start, self._end = 0, 0, 0
         self._slots: Tensor | None = None
-        self._row_indexes: dict[int, Tensor] = {}  # [B, 1] by B; kept, as recorded graphs read them
+        self._row_indexes: dict[int, Tensor] = {}  # [B, 1] by B
         super().__init__(layers=[KVLayer(self, is_sliding) for is_sliding in sliding or [False] * layers])
 
     # Rows.
@@ -175,7 +174,9 @@ class KVCache(Cache):
         if end > self.capacity or size > self.rows_capacity:  # no reservation was made, or too small a one
             self.reserve(size, end)
         self._start, self._end, self._slots = start, end, slots
-        self.expect(size, end - start)
+        # Rows that are mere padding may be written to elsewhere, but what they get is made of their own entries.
+        for row, length in enumerate(self.lengths[:size]):
+            self._reaches[row] = max(self._reaches[row], length + end - start)
         if size != self._size:
             self._size = size
             for layer in self.layers:
@@ -183,12 +184,6 @@ class KVCache(Cache):
         if size not in self._row_indexes:
             device = self.device if slots is None and self.ready else None if slots is None else slots.device
             self._row_indexes[size] = torch.arange(size, device=device)[:, None]
-
-    def expect(self, size: int, new: int) -> None:
-        """Notes that `new` entries are about to be written behind each of the first `size` rows. Rows that are mere
-        padding may be written to elsewhere, but what they get is made of their own entries."""
-        for row, length in enumerate(self.lengths[:size]):
-            self._reaches[row] = max(self._reaches[row], length + new)
 
     # Memory.
 
@@ -253,7 +248,6 @@ class KVCache(Cache):
         sizes = next((sizes for sizes in wanted if within(*sizes)), needed)
         moved = [(layer, layer.moved(*sizes)) for layer in self._ready()]  # may fail: nothing has changed so far
         self.rows_capacity, self.capacity = sizes
-        self.version += 1
         for layer, buffers in moved:
             layer.take(buffers)
 
@@ -263,7 +257,6 @@ class KVCache(Cache):
         if any(self.lengths):
             return
         self.rows_capacity = self.capacity = 0
-        self.version += 1
         for layer in self._ready():
             layer.release()
 

@@ -8,24 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from forerun.engine.target import Capture
 from forerun.model.kv_cache import Stored
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A text with its keys and values, and the LM head's inputs [n, d] where they are kept. Prompts of its salt
-    find it."""
+    """A text with its keys and values, and the hidden states [n, d] that were captured. Prompts of its salt find it."""
 
     tokens: np.ndarray  # [n]
     stored: Stored
     hidden: Tensor | None
     bytes: int
     salt: str
+    capture: Capture
 
 
 class PrefixStore:
-    """Texts with their KV, in at most `limit` bytes. The least recently used goes first. A text that goes on behind
-    another of its salt takes its place.
+    """Texts with their KV, in at most `limit` bytes. The least recently used goes first. A text that continues another
+    one of its salt replaces it.
 
     Attributes:
         bytes: held now.
@@ -41,13 +42,13 @@ class PrefixStore:
         return len(self._entries)
 
     def find(
-        self, tokens: Sequence[int], held: int = 0, wants_hidden: bool = False, salt: str = ""
+        self, tokens: Sequence[int], held: int = 0, capture: Capture = "", salt: str = ""
     ) -> tuple[Prefix, int] | None:
-        """The text that begins with most of these tokens, and with how many; None where these are no more than `held`.
-        With `wants_hidden` only texts with hidden states are looked at."""
+        """The text that begins with most of these tokens, and with how many; None if these are no more than `held`.
+        With `capture` only texts with these hidden states count."""
         wanted, best, most = np.asarray(tokens, dtype=np.int64), None, held
         for entry in self._entries:
-            if entry.salt != salt or (entry.hidden is None and wants_hidden):
+            if entry.salt != salt or capture not in ("", entry.capture):
                 continue
             length = common(entry.tokens, wanted)
             if length > most:
@@ -59,8 +60,16 @@ class PrefixStore:
         self.hit_tokens += most - held
         return best, most
 
-    def put(self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None = None, salt: str = "") -> None:
+    def put(
+        self,
+        tokens: Sequence[int],
+        stored: Stored,
+        hidden: Tensor | None = None,
+        salt: str = "",
+        capture: Capture = "head",
+    ) -> None:
         """Remembers a text: copies of its KV [G, n, D] by layer, and of its hidden states."""
+        capture = capture if hidden is not None else ""
         whole = np.asarray(tokens, dtype=np.int64)
         parts = [each for pair in stored if pair is not None for each in pair]
         size = sum(each.numel() * each.element_size() for each in [*parts, *([] if hidden is None else [hidden])])
@@ -68,15 +77,15 @@ class PrefixStore:
             return
         for entry in [each for each in self._entries[::-1] if each.salt == salt]:
             length = common(entry.tokens, whole)
-            if length == len(whole) and (hidden is None or entry.hidden is not None):
+            if length == len(whole) and capture in ("", entry.capture):
                 self._touch(entry)
                 return
-            if length == len(entry.tokens) and (entry.hidden is None or hidden is not None):
+            if length == len(entry.tokens) and entry.capture in ("", capture):
                 self._remove(entry)
         while self.bytes + size > self.limit:
             self._remove(self._entries[0])
         copies = [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored]
-        self._entries.append(Prefix(whole, copies, None if hidden is None else hidden.clone(), size, salt))
+        self._entries.append(Prefix(whole, copies, None if hidden is None else hidden.clone(), size, salt, capture))
         self.bytes += size
 
     def clear(self) -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from forerun.model.batch import ForwardBatch, Inputs, lay_out
+from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
-
-# (a ForwardBatch, or what its own `lay_out` makes; cache; whether logits are wanted; which states are: "head" for the
-# LM head's input, "below" for that of the last layer, "" for none) -> logits [B, N, V], those states [B, N, d], or both
-# without padding (`Inputs.split`); for a head over hidden states its next states [B, 1, d], None.
-LeanForward = Callable[[Any, KVCache, bool, str], tuple[Tensor | None, Tensor | None]]
 
 
 class Rows:
@@ -23,30 +17,27 @@ class Rows:
     Attributes:
         device, dtype: of the model.
         cache: keys and values.
-        window: how far attention sees back, None for everything.
     """
 
     device: torch.device
     dtype: torch.dtype
     cache: KVCache
-    window: int | None = None
-    _mask_kinds: list[str] | None = None
 
     def __contains__(self, id: object) -> bool:
         return id in self.cache
 
     def length(self, id: int) -> int:
-        """Committed positions of a sequence; 0 where it has no row."""
+        """Committed positions of a sequence; 0 if it has no row."""
         return self.cache.length(id)
 
     @torch.inference_mode()
     def add(self, id: int, reserve: int = 0) -> None:
-        """An empty row for a sequence, which will need at most `reserve` positions."""
+        """Adds an empty row for a sequence, which will need at most `reserve` positions."""
         self.cache.add(id, reserve)
 
     @torch.inference_mode()
     def drop(self, id: int) -> None:
-        """Forgets a sequence; nothing happens where it has no row."""
+        """Forgets a sequence; nothing happens if it has no row."""
         self.cache.drop(id)
 
     @torch.inference_mode()
@@ -71,8 +62,4 @@ class Rows:
         tokens: Sequence[Sequence[int]] | None = None,
         given: Tensor | None = None,
     ) -> Inputs:
-        """New entries of these sequences, as `forerun.model.batch.Inputs` has them."""
         return Inputs([self.cache.row(id) for id in ids], depths, masks, tokens, given)
-
-    def _lay_out(self, inputs: Inputs, cache: KVCache | None = None) -> ForwardBatch:
-        return lay_out(inputs, cache or self.cache, self.device, self.dtype, self.window, self._mask_kinds)

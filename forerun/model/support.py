@@ -35,6 +35,12 @@ def context_of(config: PreTrainedConfig) -> int | None:
     return found
 
 
+def window_of(config: PreTrainedConfig) -> int | None:
+    """How far attention sees back, in all layers or in the sliding ones; None for everything."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Raises ValueError for a model that cannot roll back or see a tree."""
     config = model.config.get_text_config(decoder=True)

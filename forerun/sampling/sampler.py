@@ -1,18 +1,11 @@
-"""Distributions of the next token, and the acceptance rule that keeps the output's distribution the target's own.
-
-The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). For trees it is
-applied child by child to what is left of the target's distribution (recursive rejection sampling). A chain of sampled
-tokens may be verified as a whole instead: block verification (Sun et al., arXiv 2403.10444), which accepts no fewer.
-Sequences with a seed go by `forerun.sampling.seeded` instead.
-"""
+"""How a token follows from logits: processors, then argmax or sampling."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from forerun.engine.draft import Draft
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.penalties import LogitBias
-from forerun.sampling.probabilities import argmax_of, best_of
+from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.seeded import SeededSampler
 
 # What a token is sampled by; a generator of None is torch's own.
@@ -293,184 +285,3 @@ def _last(p: np.ndarray) -> int:
     if not p.sum() > 0:
         raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
     return int(np.flatnonzero(p)[-1])
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The target's answer to a draft.
-
-    Attributes:
-        path: accepted nodes in order, the root first.
-        token: the token behind them: a correction if a child was rejected there, else a bonus.
-        tested: nodes looked at: the accepted ones and the level of the first rejection, not what is behind it.
-        rejected: whether the last node of the path had children and none was accepted.
-        argmax: the target's most probable token behind every node of the draft.
-        scores: [V] the target's processed scores behind the path's last node, that of `token`. They are to be read
-            before its next forward.
-    """
-
-    path: list[int]
-    token: int
-    tested: int
-    rejected: bool
-    argmax: list[int] = field(default_factory=list)
-    scores: Tensor | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def accepted(self) -> int:
-        return len(self.path) - 1
-
-
-def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator | None) -> Verdict:
-    """Walks the draft with the target's processed scores [N, V] of its nodes; lossless.
-
-    Greedy compares with the argmax itself, not with ratios of probabilities. Sampling: at a node, `r` is the target's
-    distribution. A child x with distribution q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
-    r = norm(max(r - q, 0)) for the next child. With no child left, the next token is sampled from r.
-
-    A draft with `block` that begins with a chain of sampled tokens is verified by blocks. Whether it went on behind a
-    token may depend on the tokens up to there, as with any rule for lengths.
-    """
-    if greedy:
-        return accept_greedy(draft, *best_of([scores]))
-    return _accept_sampled(draft, scores.softmax(-1), generator)
-
-
-def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source]) -> Verdict:
-    """Walks the draft along the tokens that the target samples, those behind depth d by `source(d)`; lossless, as what
-    is drafted has no part in it."""
-    argmax, path = argmax_of(scores).tolist(), [0]
-    while True:
-        node = path[-1]
-        token = sample(scores[node].softmax(-1), source(draft.depths[node]))
-        child = next((c for c in draft.children[node] if draft.tokens[c] == token), None)
-        if child is None:
-            rejected = bool(draft.children[node])
-            return Verdict(path, token, len(path) - 1 + rejected, rejected, argmax)
-        path.append(child)
-
-
-def accept_greedy(draft: Draft, argmax: list[int], highest: list[float]) -> Verdict:
-    """`accept` with the target's most probable token behind every node, and its score. Raises ValueError where the
-    scores that a token is chosen by are not numbers."""
-    path = [0]
-    while True:
-        node = path[-1]
-        if isnan(highest[node]):  # infinities have an order
-            raise NotNumbersError("no token can be chosen: the model's scores are not numbers")
-        child = next((c for c in draft.children[node] if draft.tokens[c] == argmax[node]), None)
-        if child is None:
-            rejected = bool(draft.children[node])
-            return Verdict(path, argmax[node], len(path) - 1 + rejected, rejected, argmax)
-        path.append(child)
-
-
-def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) -> Verdict:
-    read = _read if p.device.type == "cpu" else _gathered
-    u, q, p_at, argmax = read(draft, p, generator)
-    path = [0]
-    if draft.is_block:
-        count, left = _accept_block(draft, p, u, [a / b for a, b in zip(p_at, q, strict=True)])
-        path = list(range(count + 1))
-        if left is not None:
-            return Verdict(path, sample(left, generator), count + 1, True, argmax)
-    while True:
-        node, accepted = path[-1], None
-        rejected: list[int] = []
-        mass = 1.0  # of the target's distribution without the rejected point masses
-        for child in draft.children[node]:
-            if rejected and rejected[0] <= draft.sampled:
-                here = float(_residual(draft, p[node], rejected)[draft.tokens[child]])
-            else:
-                here = p_at[child] / max(mass, 1e-30)
-            if u[child] * q[child] < here:
-                accepted = child
-                break
-            rejected.append(child)
-            mass -= p_at[child]
-        if accepted is None:
-            token = sample(_residual(draft, p[node], rejected), generator)
-            return Verdict(path, token, len(path) - 1 + bool(rejected), bool(rejected), argmax)
-        path.append(accepted)
-
-
-class _Numbers(NamedTuple):
-    """What the walk compares, of each node.
-
-    Attributes:
-        uniform: its random number.
-        q: how probable its token was where it was sampled; 1 for a point mass.
-        p: how probable the target has its token.
-        argmax: the target's most probable token behind it.
-    """
-
-    uniform: list[float]
-    q: list[float]
-    p: list[float]
-    argmax: list[int]
-
-
-def _read(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
-    """On a CPU numbers are read one by one, which takes a fifth of the time of so many operations on tensors."""
-    uniforms, laws = torch.rand(len(draft), generator=generator), p.numpy()
-    q = [1.0] * len(draft)
-    if draft.q is not None:
-        own = draft.q.float().numpy()
-        q[1 : 1 + draft.sampled] = [float(own[i, draft.tokens[i + 1]]) for i in range(draft.sampled)]
-    p_at = [float(laws[max(parent, 0), token]) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
-    return _Numbers(uniforms.tolist(), q, p_at, laws.argmax(-1).tolist())
-
-
-def _gathered(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
-    """`_read` from a device that is waited for once. The last token comes in another transfer, and only a sibling
-    behind a rejected one that was sampled needs a look at its residual."""
-    tokens = torch.tensor(draft.tokens, device=p.device)
-    above = torch.tensor(draft.parents, device=p.device).clamp_(min=0)
-    q_of = torch.ones(len(draft), device=p.device)
-    if draft.q is not None:
-        own = torch.arange(1, 1 + draft.sampled, device=p.device)
-        q_of[own] = draft.q[own - 1, tokens[own]].to(q_of.dtype)
-    uniforms = torch.rand(len(draft), generator=generator, device=p.device)
-    numbers = torch.stack([each.float() for each in (uniforms, q_of, p[above, tokens], p.argmax(-1))])
-    u, q, p_at, best = numbers.tolist()
-    return _Numbers(u, q, p_at, [int(token) for token in best])
-
-
-def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) -> tuple[int, Tensor | None]:
-    """How many tokens of the sampled chain are accepted, and what the next one is to be sampled from, not normalised;
-    None where all are (arXiv 2403.10444, Algorithm 2).
-
-    `ratios` are p / q of each node's token. The target's hold on the first i tokens is h_i = min(h_{i-1} p / q, 1). The
-    last one is accepted with the probability h_i, any other one with that of S / (S + 1 - h_i), where S is the mass of
-    max(h_i p - q, 0) behind it. The longest prefix counts whose last token is accepted.
-    """
-    hold = [1.0]
-    for ratio in ratios[1 : draft.sampled + 1]:
-        hold.append(min(hold[-1] * ratio, 1.0))
-    last = draft.sampled
-    if u[last] < hold[last]:
-        return last, None
-    assert draft.q is not None
-    rest = torch.tensor(hold[:last], device=p.device, dtype=p.dtype)[:, None] * p[:last]
-    rest = rest.sub_(draft.q).clamp_(min=0.0)
-    mass = rest.sum(-1).tolist()
-    kept = (i for i in reversed(range(1, last)) if u[i] * (mass[i] + 1.0 - hold[i]) < mass[i])
-    accepted = next(kept, 0)
-    # Equal distributions leave nothing but rounding, and a rejection there has no probability.
-    return accepted, rest[accepted] if mass[accepted] > 0.0 else p[accepted]
-
-
-def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:
-    """What is left of the target's distribution [V] at a node when these children were rejected one after the other:
-    norm(max(p - q, 0)) each time; a point mass has the one-hot q of its token."""
-    for child in rejected:
-        if child <= draft.sampled:
-            assert draft.q is not None
-            rest = (p - draft.q[child - 1]).clamp_(min=0.0)
-        else:
-            rest = p.clone()
-            rest[draft.tokens[child]] = 0.0
-        total = rest.sum()
-        # Equal distributions leave nothing but rounding, and a rejection there has no probability: keep what there was.
-        p = torch.where(total > 0.0, rest / total, p)
-    return p

@@ -5,7 +5,7 @@ So every token wins with its probability. The numbers e follow from the seed, th
 Draft and target hold the same races: where their distributions are alike, the same token wins, and is accepted if so.
 What is sampled is then the target's choice alone, whatever was drafted, in whatever steps and beside whatever others
 (Daliri et al., arXiv 2408.07978). The price is that sampled drafts are accepted less often than by the rule of
-`forerun.sampling.sampler.accept`; for point masses there is no difference.
+`forerun.engine.acceptance.accept`; for point masses there is no difference.
 """
 
 from __future__ import annotations

@@ -164,13 +164,13 @@ class Load:
 
     @classmethod
     def of(cls, engine: Engine) -> Load:
-        cache, prefixes = engine.target.cache, engine.target.prefixes
+        memory = engine.target.memory()
         return cls(
             running=len(engine.running) + engine.prefilling,
             waiting=len(engine.waiting),
-            used=cache.used_bytes,
-            allocated=engine.kv_memory or cache.allocated_bytes,
-            hits=0 if prefixes is None else prefixes.hit_tokens,
+            used=memory.used,
+            allocated=engine.kv_memory or memory.allocated,
+            hits=memory.hits,
         )
 
 

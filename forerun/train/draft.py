@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from forerun.backends.hot import save_hot
 from forerun.heads.heads import hot_set
 from forerun.model.causal_lm import CausalLM, context_of
+from forerun.model.eager import capture_hidden_states
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, save_card, train
 from forerun.train.run import Run, check_context
@@ -126,7 +127,7 @@ def init_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 def has_plain_head(model: CausalLM) -> bool:
     """Whether the LM head alone gives the logits: some models cap or scale them."""
     tokens = torch.arange(8, device=model.device)[None] % model.vocab_size
-    with model.hearing() as heard:
+    with capture_hidden_states(model.model) as heard:
         logits = model.model(input_ids=tokens, use_cache=False).logits
     return torch.allclose(model.head(heard[0]).float(), logits.float(), atol=1e-3, rtol=1e-3)
 
@@ -174,7 +175,10 @@ def distillation_loss(
         own = wanted.at(chosen)
         return cross_entropy(logits.float(), own) - torch.special.entr(own.probs).sum()
 
-    with torch.autocast(part.tokens.device.type, torch.bfloat16), draft.hearing(one=True) as states:
+    with (
+        torch.autocast(part.tokens.device.type, torch.bfloat16),
+        capture_hidden_states(draft.model, last_only=True) as states,
+    ):
         draft.model(input_ids=part.tokens, use_cache=False)
     with torch.autocast(part.tokens.device.type, torch.bfloat16):
         total = in_parts(states[0][part.counted()], divergence, len(whole.tokens))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import capture_hidden_states
 from forerun.train.loop import save_tensors
 from forerun.train.run import Run
 from forerun.train.texts import Texts
@@ -115,7 +116,7 @@ def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]
     together = max(1, min(8, LOGITS // (texts.tokens.shape[1] * target.vocab_size)))
     for rows in texts.ends.argsort(stable=True).split(together):
         part = texts.take(rows)
-        with target.hearing() as heard:
+        with capture_hidden_states(target.model) as heard:
             logits = target.model(input_ids=part.tokens.to(target.device), use_cache=False).logits
         for i, row in enumerate(rows.tolist()):
             begin, end = int(part.begins[i]), int(part.ends[i])

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from forerun.api.loading import check_draft_tokenizer
 from forerun.heads.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.model.causal_lm import CausalLM
+from forerun.model.support import window_of
 from forerun.sampling.sampler import Sampler
 from forerun.train.loop import TrainConfig, save_card, train
 from forerun.train.rollout import Drafts, Kind, collect
@@ -83,9 +84,9 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
         )
     length = recipe.prompt + recipe.output if every is None else max(part.tokens.shape[1] for part in every)
     for name, runner in (("target", target), ("draft", drafter)):
-        if runner.window is not None and runner.window < length + recipe.depth:
+        if (window := window_of(runner.config)) is not None and window < length + recipe.depth:
             more = length + recipe.depth
-            raise ValueError(f"the {name} sees {runner.window} tokens back, and a text with a draft has {more}")
+            raise ValueError(f"the {name} sees {window} tokens back, and a text with a draft has {more}")
     drafted = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
     drafted |= {"target": target.fingerprint, "draft": drafter.fingerprint}
     drafted["texts"] = every and [part.digest for part in every]

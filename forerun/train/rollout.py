@@ -19,6 +19,7 @@ from forerun.heads.pre_verifier import LEAST, USUAL, law_of
 from forerun.model.batch import additive
 from forerun.model.causal_lm import CausalLM
 from forerun.model.compat import cache_argument
+from forerun.model.eager import capture_hidden_states
 from forerun.sampling.probabilities import probabilities_of
 from forerun.sampling.sampler import Sampler
 from forerun.train.labels import LOGITS, SHARD
@@ -264,7 +265,7 @@ class _Branches:
         name = cache_argument(self.network.forward)
         assert name is not None  # check_model
         self.cache = {name: DynamicCache()}
-        with model.hearing() as heard:
+        with capture_hidden_states(model.model) as heard:
             output = self.network(input_ids=windows, use_cache=True, **self.cache)
         self.logits, self.hidden = output.logits, heard[0]  # [B, T, V], [B, T, d]
 
@@ -283,7 +284,7 @@ class _Branches:
         """The same behind one more token [B, A] of every branch."""
         self.depth += 1
         self.seen = torch.cat([self.seen, self._own], -1)
-        with self.model.hearing() as heard:
+        with capture_hidden_states(self.model.model) as heard:
             output = self.network(
                 input_ids=tokens,
                 position_ids=self.anchors + self.depth,

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-WEIGHTS = "model.quantised.safetensors"
+from forerun.model.claims import QUANTISED
+
+WEIGHTS = QUANTISED
 
 
 def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:

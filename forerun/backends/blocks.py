@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.model.batch import Inputs, additive, facts
+from forerun.model.batch import Inputs, additive, pack_rows
 from forerun.model.kv_cache import BLOCK, KVCache
 
 TOGETHER = 4  # queries
@@ -73,9 +73,9 @@ def lay_out_blocks(inputs: Inputs, cache: KVCache, heads: int, sliding: dict[boo
     if len(rows) == size == 1 and inputs.masks is None and inputs.tokens is not None:
         ids, positions = torch.tensor(inputs.tokens), torch.arange(start, start + new)[None]
     else:
-        whole = torch.tensor(facts(inputs, lengths, new))
+        whole = torch.tensor(pack_rows(inputs, lengths))
         ids, positions = whole[:, 1 : 1 + new], whole[:, 1 + new :]
-        ids = ids if inputs.given is None else inputs.given
+        ids = ids if inputs.given is None else inputs.pad(inputs.given)
     slots = None if even else torch.tensor(lengths)[:, None] + torch.arange(new)
     cache.begin(size, start, end, slots)
     every = torch.arange(end)

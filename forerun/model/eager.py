@@ -1,0 +1,100 @@
+"""The forward of a transformers model as it is, and hidden states captured by hooks. Only here is its code called."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forerun.engine.target import Capture
+from forerun.model.batch import Inputs, pad
+from forerun.model.compat import cache_argument
+from forerun.model.kv_cache import KVCache
+from forerun.model.support import window_of
+
+
+class EagerForward:
+    """A `forerun.model.forward.Forward` that runs the model's own."""
+
+    exact: Literal["rounding"] = "rounding"
+    pads = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.device, self.dtype = model, model.device, model.dtype
+        config = model.config.get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None) or []
+        self.window = window_of(config)
+        # With layer types the model takes one mask a type, without them one mask for all layers.
+        self._mask_kinds = sorted(set(kinds)) if "sliding_attention" in kinds else None
+        self._cache_name = cache_argument(model.forward) or ""
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if keeps else {}
+
+    def __call__(
+        self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
+    ) -> tuple[Tensor | None, Tensor | None]:
+        batch = pad(inputs, cache, self.device, self.dtype, self.window, self._mask_kinds)
+        with capture_hidden_states(self.model, capture, last_only=not logits) as captured:
+            output = self.model(
+                input_ids=batch.ids,
+                position_ids=batch.positions,
+                attention_mask=batch.mask,
+                use_cache=True,
+                **{self._cache_name: cache},
+                **({} if logits or capture else self._last_logits),
+            )
+        found = inputs.unpad(output.logits) if logits else None
+        return found, inputs.unpad(captured[0]) if capture else None
+
+
+def lm_head(model: PreTrainedModel) -> nn.Module:
+    """The LM head; raises ValueError for a model that names none."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no readable features: it names no LM head")
+    return head
+
+
+def last_layer(model: PreTrainedModel) -> nn.Module:
+    """The last decoder layer; raises ValueError for a model whose layers are not found."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return module[-1]
+    raise ValueError(f"{type(model).__name__} has no readable features below its last layer: there is no list")
+
+
+@contextmanager
+def capture_hidden_states(
+    model: PreTrainedModel, capture: Capture = "head", last_only: bool = False
+) -> Iterator[list[Tensor]]:
+    """Within it, forwards of the model by this thread append the hidden states [B, N, d] to the list. With `last_only`
+    the LM head is run at the last position only, so that logits of the others are never made."""
+    captured: list[Tensor] = []
+    if not capture:
+        yield captured
+        return
+    thread = threading.get_ident()
+
+    def at_head(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if threading.get_ident() != thread:
+            return None
+        if capture == "head":
+            captured.append(inputs[0])
+        return (inputs[0][:, -1:], *inputs[1:]) if last_only else None
+
+    def at_last_layer(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            captured.append(inputs[0] if inputs else named["hidden_states"])
+
+    with ExitStack() as hooks:
+        if capture == "head" or last_only:
+            hooks.callback(lm_head(model).register_forward_pre_hook(at_head).remove)
+        if capture == "below":
+            hooks.callback(last_layer(model).register_forward_pre_hook(at_last_layer, with_kwargs=True).remove)
+        yield captured

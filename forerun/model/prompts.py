@@ -1,0 +1,101 @@
+"""The last prompt, in a cache of one row, and the store of earlier texts that prompts may begin with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.engine.target import Capture
+from forerun.model.kv_cache import KVCache, Stored, are_numbers
+from forerun.model.prefix_store import PrefixStore, common
+
+_LOG = logging.getLogger("forerun")
+ROW = 0  # the only sequence of a prompt's cache
+
+
+class PromptCache:
+    """Keys, values and hidden states of the last prompt. What it or the store holds of the next one is not run again.
+
+    Attributes:
+        tokens: of the prompt, as far as they were run.
+        capture: the hidden states that are kept of it.
+        store: of earlier texts; None to keep none.
+    """
+
+    tokens: list[int]
+    capture: Capture
+    _salt: str
+    _hidden: list[Tensor]  # [n, d] in parts
+
+    def __init__(self, cache: KVCache, prefix_bytes: int, unanimous: Callable[[bool], bool]) -> None:
+        """`unanimous`: whether all processes that share a model say so."""
+        self.cache, self.store, self._unanimous = cache, PrefixStore(prefix_bytes) if prefix_bytes else None, unanimous
+        self.forget()
+
+    def forget(self) -> None:
+        """Empties the cache. Its buffers and the store stay."""
+        self.cache.reset()
+        self.tokens, self.capture, self._salt, self._hidden = [], "", "", []
+
+    def begin(self, tokens: list[int], salt: str, capture: Capture, reuse: bool) -> int:
+        """Makes the cache ready for a prompt; returns how many of its tokens need not be run, 0 without `reuse`."""
+        cache = self.cache
+        if ROW not in cache:
+            cache.add(ROW, len(tokens))
+        # In a chunk with a token that gives NaN, those before it get NaN too.
+        known = self._unanimous(cache.mend(ROW)) and reuse and salt == self._salt and capture in ("", self.capture)
+        held = common(self.tokens, tokens) if known else 0
+        stored = self.store.find(tokens, held, capture, salt) if self.store is not None and reuse else None
+        if stored is not None:
+            entry, held = stored
+            cache.copy_in(ROW, entry.stored, held)
+            self._hidden = [entry.hidden[:held]] if capture and entry.hidden is not None else []
+        else:
+            cache.crop_to([ROW], [held])
+            self._hidden = [torch.cat(self._hidden)[:held]] if capture and self._hidden else []
+        self.tokens, self._salt, self.capture = tokens[:held], salt, capture
+        cache.reserve(1, len(tokens))
+        return held
+
+    def append(self, tokens: list[int], hidden: Tensor | None) -> None:
+        """Commits tokens that were run."""
+        self.cache.commit([ROW], [range(len(tokens))])
+        self.tokens += tokens
+        if hidden is not None:
+            self._hidden.append(hidden)
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """[n, d] captured hidden states; None before any."""
+        if len(self._hidden) > 1:
+            self._hidden = [torch.cat(self._hidden)]
+        return self._hidden[0] if self._hidden else None
+
+    def end(self) -> None:
+        """Remembers the prompt, all of which was run."""
+        if self.tokens:
+            stored = self.cache.view(ROW, len(self.tokens))
+            self.remember(self.tokens, stored, self.hidden, self._salt, self.capture)
+
+    def copy_to(self, cache: KVCache, id: int, reserve: int) -> None:
+        """Adds a row for a sequence, with a copy of the prompt."""
+        length = self.cache.length(ROW)
+        cache.add(id, max(reserve, length))
+        if length:
+            cache.copy_in(id, self.cache.view(ROW, length), length)
+
+    def remember(
+        self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None, salt: str, capture: Capture
+    ) -> None:
+        """Puts a text into the store, if there is one and all of it are numbers."""
+        if self.store is None:
+            return
+        parts = [part for pair in stored if pair is not None for part in pair]
+        if self._unanimous(are_numbers(parts if hidden is None else [*parts, hidden])):
+            try:
+                self.store.put(tokens, stored, hidden, salt, capture)
+            except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is one
+                _LOG.warning("a text is not kept for later prompts: %r", error)  # no fault of the request
