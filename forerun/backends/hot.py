@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.backends import prepare
+from forerun.backends.chain import fused_chain
 from forerun.backends.heads import head_rows
-from forerun.backends.native_chain import native_chain
 from forerun.backends.scores import draft_head
 from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
@@ -107,7 +107,7 @@ def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int 
         scale = logit_scale(model.config.get_text_config(decoder=True))
         hot = HotHead(scale * weight, scale * bias, tokens.to(plain.device))
     ready = prepare(model, **how)
-    return ready.draft_with(hot, native_chain(ready.backend, hot))
+    return ready.draft_with(hot, fused_chain(ready.backend, hot))
 
 
 def logit_scale(config: PreTrainedConfig) -> float:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from forerun.backends.bits import Blocks, Packed, pack, quantise, take
+from forerun.backends.kernels import library
 from forerun.backends.packed import Product, product
+from forerun.backends.panels import Panels, Rows
 from forerun.backends.tiles import BLOCK, HeadArgument, Tiles, has_tiles, score, tile_head
 
 LARGEST = 16  # logits of a row that are computed from the weight's own values
@@ -25,6 +28,9 @@ LONGEST = 2**16
 
 def draft_head(weight: Tensor, bias: Tensor | None, few: bool) -> Product:
     """The LM head [V, d] of a draft, which may round: in integers with `few`, where this machine has our kernels."""
+    if few and library() is not None and weight.shape[1] % BLOCK == 0:
+        own = Panels(Rows.quantised(weight, Type.Q8_0))
+        return own if bias is None else lambda x: own(x) + bias
     if not (few and has_tiles() and weight.shape[1] % BLOCK == 0):
         return product(weight, bias, one_row=True, few=few)
     found = scores(weight.bfloat16())
