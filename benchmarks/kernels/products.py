@@ -69,7 +69,9 @@ def main() -> None:
         ends = [count * i // args.threads for i in range(args.threads + 1)]
         rows, size = pointer(t.data), ctypes.c_size_t(t.data.nbytes)
         parts = zip(ends, ends[1:], strict=False)
-        assert not any(pool.map(lambda p: library.fr_pack(number, rows, size, outputs, inputs, pointer(panels), *p), parts))
+        assert not any(
+            pool.map(lambda p: library.fr_pack(number, rows, size, outputs, inputs, pointer(panels), *p), parts)
+        )
         matrices.append(Matrix(layout.value, outputs, inputs, panels.ctypes.data))
         owners.append(panels)
     packing, total = time.perf_counter() - began, sum(p.nbytes for p in owners)
@@ -89,7 +91,9 @@ def main() -> None:
     x = np.random.default_rng(0).standard_normal((most, widest), dtype=np.float32)
     out = np.zeros((most, outputs), dtype=np.float32)
     records = {(m.inputs, n): aligned(library.fr_record_bytes(m.inputs, n)) for m in matrices for n in counts}
-    for name in args.variants.split(",") if args.variants else [v for table in VARIANTS.values() for v in table]:
+    for name in (
+        args.variants.split(",") if args.variants else dict.fromkeys(v for table in VARIANTS.values() for v in table)
+    ):
         if library.fr_select(name.encode()) < 0:
             continue
         for (inputs, n), record in records.items():
@@ -104,7 +108,9 @@ def main() -> None:
                     for m, record in tasks:
                         count = (m.outputs + 7) // 8
                         first, last = count * i // args.threads, count * (i + 1) // args.threads
-                        library.fr_product(ctypes.byref(m), pointer(x), widest, record, n, pointer(out), outputs, first, last)
+                        library.fr_product(
+                            ctypes.byref(m), pointer(x), widest, record, n, pointer(out), outputs, first, last
+                        )
 
                 best[n] = min(best[n], timed(pool, part, args.threads))
         cells = [f"{n}: {t * 1e3:6.1f} ({t / best[counts[0]]:.2f}x)" for n, t in best.items()]
