@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forerun.csrc.build import HERE, VARIANTS, build
 
-FORMATS = "Q4_K Q5_K Q6_K Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 F32 Q3_K Q2_K".split()
+FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
 FLOATS = {"F16", "BF16", "F32"}
 # Where the float16 fields of a block are, in float16 units.
 HALVES = {"Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (104,), "Q4_0": (0,), "Q4_1": (0, 1), "Q5_0": (0,), "Q5_1": (0, 1)}
@@ -178,7 +178,7 @@ def test_panels_hold_what_was_quantised(name):
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_panels_take_at_most_a_twentieth_more_than_the_file(name):
-    for inputs in INPUTS + [1536, 8960]:
+    for inputs in [*INPUTS, 1536, 8960]:
         if inputs % step(name) == 0:
             size = library().fr_panel_bytes(FORMATS.index(name), 64, inputs, None)
             assert size <= 1.05 * random_rows(name, 64, inputs, 0).nbytes
@@ -315,7 +315,8 @@ DRIVER = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-int main(int argc, char **argv) {  /* variant, format, outputs, inputs, rows; from stdin: weights, inputs; out: results */
+/* Variant, format, outputs, inputs, rows, bytes of weights; from stdin: weights, inputs; to stdout: results. */
+int main(int argc, char **argv) {
     int format = atoi(argv[2]), outputs = atoi(argv[3]), inputs = atoi(argv[4]), rows = atoi(argv[5]);
     size_t bytes = (size_t)atol(argv[6]), count = (size_t)rows * inputs;
     if (argc != 7 || fr_select(argv[1]) < 0) return 3;

@@ -1,8 +1,8 @@
-"""Time products with all matrices of a GGUF file: ms and GB/s for each variant and number of rows, the least of many short runs.
+"""Time products with all matrices of a GGUF file: ms and GB/s for each variant and number of rows.
 
-Threads do not wait for each other between matrices.
+The least of many short runs.  Threads do not wait for each other between matrices.
 
-python benchmarks/kernels/products.py FILE [--variants avx2,avxvnni] [--rows 1,2,4,8,16] [--threads 2] [--seconds 4] [--tensor output]
+python benchmarks/kernels/products.py FILE [--variants avx2,avxvnni] [--rows 1,2,4,8,16] [--threads 2] [--tensor output]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from gguf import GGUFReader
 
 from forerun.csrc.build import VARIANTS, build
 
-FORMATS = "Q4_K Q5_K Q6_K Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 F32 Q3_K Q2_K".split()
+FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
 
 
 class Matrix(ctypes.Structure):
