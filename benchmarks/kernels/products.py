@@ -68,11 +68,9 @@ def main() -> None:
         panels = aligned(library.fr_panel_bytes(number, outputs, inputs, ctypes.byref(layout)))
         count = (outputs + 7) // 8
         ends = [count * i // args.threads for i in range(args.threads + 1)]
-        rows, size = pointer(t.data), ctypes.c_size_t(t.data.nbytes)
-        parts = zip(ends, ends[1:], strict=False)
-        assert not any(
-            pool.map(lambda p: library.fr_pack(number, rows, size, outputs, inputs, pointer(panels), *p), parts)
-        )
+        size = ctypes.c_size_t(t.data.nbytes)
+        pack = partial(library.fr_pack, number, pointer(t.data), size, outputs, inputs, pointer(panels))
+        assert not any(pool.map(pack, ends[:-1], ends[1:]))
         matrices.append(Matrix(layout.value, outputs, inputs, panels.ctypes.data))
         owners.append(panels)
     packing, total = time.perf_counter() - began, sum(p.nbytes for p in owners)
