@@ -1,34 +1,30 @@
-"""Build the C library with the package. Everything else is in pyproject.toml."""
-
-from __future__ import annotations
+"""Build the C library beside the package: no Python ABI, so that one wheel a platform serves every Python."""
 
 import runpy
-import sys
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_py import build_py
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
-BUILD = runpy.run_path(str(Path(__file__).with_name("forerun") / "csrc" / "build.py"), run_name="build")
+CSRC = Path("forerun/csrc")
+build = runpy.run_path(str(CSRC / "build.py"))
 
 
-class BuildWithLibrary(build_py):
-    """Compile the library beside its sources; go on without it if that fails."""
+class Library(build_ext):
+    """Compile each file with its own flags; a machine that cannot goes on without."""
 
-    def run(self) -> None:
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], build["LIBRARY"]))
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            BUILD["build"](BUILD["HERE"] / BUILD["LIBRARY"])
+            build["build"](target)
         except (OSError, RuntimeError) as error:
-            print(f"forerun's kernels were not built, so weights in few bits run slowly: {error}", file=sys.stderr)
-        super().run()
-
-
-class Platform(Distribution):
-    """A wheel of one platform, for any Python."""
-
-    def has_ext_modules(self) -> bool:
-        return True
+            raise CompileError(f"no fast kernels, torch's serve, several times slower: {error}") from error
 
 
 class AnyPython(bdist_wheel):
@@ -36,4 +32,8 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(distclass=Platform, cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": AnyPython})
+sources = sorted(str(path) for path in CSRC.iterdir() if path.suffix in (".c", ".h", ".py"))
+setup(
+    ext_modules=[Extension("forerun.csrc._forerun", sources, optional=True)],
+    cmdclass={"build_ext": Library, "bdist_wheel": AnyPython},
+)

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import gguf
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from forerun.csrc.build import HERE, VARIANTS, build
 
-FORMATS = "Q4_K Q5_K Q6_K Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 F32 Q3_K Q2_K".split()
+FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
 FLOATS = {"F16", "BF16", "F32"}
 # Where the float16 fields of a block are, in float16 units.
 HALVES = {"Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (104,), "Q4_0": (0,), "Q4_1": (0, 1), "Q5_0": (0,), "Q5_1": (0, 1)}
@@ -40,7 +41,11 @@ def random_rows(name, outputs, inputs, seed):
     """Rows as in a file: random codes, and scales that are no NaN."""
     rng = np.random.default_rng(seed)
     if name in FLOATS:
-        return quantize(rng.standard_normal((outputs, inputs), dtype=np.float32), kind(name)).reshape(outputs, -1).view(np.uint8)
+        return (
+            quantize(rng.standard_normal((outputs, inputs), dtype=np.float32), kind(name))
+            .reshape(outputs, -1)
+            .view(np.uint8)
+        )
     block, size = gguf.GGML_QUANT_SIZES[kind(name)]
     rows = rng.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
     for at in HALVES[name]:
@@ -62,8 +67,6 @@ def address(array):
 @functools.cache
 def library():
     """The library as this machine's compiler makes it, once a session."""
-    import tempfile
-
     lib = ctypes.CDLL(str(build(Path(tempfile.mkdtemp()) / "forerun.so", extra=("-Werror",))))
     lib.fr_panel_bytes.restype = lib.fr_record_bytes.restype = ctypes.c_size_t
     lib.fr_variant.restype = ctypes.c_char_p
@@ -72,7 +75,11 @@ def library():
 
 @functools.cache
 def variants():
-    return [name for table in VARIANTS.values() for name in table if library().fr_select(name.encode()) >= 0]
+    return [
+        name
+        for name in dict.fromkeys(v for table in VARIANTS.values() for v in table)
+        if library().fr_select(name.encode()) >= 0
+    ]
 
 
 def size_t(value):
@@ -85,7 +92,9 @@ def packed(name, rows, outputs, inputs):
     panels = aligned(library().fr_panel_bytes(FORMATS.index(name), outputs, inputs, ctypes.byref(layout)))
     count = (outputs + 7) // 8
     for part in ((0, count // 2), (count // 2, count)):
-        assert not library().fr_pack(FORMATS.index(name), address(rows), size_t(rows.nbytes), outputs, inputs, address(panels), *part)
+        assert not library().fr_pack(
+            FORMATS.index(name), address(rows), size_t(rows.nbytes), outputs, inputs, address(panels), *part
+        )
     return Matrix(layout.value, outputs, inputs, panels.ctypes.data), panels
 
 
@@ -107,7 +116,14 @@ def product(matrix, x):
     count = (matrix.outputs + 7) // 8
     for part in ((0, count // 2), (count // 2, count)):
         library().fr_product(
-            ctypes.byref(matrix), address(x), x.strides[0] // 4, address(records), rows, address(out), out.shape[1], *part
+            ctypes.byref(matrix),
+            address(x),
+            x.strides[0] // 4,
+            address(records),
+            rows,
+            address(out),
+            out.shape[1],
+            *part,
         )
     assert (out[:, matrix.outputs :] == 7).all()
     return out[:, : matrix.outputs]
@@ -153,7 +169,7 @@ def test_panels_hold_the_files_values(name, inputs):
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_panels_hold_what_was_quantised(name):
     rows = quantize(np.random.default_rng(1).standard_normal((16, 576), dtype=np.float32), kind(name))
-    matrix, _ = packed(name, rows, 16, 576)
+    matrix, _owner = packed(name, rows, 16, 576)
     values = np.zeros(576, dtype=np.float32)
     for output in range(16):
         library().fr_unpack(ctypes.byref(matrix), output, address(values))
@@ -162,17 +178,17 @@ def test_panels_hold_what_was_quantised(name):
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_panels_take_at_most_a_twentieth_more_than_the_file(name):
-    for inputs in INPUTS + [1536, 8960]:
+    for inputs in [*INPUTS, 1536, 8960]:
         if inputs % step(name) == 0:
             size = library().fr_panel_bytes(FORMATS.index(name), 64, inputs, None)
             assert size <= 1.05 * random_rows(name, 64, inputs, 0).nbytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_products_are_near_the_exact_ones_and_the_same_on_every_variant(case):
     name, outputs, inputs, rows, seed = case
-    matrix, _ = packed(name, (weights := random_rows(name, outputs, inputs, seed)), outputs, inputs)
+    matrix, _owner = packed(name, (weights := random_rows(name, outputs, inputs, seed)), outputs, inputs)
     values = (dequantize(weights, kind(name)) if name != "F32" else weights.view(np.float32)).astype(np.float64)
     x = np.random.default_rng(seed).standard_normal((rows, inputs), dtype=np.float32)
     x[:, : inputs // 3] *= 100
@@ -191,11 +207,11 @@ def test_products_are_near_the_exact_ones_and_the_same_on_every_variant(case):
         assert (result.view(np.uint32) == results["plain"].view(np.uint32)).all(), variant
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases(), st.data())
 def test_a_row_has_the_same_bits_beside_any_others(case, data):
     name, outputs, inputs, rows, seed = case
-    matrix, _ = packed(name, random_rows(name, outputs, inputs, seed), outputs, inputs)
+    matrix, _owner = packed(name, random_rows(name, outputs, inputs, seed), outputs, inputs)
     x = np.random.default_rng(seed).standard_normal((rows, inputs), dtype=np.float32)
     row = data.draw(st.integers(0, rows - 1))
     other = np.random.default_rng(seed + 1).standard_normal((data.draw(st.integers(1, 16)), inputs), dtype=np.float32)
@@ -204,6 +220,22 @@ def test_a_row_has_the_same_bits_beside_any_others(case, data):
     for variant in variants():
         library().fr_select(variant.encode())
         assert (product(matrix, x)[row].view(np.uint32) == product(matrix, other)[at].view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "F32"])
+def test_rows_that_do_not_fit_the_cache_at_once(name):
+    matrix, _owner = packed(name, random_rows(name, 9, 8192, 1), 9, 8192)
+    x = np.random.default_rng(1).standard_normal((70, 8192), dtype=np.float32)
+    for variant in variants():
+        library().fr_select(variant.encode())
+        assert (product(matrix, x) == np.concatenate([product(matrix, x[i : i + 1]) for i in range(70)])).all()
+
+
+def test_the_header_is_the_one_that_was_compiled():
+    sizes = (ctypes.c_int32 * 2)()
+    assert library().fr_abi() == 1
+    assert library().fr_sizes(sizes, 2) >= 2
+    assert list(sizes) == [ctypes.sizeof(Matrix), 384]
 
 
 def test_extreme_codes_do_not_overflow():
@@ -220,7 +252,7 @@ def test_extreme_codes_do_not_overflow():
             keep = rows.reshape(8, -1, size)[:, :, [b for at in HALVES[name] for b in (2 * at, 2 * at + 1)]]
             rows[:] = byte
             rows.reshape(8, -1, size)[:, :, [b for at in HALVES[name] for b in (2 * at, 2 * at + 1)]] = keep
-            matrix, _ = packed(name, rows, 8, 256)
+            matrix, _owner = packed(name, rows, 8, 256)
             exact = rounded(x) @ dequantize(rows, kind(name)).astype(np.float64).T
             for variant in variants():
                 library().fr_select(variant.encode())
@@ -229,7 +261,7 @@ def test_extreme_codes_do_not_overflow():
 
 def test_inputs_that_are_no_numbers():
     """NaN and infinity make a row NaN and no other; tiny and zero inputs give zeros; each variant says the same."""
-    matrix, _ = packed("Q4_0", random_rows("Q4_0", 8, 288, 5), 8, 288)
+    matrix, _owner = packed("Q4_0", random_rows("Q4_0", 8, 288, 5), 8, 288)
     x = np.ones((5, 288), dtype=np.float32)
     x[1, 280], x[2, 3], x[3], x[4] = np.nan, -np.inf, 0, 1e-40
     for variant in variants():
@@ -283,7 +315,8 @@ DRIVER = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-int main(int argc, char **argv) {  /* variant, format, outputs, inputs, rows; from stdin: weights, inputs; out: results */
+/* Variant, format, outputs, inputs, rows, bytes of weights; from stdin: weights, inputs; to stdout: results. */
+int main(int argc, char **argv) {
     int format = atoi(argv[2]), outputs = atoi(argv[3]), inputs = atoi(argv[4]), rows = atoi(argv[5]);
     size_t bytes = (size_t)atol(argv[6]), count = (size_t)rows * inputs;
     if (argc != 7 || fr_select(argv[1]) < 0) return 3;
@@ -323,5 +356,7 @@ def test_neon_and_plain_on_aarch64_give_the_same_bits(tmp_path):
         for variant in ("plain", "neon"):
             command = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", str(tmp_path / "driver"), variant]
             command += map(str, (number, 13, inputs, 5, weights.nbytes))
-            result = subprocess.run(command, input=weights.tobytes() + x.tobytes(), capture_output=True, check=True).stdout
+            result = subprocess.run(
+                command, input=weights.tobytes() + x.tobytes(), capture_output=True, check=True
+            ).stdout
             assert result == expected.tobytes(), (name, variant)

@@ -1,8 +1,8 @@
-"""Time products with all matrices of a GGUF file: ms and GB/s for each variant and number of rows, the least of many short runs.
+"""Time products with all matrices of a GGUF file: ms and GB/s for each variant and number of rows.
 
-Threads do not wait for each other between matrices.
+The least of many short runs.  Threads do not wait for each other between matrices.
 
-python benchmarks/kernels/products.py FILE [--variants avx2,avxvnni] [--rows 1,2,4,8,16] [--threads 2] [--seconds 4] [--tensor output]
+python benchmarks/kernels/products.py FILE [--variants avx2,avxvnni] [--rows 1,2,4,8,16] [--threads 2] [--tensor output]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from gguf import GGUFReader
 
 from forerun.csrc.build import VARIANTS, build
 
-FORMATS = "Q4_K Q5_K Q6_K Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 F32 Q3_K Q2_K".split()
+FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
 
 
 class Matrix(ctypes.Structure):
@@ -67,9 +68,9 @@ def main() -> None:
         panels = aligned(library.fr_panel_bytes(number, outputs, inputs, ctypes.byref(layout)))
         count = (outputs + 7) // 8
         ends = [count * i // args.threads for i in range(args.threads + 1)]
-        rows, size = pointer(t.data), ctypes.c_size_t(t.data.nbytes)
-        parts = zip(ends, ends[1:], strict=False)
-        assert not any(pool.map(lambda p: library.fr_pack(number, rows, size, outputs, inputs, pointer(panels), *p), parts))
+        size = ctypes.c_size_t(t.data.nbytes)
+        pack = partial(library.fr_pack, number, pointer(t.data), size, outputs, inputs, pointer(panels))
+        assert not any(pool.map(pack, ends[:-1], ends[1:]))
         matrices.append(Matrix(layout.value, outputs, inputs, panels.ctypes.data))
         owners.append(panels)
     packing, total = time.perf_counter() - began, sum(p.nbytes for p in owners)
@@ -89,7 +90,9 @@ def main() -> None:
     x = np.random.default_rng(0).standard_normal((most, widest), dtype=np.float32)
     out = np.zeros((most, outputs), dtype=np.float32)
     records = {(m.inputs, n): aligned(library.fr_record_bytes(m.inputs, n)) for m in matrices for n in counts}
-    for name in args.variants.split(",") if args.variants else [v for table in VARIANTS.values() for v in table]:
+    for name in (
+        args.variants.split(",") if args.variants else dict.fromkeys(v for table in VARIANTS.values() for v in table)
+    ):
         if library.fr_select(name.encode()) < 0:
             continue
         for (inputs, n), record in records.items():
@@ -104,7 +107,9 @@ def main() -> None:
                     for m, record in tasks:
                         count = (m.outputs + 7) // 8
                         first, last = count * i // args.threads, count * (i + 1) // args.threads
-                        library.fr_product(ctypes.byref(m), pointer(x), widest, record, n, pointer(out), outputs, first, last)
+                        library.fr_product(
+                            ctypes.byref(m), pointer(x), widest, record, n, pointer(out), outputs, first, last
+                        )
 
                 best[n] = min(best[n], timed(pool, part, args.threads))
         cells = [f"{n}: {t * 1e3:6.1f} ({t / best[counts[0]]:.2f}x)" for n, t in best.items()]

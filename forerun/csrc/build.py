@@ -10,7 +10,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "_forerun.so"
-COMMON = ["-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default"]
+COMMON = [
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=default",
+]
 COMMON += ["-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
@@ -26,12 +34,15 @@ def sources(machine: str) -> dict[str, list[str]]:
     """Each source file of the library, with its own flags."""
     variants = VARIANTS.get(machine, {"plain": []})
     own = {f"variant_{name}.c": flags for name, flags in variants.items()}
-    parts = "products.c", "between.c"  # of each variant
-    shared = sorted(path.name for path in HERE.glob("*.c") if not path.name.startswith("variant_") and path.name not in parts)
+    parts = ("products.c", "between.c")  # of each variant
+    names = [path.name for path in HERE.glob("*.c")]
+    shared = sorted(name for name in names if not name.startswith("variant_") and name not in parts)
     return {**own, **{name: [] for name in shared}}
 
 
-def build(target: Path, compiler: str = os.environ.get("CC", "cc"), machine: str = "", extra: tuple[str, ...] = ()) -> Path:
+def build(
+    target: Path, compiler: str = os.environ.get("CC", "cc"), machine: str = "", extra: tuple[str, ...] = ()
+) -> Path:
     """Compile every source and link the shared library `target`; what the compiler says is raised with it."""
     machine = machine or platform.machine()
     machine = MACHINES.get(machine, machine)
