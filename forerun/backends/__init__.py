@@ -8,11 +8,8 @@ from functools import cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends import native
-from forerun.backends.family import FamilyForward, is_family
 from forerun.backends.kernels import library, missing
 from forerun.backends.lean import lean_forward
-from forerun.backends.native_family import NativeForward, fits
 from forerun.backends.packed import pack
 from forerun.backends.quantised import quantised_forward
 from forerun.backends.stored import is_stored
@@ -63,17 +60,9 @@ def warn_without_kernels() -> None:
     )
 
 
-def family_forward(model: PreTrainedModel) -> FamilyForward:
-    """The family's forward, with C between its products where there is a compiler for it."""
-    compiled = native.library()
-    if compiled is None or not fits(model):
-        return FamilyForward(model)
-    return NativeForward(model, compiled)
-
-
 def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -> CausalLM:
     """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
-    Where its weights are stored in few bits it is the family's (`forerun.backends.family`), else its own.
+    Where its weights are stored in few bits it is that of `forerun.backends.quantised`, else its own.
 
     Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
     the model itself, which is good for nothing else then, and so needs no second copy of its weights. Raises
@@ -81,12 +70,10 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
     if is_stored(model):
-        if model.device.type == "cpu" and library() is None:
+        if library() is None:
             warn_without_kernels()
         quick = quantised_forward(model) if fast else None
-        if quick is not None:
-            return CausalLM(model, quick)
-        return CausalLM(model, family_forward(model)) if fast and is_family(model) else plain
+        return plain if quick is None else CausalLM(model, quick)
     if not fast or is_spread(model) or not is_as_made(model):
         return plain
     forward = lean_forward(model)

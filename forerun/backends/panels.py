@@ -15,15 +15,17 @@ import torch
 from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
+from torch.nn import functional
 
-from forerun.backends.kernels import MatrixArgument, library
+from forerun.backends.kernels import MatrixArgument, library, use_threads
 
 # In the order of the library's `fr_format`.
 FORMATS = (
     *(Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
     *(Type.F16, Type.BF16, Type.F32, Type.Q3_K, Type.Q2_K),
 )
-STORED = {4: Type.Q4_1, 8: Type.Q8_0}  # what float weights are quantised to, by bits
+_STEP = 4096  # rows that are de-quantised at a time
+BLOCK = 32  # inputs that share a scale, of what float weights are quantised to
 
 
 class Rows:
@@ -82,22 +84,71 @@ class Panels:
             raise ValueError(f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes")
         self.argument = MatrixArgument(layout.value, self.out, self.inputs, address)
 
+    def __deepcopy__(self, memo: object) -> Panels:
+        return self  # nothing changes it
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [n, out] float32 with [n, in]."""
         x = x.float().contiguous()
         assert x.shape[1] == self.inputs
+        use_threads()
         found: Any = library()
         out = torch.empty(len(x), self.out)
         checked(found.fr_multiply(ctypes.byref(self.argument), x.data_ptr(), len(x), out.data_ptr()))
         return out
 
-    def floats(self) -> Tensor:
-        """Return the values [out, in]."""
+    def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
+        """Return the values [n, in] of these outputs, or of all."""
         found: Any = library()
-        out = torch.empty(self.out, self.inputs)
-        for output, row in enumerate(out):
+        chosen = range(self.out) if outputs is None else outputs
+        values = torch.empty(len(chosen), self.inputs)
+        for output, row in zip(chosen, values, strict=True):
             checked(found.fr_unpack(ctypes.byref(self.argument), output, row.data_ptr()))
-        return out
+        return values
+
+
+class Dense:
+    """A matrix in torch's floats, where the library is missing or does not have its sizes.
+
+    Layers are rounded to bfloat16; a head's logits would get ties from that, so it stays in float32.
+    """
+
+    def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
+        self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
+        self.weight = torch.empty(rows.out, rows.inputs, dtype=dtype)
+        for start in range(0, rows.out, _STEP):
+            self.weight[start : start + _STEP] = rows.floats(range(start, min(start + _STEP, rows.out)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product [n, out] float32 with [n, in]."""
+        return functional.linear(x.to(self.weight.dtype), self.weight).float()
+
+    def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
+        """Return the values [n, in] of these outputs, or of all."""
+        return (self.weight if outputs is None else self.weight[list(outputs)]).float()
+
+
+def pack(rows: Rows, is_head: bool = False) -> Panels | Dense:
+    """Return rows for products: packed, or for torch where they cannot be."""
+    found = library() if rows.type in FORMATS else None
+    if found is not None and found.fr_panel_bytes(FORMATS.index(rows.type), rows.out, rows.inputs, None):
+        return Panels(rows)
+    return Dense(rows, torch.float32 if is_head or rows.type == Type.F32 else torch.bfloat16)
+
+
+def quantise(weight: Tensor, type: Type, is_head: bool = False) -> Panels | Dense:
+    """Return float weights [out, in] rounded to a format, for products."""
+    return pack(Rows.quantised(weight, type), is_head)
+
+
+def check_inputs(inputs: int, name: str) -> None:
+    """Raise ValueError for inputs that blocks do not divide."""
+    if inputs % BLOCK:
+        raise ValueError(f"{name} has {inputs} inputs, which blocks of {BLOCK} do not divide: choose bfloat16 weights")
 
 
 def checked(code: int) -> int:

@@ -65,4 +65,5 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / LIBRARY))
+    flags = tuple(os.environ.get("CFLAGS", "").split())
+    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / LIBRARY, extra=flags))
