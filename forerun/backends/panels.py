@@ -162,7 +162,8 @@ def checked(code: int) -> int:
 
 def _pages(size: int) -> np.ndarray:
     """Return zeroed bytes in large pages, if the system has them: fewer of them are looked up."""
-    pages = mmap.mmap(-1, size)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    pages = mmap.mmap(-1, size, **private)  # shared ones seldom get large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)
