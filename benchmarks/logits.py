@@ -27,6 +27,7 @@ from forerun.bench.plan import Plan
 from forerun.bench.report import provenance
 from forerun.cli.bench import bench, planned, progress
 from forerun.engine.draft import Draft
+from forerun.engine.target import Output
 from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
@@ -96,17 +97,17 @@ def _compare(
     decoder: Decoder, prompts: list[list[int]], truths: list[Truth], params: SamplingParams, found: Compared
 ) -> None:
     """Decodes these prompts together and looks at every forward of the target."""
-    target: Any = decoder.driver().engine.target
+    target: Any = decoder.engine.target
     own = target.forward
     order: dict[int, int] = {}
 
-    def forward(ids: Sequence[int], drafts: Sequence[Draft]) -> list[Tensor]:
-        logits = own(ids, drafts)
+    def forward(ids: Sequence[int], drafts: Sequence[Draft], *rest: Any) -> Output:
+        output = own(ids, drafts, *rest)
         for id in sorted(ids):
             order.setdefault(id, len(order))  # sequences are numbered as their prompts come
-        for id, draft, scores in zip(ids, drafts, logits, strict=True):
+        for id, draft, scores in zip(ids, drafts, output.logits, strict=True):
             _look(target.length(id), draft, scores, truths[order[id]], found)
-        return logits
+        return output
 
     target.forward = forward
     try:

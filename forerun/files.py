@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The file's text. Raises ValueError, naming the file, where it cannot be read or is not UTF-8."""
+    """Return the file's text. Raises ValueError, naming the file, if it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -17,12 +17,12 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Write a file whole or not at all."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def home() -> Path:
-    """Where forerun keeps files: $FORERUN_HOME, else ~/.cache/forerun."""
+    """Return the folder where forerun keeps files: $FORERUN_HOME, else ~/.cache/forerun."""
     return Path(os.path.expanduser(os.environ.get("FORERUN_HOME") or "~/.cache/forerun"))

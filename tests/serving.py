@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -15,9 +15,10 @@ import uvicorn
 from toys import noisy_copy, tiny, tiny_tokenizer
 
 from forerun.api.decoder import Decoder
+from forerun.engine.engine import Engine
 from forerun.server.app import Service, Settings, create_app
 from forerun.server.listening import listen
-from forerun.server.run import _Protocol
+from forerun.server.run import Protocol
 from forerun.server.worker import Worker
 
 NAME = "tiny"
@@ -53,38 +54,55 @@ class Live:
 
 
 @contextmanager
-def live(make: Any = make_decoder, idle: int = 15, **settings: Any) -> Iterator[Live]:
-    """Starts a server on a free port, and ends it."""
-    found, box, up = listen("127.0.0.1", 0), {}, threading.Event()
-    settings = {"model": NAME, "max_seconds": 120} | settings
-
-    async def main() -> None:
-        worker = Worker(make)
-        app = create_app(worker, Settings(**settings))
-        config = uvicorn.Config(
-            app,
-            http=_Protocol,
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=idle,
-            timeout_graceful_shutdown=2,
-        )
-        server = uvicorn.Server(config)
-        box.update(server=server, live=Live(f"http://127.0.0.1:{found.getsockname()[1]}", worker, app.state.service))
-        task = asyncio.create_task(server.serve(sockets=[found]))
-        while not (worker.ready.is_set() or worker.failed or task.done()):
-            await asyncio.sleep(0.01)
-        up.set()
-        await task
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
+def running(app: Any, **options: Any) -> Iterator[str]:
+    """Serve an app on a free port, in a thread; give its address."""
+    found = listen("127.0.0.1", 0)
+    options |= {"log_config": None, "access_log": False, "timeout_graceful_shutdown": 2}
+    server = uvicorn.Server(uvicorn.Config(app, http=Protocol, **options))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [found]})
     thread.start()
-    assert up.wait(120)
     try:
-        yield box["live"]
+        yield f"http://127.0.0.1:{found.getsockname()[1]}"
     finally:
-        box["server"].should_exit = True
+        server.should_exit = True
         thread.join(60)
+
+
+@contextmanager
+def live(make: Any = make_decoder, idle: int = 15, **settings: Any) -> Iterator[Live]:
+    worker = Worker(make)
+    app = create_app(worker, Settings(**{"model": NAME, "max_seconds": 120} | settings))
+    with running(app, timeout_keep_alive=idle) as url:
+        until(lambda: worker.ready.is_set() or worker.failed, 120)
+        yield Live(url, worker, app.state.service)
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[threading.Event]:
+    """Let an engine make no step until the event is set."""
+    go, advance = threading.Event(), engine.advance
+
+    def wait() -> None:
+        assert go.wait(120)
+        advance()
+
+    engine.advance = wait  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+        engine.advance = advance  # type: ignore[method-assign]
+
+
+def get(server: Live, path: str) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=120, trust_env=False)
 
 
 def post(server: Live, path: str, body: Any, **options: Any) -> httpx.Response:

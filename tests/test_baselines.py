@@ -20,8 +20,7 @@ from benchmarks.baselines.lookup import Lookup
 from benchmarks.baselines.medusa import Medusa, MedusaConfig, MedusaHead
 from forerun import Decoder
 from forerun.bench.plan import parse_methods
-from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter, Proposal
+from forerun.engine.step import Drafter
 from forerun.methods import METHODS, Method, Parts, method, parse_value
 from forerun.model.causal_lm import CausalLM
 
@@ -83,6 +82,49 @@ def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
     folder = medusa(tmp_path, target, [{i: i + 1 for i in range(20)}] * 3, vocab=40, size=32)
     done = greedy(Medusa(width=width, folder=folder))
     assert sum(row.stats.drafted for row in done) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("heuristic", {"gamma": 0}, "gamma must be an integer of at least 1, not 0"),
+        ("pacer-ouroboros", {"block": 0}, "block must be an integer of at least 1, not 0"),
+        ("suffix", {"memory": True}, "memory must be an integer of at least 1, not True"),
+        ("ouroboros", {"window": -1}, "window must be an integer of at least 0, not -1"),
+        ("ouroboros", {"sources": "prompts"}, "sources must be of prompt+output+rejected+suffixes, not 'prompts'"),
+        ("ouroboros", {"sources": 3}, "sources must be of prompt+output+rejected+suffixes, not 3"),
+        ("lookahead", {"guesses": 0}, "guesses must be an integer of at least 1, not 0"),
+        ("lookahead", {"ngram": 1}, "ngram must be an integer of at least 2, not 1"),
+        ("confidence", {"threshold": 1.5}, "threshold must be a number from 0 to 1, not 1.5"),
+        ("cumulative", {"threshold": float("nan")}, "threshold must be a number from 0 to 1, not nan"),
+        ("cumulative", {"threshold": "0.3"}, "threshold must be a number from 0 to 1, not '0.3'"),
+        ("sd", {"gamma": None}, "gamma must be an integer of at least 1, not None"),
+        ("svip", {"scale": -1.0}, "scale must be a number from 0 to 100, not -1.0"),
+        ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
+        ("hybrid", {"warm": "x"}, "warm must be true or false, not 'x'"),
+        ("hybrid", {"least": 2.0}, "least must be a number from 0 to 1, not 2.0"),
+        ("hybrid", {"other": "hybrid"}, "other must be auto, sd, pacer"),
+        ("hybrid", {"other": "oracle"}, "other must be auto, sd, pacer"),
+        ("hybrid", {"other": 3}, "other must be auto, sd, pacer"),
+        ("hybrid", {"other": "sd:depth=2"}, "method 'sd' has no setting 'depth'; it has verification, gamma"),
+        ("hybrid", {"other": "sd:name=x"}, "method 'sd' has no setting 'name'"),
+        ("hybrid", {"other": "sd:gamma=x"}, "sd.gamma must be of type int, not 'x'"),
+        ("hybrid", {"other": "sd:gamma"}, "sd.gamma must be of type int, not ''"),
+        ("hybrid", {"other": "sd:gamma=2:gamma=9"}, "other gives gamma twice"),
+        ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
+        ("pacer", {"score": "max"}, "score must be last, mean or min, not 'max'"),
+        ("lyanna", {"sampled": 1}, "sampled must be true or false, not 1"),
+        ("eagle", {"sampled": True, "width": 2}, "sampled is for chains: width must be 1, not 2"),
+        ("pacer-lyanna", {"sampled": True}, "this method takes drafted tokens back where they do not pay"),
+        ("pacer-lyanna", {"reuse": "both"}, "pacer-lyanna knows no value of a second draft"),
+        ("oracle", {"gamma": 3}, "method 'benchmarks.baselines.oracle:Oracle' has no setting 'gamma'; it has none"),
+    ],
+)
+def test_settings_out_of_range(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        method(BASELINES.get(name, name), **options)
+    assert str(error.value).startswith(message)
+    assert method("pacer", block=None, threshold=None) == method("pacer")
 
 
 # The door
@@ -230,13 +272,3 @@ def test_objects_that_are_no_methods_are_refused() -> None:
     for given, message in ((Half(), "it lacks needs_draft"), (Lookup, r"as Lookup\(\), not as a class"), (3, "frozen")):
         with pytest.raises(ValueError, match=message):
             forerun.load(tiny("llama"), method=given)  # type: ignore[arg-type]
-
-
-def test_a_drafter_needs_no_more_than_its_proposals() -> None:
-    class Silent(Drafter):
-        def propose(self, seqs: Any) -> Proposal:
-            return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
-
-    made = Silent()
-    assert (made.wants_hidden, made.feature, made.spread) == (False, "head", 0)
-    assert list(made.admit(None, None, 8)) == []  # type: ignore[arg-type]

@@ -18,6 +18,8 @@ from uuid import uuid4
 
 import pytest
 import typer
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 from serving import make_decoder, models
 
 from forerun.api.decoder import Decoder
@@ -25,7 +27,6 @@ from forerun.api.load import load
 from forerun.cli.batch_jobs import batch
 from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, Line, read_line, scan
 from forerun.scale.batch_folder import Folder
-from forerun.server import schemas
 from forerun.server.worker import Loader
 
 COMMAND = [sys.executable, "-m", "forerun", "batch"]
@@ -160,10 +161,10 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
     assert found[10]["response"]["body"]["error"]["code"] == "model_not_found"
 
     decoder = load(model, method="ar")
-    chat = schemas.ChatCompletion.model_validate(found[1]["response"]["body"])
+    chat = ChatCompletion.model_validate(found[1]["response"]["body"])
     assert chat.choices[0].message.content == decoder.chat(messages, max_new_tokens=8).text
     assert chat.choices[0].logprobs is not None and found[1]["response"]["request_id"]
-    text = schemas.TextCompletion.model_validate(found[2]["response"]["body"])
+    text = Completion.model_validate(found[2]["response"]["body"])
     assert text.choices[0].text == decoder.generate("def add", max_new_tokens=6).text
     assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 16
     assert len(found[9]["response"]["body"]["choices"]) == 4
@@ -205,9 +206,9 @@ class Breaking(Loader):
     """Its engine cannot take some prompts: of 100 times "!" each step fails, "?" ends the process."""
 
     def __call__(self) -> Decoder:
-        decoder = super().__call__()
+        decoder = super().__call__().replace(kv_memory=2**28)  # else a worker would replace it
         engine, fatal = decoder.engine, set[int]()
-        add, abort, step = engine.add, engine.abort, engine.step
+        add, abort, advance = engine.add, engine.abort, engine.advance
         assert decoder.tokenizer is not None
         fails, ends = (decoder.tokenizer.encode(each * 100)[-8:] for each in "!?")
 
@@ -222,12 +223,12 @@ class Breaking(Loader):
             fatal.discard(id)
             return abort(id)
 
-        def breaking_step() -> Any:
+        def breaking_advance() -> Any:
             if fatal:
                 raise RuntimeError("no memory")
-            return step()
+            return advance()
 
-        engine.add, engine.abort, engine.step = breaking_add, breaking_abort, breaking_step  # type: ignore[method-assign]
+        engine.add, engine.abort, engine.advance = breaking_add, breaking_abort, breaking_advance  # type: ignore[method-assign]
         return decoder
 
 

@@ -28,7 +28,6 @@ from forerun.cli.generate import chat, generate
 from forerun.cli.talk import Talk, ask
 from forerun.cli.writing import Answer, Reading
 from forerun.files import home
-from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
 
@@ -50,9 +49,8 @@ def loaded(file: Path) -> Decoder:
 
 
 @pytest.fixture
-def decoder(loaded: Decoder) -> Iterator[Decoder]:
-    yield loaded
-    loaded.method, loaded.sampling_method, loaded.progress = AR(), None, None
+def decoder(loaded: Decoder) -> Decoder:
+    return loaded
 
 
 class Ends(LogitsProcessor):
@@ -174,14 +172,14 @@ def test_an_answer_ends_where_the_template_ends_a_turn(decoder: Decoder) -> None
 
 def test_the_reading_of_a_prompt_is_told(decoder: Decoder) -> None:
     told: list[tuple[int, int]] = []
-    decoder.progress = lambda read, total: told.append((read, total))
     decoder.close()
+    how: dict[str, Any] = {"max_new_tokens": 1, "progress": lambda *each: told.append(each)}
     prompt = chat_prompt(decoder.tokenizer, [{"role": "user", "content": "x" * 1500}])
-    decoder.generate(prompt, max_new_tokens=1)
+    decoder.generate(prompt, **how)
     assert len(told) > 1 and told == sorted(told)
     assert told[-1] == (len(prompt) - 1, len(prompt))
     told.clear()
-    decoder.generate([*prompt, 5, 6, 7], max_new_tokens=1)  # what is known already counts as read
+    decoder.generate([*prompt, 5, 6, 7], **how)  # what is known already counts as read
     assert told == [(len(prompt) + 2, len(prompt) + 3)]
 
 
@@ -357,7 +355,7 @@ def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch
                 raise KeyboardInterrupt
             yield chunk
 
-    monkeypatch.setattr(talk.decoder, "stream_chat", interrupted)
+    monkeypatch.setattr(Decoder, "stream_chat", lambda _, *args, **options: interrupted(*args, **options))
     whole = talk.decoder.chat([USER], max_new_tokens=40).text
     talk.take("hello")
     cut = talk.messages[1]["content"]

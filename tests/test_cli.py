@@ -29,8 +29,6 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (["generate", "x", "--method", "turbo"], "unknown method 'turbo'; there are ar, sd, pacer, suffix"),
         (["generate", "x", "--gamma", "0"], "gamma must be an integer of at least 1, not 0"),
-        (["generate", "x", "--phrases", "f"], "--phrases is for --method ouroboros, pacer-ouroboros, suffix "),
-        (["generate", "x", "--method", "ouroboros", "--phrases", "no/f"], "a folder that exists, not 'no/f'"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
         (["generate", "x", "--method-arg", "gamma=x"], "sd.gamma must be of type int, not 'x'"),
@@ -105,22 +103,6 @@ def test_json_is_one_object() -> None:
     assert set(result) == {"text", "tokens", "origins", "finish_reason", "method", "stats"}
     assert len(result["tokens"]) == len(result["origins"]) == result["stats"]["tokens"]
     assert result["method"] == "sd"
-
-
-def test_phrases_are_kept_between_runs(tmp_path: Path) -> None:
-    path = tmp_path / "phrases"
-    options = ("--max-new-tokens", "32", "--method", "ouroboros", "--phrases", str(path), "--no-guard", "--json")
-    runs = []
-    for _ in range(2):
-        done = run("generate", "def add(a, b):", *options)
-        assert done.returncode == 0, done.stderr
-        runs.append(json.loads(done.stdout))
-    assert runs[0]["tokens"] == runs[1]["tokens"]
-    assert runs[1]["stats"]["draft_forwards"] < runs[0]["stats"]["draft_forwards"]
-    path.write_bytes(path.read_bytes()[:-4])
-    done = run("generate", "x", *options)
-    assert done.returncode == 2 and "is no file of phrases, or a part of one" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.versions

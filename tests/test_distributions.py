@@ -71,8 +71,7 @@ def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) 
     kind = METHODS[name].head
     head = random_head(CausalLM(model), hot=5, kind=kind) if kind else None
     chosen = method(name, **settings)
-    decoder = Decoder(model, None, draft, chosen, False, pre_verifier=layer, head=head, max_rows=250)
-    decoder.costs = COSTS
+    decoder = Decoder(model, None, draft, chosen, False, pre_verifier=layer, head=head, max_rows=250, costs=COSTS)
     decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
     torch.manual_seed(5)  # with a seed of its own a sequence would go by races, whatever is drafted
     rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, ignore_eos=True, **CONFIGS[config])

@@ -16,7 +16,8 @@ from toys import noisy_copy, random_layer, tiny, tiny_tokenizer
 from transformers import GenerationConfig
 
 from forerun import Decoder
-from forerun.api.loading import load_model, load_pre_verifier
+from forerun.api.layers import load_pre_verifier
+from forerun.api.loading import load_model
 from forerun.engine.acceptance import Verdict
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.pre_verifier import UNKNOWN, law_of

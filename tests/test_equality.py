@@ -75,8 +75,7 @@ def test_greedy_output_equals_transformers(architecture: str, method: str, confi
     how, kind = METHODS[method]
     small = draft(architecture, kind)
     layer = random_layer(target(architecture), small, **LAYERS[method]) if method in LAYERS else None
-    decoder = Decoder(target(architecture), None, small, how, guard=False, pre_verifier=layer)
-    decoder.costs = COSTS
+    decoder = Decoder(target(architecture), None, small, how, guard=False, pre_verifier=layer, costs=COSTS)
     wanted = expected(architecture, config)
     together = decoder.generate(PROMPTS, GenerationConfig(**CONFIGS[config]))
     assert [row.tokens for row in together] == wanted

@@ -112,7 +112,7 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
 def test_it_ends_where_the_bounds_say() -> None:
     tokens, chances = rolled(begun(small()), 0, [7], 6)
     told = begun(small()).chain(0, [7], 6, 0.0, 0.0, ())
-    assert told is not None and told.chances == pytest.approx(chances, rel=1e-3)
+    assert told is not None and told.probabilities == pytest.approx(chances, rel=1e-3)
     products = torch.tensor(chances).cumprod(0).tolist()
 
     def count(most: int = 6, least: float = 0.0, product: float = 0.0, ends: tuple[int, ...] = ()) -> int:
@@ -196,8 +196,7 @@ def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, m
             width = tiny("llama").config.hidden_size
             layer = random_layer(tiny("llama"), tiny("llama"), seed=1, inputs=inputs, token_size=width)
         chosen = method(name, **options)
-        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False)
-        decoder.costs = COSTS
+        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False, costs=COSTS)
         found = [decoder.generate(PROMPT, max_new_tokens=30, ignore_eos=True)]
         found += decoder.generate([PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True)
         return [[(step.tokens, step.origins, step.drafted, step.accepted) for step in each.steps] for each in found]
@@ -289,7 +288,7 @@ def test_drafts_are_sampled_from_the_distributions_that_are_told(law: SamplingDi
 def test_bounds_are_those_of_the_sampled_tokens() -> None:
     numbers = torch.full((6,), 0.5, dtype=torch.float64)
     whole = begun(small()).chain(0, [7], 6, 0.0, 0.0, (), Drawing(WARM, numbers))
-    assert whole is not None and whole.laws is not None
+    assert whole is not None and whole.probs is not None
     tokens, laws, chances = whole
     assert chances == [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
     for count, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
@@ -370,7 +369,7 @@ def test_what_a_sampler_does_is_a_law_or_is_not() -> None:
     warm, best, few = TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9), TopKLogitsWarper(3)
 
     def law(*processors: Any, greedy: bool = False) -> SamplingDistribution | None:
-        return Sampler(greedy, LogitsProcessorList(processors) if processors else None).law
+        return Sampler(greedy, LogitsProcessorList(processors) if processors else None).distribution
 
     assert (
         law() == SamplingDistribution()
@@ -402,8 +401,7 @@ def test_sampled_methods_draft_in_one_call(
 
     def decoded(**asked: Any) -> Any:
         chosen = method(name, **options)
-        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False)
-        decoder.costs = COSTS
+        decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False, costs=COSTS)
         torch.manual_seed(8)
         return decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, seed=seed, **asked)
 

@@ -200,7 +200,7 @@ class RootOnly(Sampler):
 
 def test_a_mask_at_the_root_alone_is_seen() -> None:
     assert p_value(outcomes(DRAFTERS["sd"](), RootOnly, stops=False), expected()) == 0
-    with pytest.raises(AssertionError, match="the response_format cannot be kept behind"):
+    with pytest.raises(AssertionError, match="the response_format cannot be kept after"):
         outcomes(DRAFTERS["sd"](), RootOnly)  # nothing forbidden comes out of an engine unnoticed
 
 
@@ -249,9 +249,8 @@ def decoder(name: str, tokenizer: Any = None) -> Decoder:
     small = noisy_copy(model(), 0.03) if method.needs_draft else None
     layer = random_layer(model(), small, **LAYERS[name]) if name in LAYERS else None
     head = random_head(CausalLM(model()), hot=60) if method.head else None
-    made = Decoder(model(), tokenizer or tiny_tokenizer(), small, method, False, pre_verifier=layer, head=head)
-    made.costs = COSTS
-    return made
+    parts: Any = {"pre_verifier": layer, "head": head, "costs": COSTS}
+    return Decoder(model(), tokenizer or tiny_tokenizer(), small, method, False, **parts)
 
 
 def valid(text: str) -> bool:
@@ -483,7 +482,7 @@ def test_a_dead_end_ends_one_request_alone() -> None:
     while shared.engine.busy:
         last |= {step.id: step for step in shared.engine.step()}
     assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "stop")
-    assert str(last[bad].error).startswith("the response_format cannot be kept behind 1 tokens: no token")
+    assert str(last[bad].error).startswith("the response_format cannot be kept after 1 tokens: no token")
     own = grammar.compiled(formats.form_of(regex("a|b")), tokenizer, frozenset([0]))(0)
     assert own.complete(tokenizer.encode("a"))
     with pytest.raises(ValueError, match="behind 1 tokens: the grammar forbids that text"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import abc
 from collections.abc import Iterator
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from toys import decode, p_value, random_head, tiny, tiny_tokenizer, tokens_of
 
 import forerun
 from forerun import Decoder
-from forerun.api.loading import load_head
+from forerun.api.layers import load_head
 from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
 from forerun.engine.acceptance import Verdict
@@ -293,9 +294,12 @@ def sequence(tokens: abc.Sequence[int], id: int = 0, new: int = 30, **request: A
     return Sequence(Request(list(tokens), new, **request), id)
 
 
-def lyanna(seqs: abc.Sequence[Sequence], reuse: str, width: int = 1, **settings: Any) -> LyannaDrafter:
+def lyanna(
+    seqs: abc.Sequence[Sequence], reuse: str, width: int = 1, costs: Costs | None = None, **settings: Any
+) -> LyannaDrafter:
     head: Any = TellingLyanna(seqs)
-    return LyannaDrafter(head, DEPTH, width, 12 if width > 1 else DEPTH, reuse, **settings)
+    kind = Lyanna if costs is None else PacerLyanna
+    return LyannaDrafter(kind(DEPTH, width, 12, reuse=reuse, **settings), head, costs)
 
 
 @pytest.mark.parametrize("reuse", ["off", "add", "free"])
@@ -398,7 +402,7 @@ def test_neighbours_change_nothing() -> None:
 
     def run(chosen: list[int]) -> dict[int, list[list[int]]]:
         seqs = {id: sequence([3, 1, 4, id], id, **modes[id % 3]) for id in chosen}
-        drafter = lyanna(list(seqs.values()), "free", least=2, costs_for=lambda mode: FREE, block=2)
+        drafter = lyanna(list(seqs.values()), "free", least=2, costs=FREE, block=2)
         # The run that a state is from depends on neighbours, the position and the tokens do not.
         drafter.head.table = TellingLyanna.table[:1].expand(99, -1, -1)  # type: ignore[attr-defined]
         found: dict[int, list[list[int]]] = {id: [] for id in chosen}
@@ -456,7 +460,7 @@ class TellingEagle(TellingHead):
 def test_an_eagles_logits_are_those_of_its_paths(width: int) -> None:
     seqs = [sequence([3, 1, 4, 1, 5]), sequence([2, 7], 1), sequence([6], 2)]
     head: Any = TellingEagle(seqs)
-    drafter = EagleDrafter(head, 4, width, 9)
+    drafter = EagleDrafter(Eagle(4, width, 9), head)
     for seq in seqs:
         admit(drafter, seq)
     seqs[1].limit = 6  # at most three more
@@ -485,7 +489,7 @@ def test_features_of_an_accepted_path() -> None:
     """Of a tree, those of the accepted nodes in their order."""
     seq = sequence([3, 1])
     head: Any = TellingEagle([seq])
-    drafter = EagleDrafter(head, 4, 2, 6)
+    drafter = EagleDrafter(Eagle(4, 2, 6), head)
     admit(drafter, seq)
     draft, hidden = Draft([1, 5, 6, 7, 8], [-1, 0, 0, 2, 1]), torch.arange(5, dtype=torch.float64)[:, None]
     for path, wanted in (
@@ -527,7 +531,7 @@ def test_a_draft_is_as_long_as_its_calibration_has_it() -> None:
     """Three places are as good as certain and the others hopeless; old logits are as far ahead as when they came."""
     seq = sequence([3, 1, 4, 1, 5])
     costs = Costs({1: 1.0, 2: 1.01, 50: 1.5}, {}, head={1: 0.01})
-    drafter = lyanna([seq], "free", least=2, costs_for=lambda mode: costs, block=DEPTH)
+    drafter = lyanna([seq], "free", least=2, costs=costs, block=DEPTH)
     drafter.head.curves = [[30.0, 1.0, 0.99]] * 3 + [[-30.0, 1.0, 0.01]] * 9
     admit(drafter, seq)
     (draft,) = drafter.propose([seq]).drafts
@@ -536,7 +540,7 @@ def test_a_draft_is_as_long_as_its_calibration_has_it() -> None:
     (draft,) = drafter.propose([seq]).drafts
     assert set(draft.origins) == {"reused"} and max(draft.depths) == 2
     for shift, count in ((30.0, 12), (-30.0, 0)):
-        tree = lyanna([seq], "off", 2, costs_for=lambda mode: costs)
+        tree = lyanna([seq], "off", 2, costs, block=1)
         tree.head.curves = [[shift, 1.0, 0.5]]
         admit(tree, seq)
         assert tree.propose([seq]).drafts[0].drafted == count
@@ -544,21 +548,14 @@ def test_a_draft_is_as_long_as_its_calibration_has_it() -> None:
 
 def test_costs_go_by_mode() -> None:
     """A sequence drafts by the costs of its own mode: greedy ones together, others alone."""
-    asked: list[str] = []
-
-    def costs_for(mode: str) -> Costs:
-        asked.append(mode)
-        dear = Costs({1: 1.0, 2: 1.0, 3: 1e6, 100: 1e9}, {}, head={1: 0.0})
-        return {"greedy": FREE, "sampled": dear}[mode]
-
     sampled: dict[str, Any] = {"sampler": Sampler(False)}
     seqs = [sequence([3, 1, 4], 0), sequence([3, 1], 1, **sampled), sequence([3, 1], 2, seed=1, **sampled)]
     seqs.append(sequence([9, 9], 3))
-    drafter = lyanna(seqs, "off", costs_for=costs_for, block=2)
+    drafter = lyanna(seqs, "off", costs=replace(FREE, judging=1e6), block=2)
     for seq in seqs:
         admit(drafter, seq)
     drafts = drafter.propose(seqs).drafts
-    assert [draft.drafted for draft in drafts] == [DEPTH, 1, 1, DEPTH] and set(asked) == {"greedy", "sampled"}
+    assert [draft.drafted for draft in drafts] == [DEPTH, 0, 0, DEPTH]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -617,9 +614,7 @@ def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, 
     head = HiddenLM(random_head(target), target)
 
     def drafted(costs: Costs) -> tuple[list[Draft], int]:
-        drafter = LyannaDrafter(
-            head.fresh(), 6, width, 12 if width > 1 else 6, "off", costs_for=lambda mode: costs, block=block
-        )
+        drafter = LyannaDrafter(PacerLyanna(6, width, 12, reuse="off", block=block), head.fresh(), costs)
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
@@ -641,7 +636,7 @@ def test_an_eagles_budget_is_lyannas(width: int, most: int) -> None:
     head = HiddenLM(random_head(target, kind="eagle"), target)
 
     def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[Draft], int]:
-        drafter = EagleDrafter(head.fresh(), 6, width, 12 if width > 1 else 6, lambda mode: costs, block)
+        drafter = EagleDrafter(PacerEagle(6, width, 12, block=block), head.fresh(), costs, width)
         drafter.head.curves = [[shift, 1.0, exp(min(shift, 0.0))]]  # all tokens are certain, or hopeless
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
@@ -752,8 +747,8 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
     chosen = WAYS[way]
     head = head_of(CausalLM(target), way)
-    decoder = Decoder(target, None, None, chosen, guard=False, head=head)
-    decoder.costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
+    costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
+    decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs)
     ar = Decoder(target, method=method("ar"))
     for prompts in (PROMPTS[:2], PROMPTS, PROMPTS * 4):
         plain = ar.generate(prompts, max_new_tokens=24, ignore_eos=True)
@@ -780,7 +775,7 @@ def test_reused_logits_are_those_of_the_earlier_step(feature: str) -> None:
 
     texts: list[list[int]] = []
     head = HiddenLM(random_head(CausalLM(target), feature=feature), CausalLM(target))
-    drafter = Watched(head, 5, 1, 5, "free", least=1)
+    drafter = Watched(Lyanna(5, reuse="free", least=1), head)
     decode(CausalLM(target), drafter, [Request([5, 6, 7, 5, 6], 60)])
     assert len(seen) > 3 and not drafter.old and not head.cache.ids
     for text, (length, ahead, places) in list(zip(texts, seen, strict=True))[:6]:
@@ -801,8 +796,9 @@ def test_sampled_tokens_keep_their_distribution(way: str) -> None:
     chosen = WAYS[way]
     head = head_of(model, way, hot=4)
     # Many rows at once take few forwards.
-    decoder = Decoder(target, None, None, chosen, guard=False, head=head, max_rows=count // 2, prefix_bytes=0)
-    decoder.costs = Costs({1: 1.0, count // 8: 1.1}, {}, head={1: 0.001})
+    costs = Costs({1: 1.0, count // 8: 1.1}, {}, head={1: 0.001})
+    options: Any = {"max_rows": count // 2, "prefix_bytes": 0}
+    decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs, **options)
     decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
     torch.manual_seed(0)
     rows = decoder.generate([prompt] * count, max_new_tokens=4, temperature=1.0, ignore_eos=True)
@@ -825,8 +821,8 @@ def test_requests_of_all_modes_in_one_batch(way: str) -> None:
     ]
 
     def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
-        decoder = Decoder(target, None, None, chosen, guard=False, head=head)
-        decoder.costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+        costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
+        decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs)
         drafter = decoder.engine.drafter
         found = decode(target.fresh(), drafter, requests, max_rows=rows)
         assert not drafter.features and not drafter.head.cache.ids  # type: ignore[attr-defined]
@@ -890,8 +886,8 @@ def test_two_methods_take_one_kind_of_states() -> None:
     target = CausalLM(tiny("llama"))
     below, head = (HiddenLM(random_head(target, feature=feature), target) for feature in ("below", "head"))
     with pytest.raises(ValueError, match="one method needs the LM head's inputs"):
-        Split(LyannaDrafter(below, 3, 1, 3, "off"), LyannaDrafter(head, 3, 1, 3, "off"))
-    assert Split(LyannaDrafter(below, 3, 1, 3, "off"), PlainDrafter()).feature == "below"
+        Split(LyannaDrafter(Lyanna(), below), LyannaDrafter(Lyanna(), head))
+    assert Split(LyannaDrafter(Lyanna(), below), PlainDrafter()).feature == "below"
 
 
 def test_settings_are_checked() -> None:

@@ -14,18 +14,16 @@ from toys import (
     TableLM,
     decode,
     joint_distribution,
-    noisy_copy,
     p_value,
     random_table,
     tiny,
-    tiny_tokenizer,
     tokens_of,
 )
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from benchmarks.baselines import oracle
-from benchmarks.baselines.entropy import SVIP, AdaEDL, AdaptiveEntropyStop
+from benchmarks.baselines.entropy import SVIP, AdaEDL
 from benchmarks.baselines.heuristic import Heuristic, HeuristicSchedule
 from benchmarks.baselines.oracle import MismatchStop, Oracle, SeeingOracle, Truth, plainly
 from forerun import Decoder
@@ -37,9 +35,9 @@ from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
-from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts, method
+from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts
 from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.methods.stop import DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import LengthPolicy, StopRule
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import argmax_of, entropies
 from forerun.sampling.sampler import Sampler
@@ -334,56 +332,12 @@ def test_greedy_rows_are_hasty_again_when_sampled_ones_have_stopped() -> None:
     assert max(count for rows, count in calls if rows == 1) > 1
 
 
-def test_the_heuristic_schedule() -> None:
-    policy, seqs = HeuristicSchedule(2), sequences(3)
-    for seq in seqs[:2]:
-        policy.admit(seq)
-
-    def lengths(*asked: Sequence) -> list[int]:
-        rule, going = policy.begin(asked, len(asked)), dict.fromkeys((seq.id for seq in asked), 0)
-        for depth in range(1, 20):
-            on = rule.more(DraftState(asked, [[0] * depth] * len(asked), torch.zeros(len(asked), V)))
-            for seq, more in zip(asked, on, strict=True):
-                going[seq.id] = going[seq.id] or (0 if more else depth)
-        return list(going.values())
-
-    seen = [lengths(*seqs[:2])]
-    # Fully accepted, partly, not at all, nothing drafted, accepted though cut short by the sequence's end.
-    for first, second in [((2, 2), (1, 2)), ((4, 4), (0, 1)), ((5, 6), (0, 1)), ((0, 0), (1, 1)), ((2, 2), (0, 0))]:
-        judged(policy, seqs[:2], first, second)
-        seen.append(lengths(*seqs[:2]))
-    assert seen == [[2, 2], [4, 1], [6, 1], [5, 1], [5, 3], [7, 3]]
-    policy.drop(seqs[0])
-    policy.admit(seqs[2])
-    assert lengths(seqs[2], seqs[1]) == [2, 3]
-    judged(policy, [seqs[1]], (3, 3))
-    assert lengths(seqs[1], seqs[2]) == [5, 2]
-
-
 def test_what_is_certain_is_that_of_the_shortest_that_still_drafts() -> None:
     policy, seqs = HeuristicSchedule(2), sequences(2)
     for seq in seqs:
         policy.admit(seq)
     judged(policy, [seqs[0]], (2, 2))
     assert [policy.begin(seqs, 2).min_more(depth) for depth in range(4)] == [2, 1, 2, 1]
-
-
-def test_adaedls_threshold_follows_the_acceptance_rate() -> None:
-    policy, seqs = AdaptiveEntropyStop(0.5, 0.2, goal=0.8, step=0.1, most=4), sequences(4)
-    for seq in seqs[:3]:
-        policy.admit(seq)
-    judged(policy, seqs[:3], (0, 3), (3, 3), (4, 4))
-    assert list(policy.rates.values()) == pytest.approx([0.4, 0.9, 0.9])
-    assert list(policy.thresholds.values()) == pytest.approx([0.51, 0.49, 0.5])
-    judged(policy, seqs[:3], (3, 3), (0, 0), (2, 4))  # 0.7 is still below the goal
-    assert list(policy.rates.values()) == pytest.approx([0.7, 0.9, 0.7])
-    assert list(policy.thresholds.values()) == pytest.approx([0.52, 0.49, 0.51])
-    policy.drop(seqs[1])
-    policy.admit(seqs[3])
-    judged(policy, [seqs[3], seqs[0]], (4, 4), (4, 4))
-    assert list(policy.rates) == list(policy.thresholds) == [0, 2, 3]
-    assert list(policy.rates.values()) == pytest.approx([0.85, 0.7, 0.9])
-    assert list(policy.thresholds.values()) == pytest.approx([0.52, 0.51, 0.5])
 
 
 def test_argmax() -> None:
@@ -527,23 +481,6 @@ def test_a_draft_that_cannot_read_everything(name: str) -> None:
     assert accepted[:4] == [40, 20, 0, 0]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_real_models(name: str) -> None:
-    tokenizer = tiny_tokenizer()
-    target = tiny("llama", vocab=len(tokenizer))
-    draft = noisy_copy(target, 0.02)
-    prompts = [tokenizer.encode("def add(a, b):\n"), tokenizer.encode("the cat sat"), [5]]
-    config = GenerationConfig(max_new_tokens=40, do_sample=False)
-    plain_rows = Decoder(target, tokenizer, None, AR()).generate(prompts, config)
-    decoder = Decoder(target, tokenizer, draft, ALL[name])
-    assert [row.tokens for row in decoder.generate(prompts, config)] == [row.tokens for row in plain_rows]
-    config = GenerationConfig(max_new_tokens=40, do_sample=False, stop_strings=[plain_rows[0].text[9:12]])
-    stopped = Decoder(target, tokenizer, None, AR()).generate(prompts, config)
-    again = decoder.generate(prompts, config)
-    assert [row.tokens for row in again] == [row.tokens for row in stopped]
-    assert again[0].finish_reason == "stop" and len(again[0].tokens) < 40
-
-
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
     target = tiny("llama")
@@ -558,28 +495,6 @@ def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
     drafter.drop(seq)
     with pytest.raises(ValueError, match="nothing finds it"):
         list(built(ALL[name], Truth()).admit(Sequence(requests(Sampler())[0]), None, 8))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("heuristic", {"gamma": 0}, "gamma must be an integer of at least 1, not 0"),
-        ("confidence", {"threshold": 1.5}, "threshold must be a number from 0 to 1, not 1.5"),
-        ("confidence", {"most": 0}, "most must be an integer of at least 1, not 0"),
-        ("cumulative", {"threshold": float("nan")}, "threshold must be a number from 0 to 1, not nan"),
-        ("cumulative", {"threshold": "0.3"}, "threshold must be a number from 0 to 1, not '0.3'"),
-        ("svip", {"threshold": -0.1}, "threshold must be a number from 0 to 1, not -0.1"),
-        ("svip", {"scale": -1.0}, "scale must be a number from 0 to 100, not -1.0"),
-        ("adaedl", {"goal": 2}, "goal must be a number from 0 to 1, not 2"),
-        ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
-        ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
-        ("oracle", {"gamma": 3}, "method 'benchmarks.baselines.oracle:Oracle' has no setting 'gamma'; it has none"),
-    ],
-)
-def test_settings_out_of_range(name: str, options: dict, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        method(BASELINES.get(name, name), **options)
-    assert str(error.value) == message
 
 
 def test_a_benchmark_tells_oracles_the_truth_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:

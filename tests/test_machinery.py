@@ -4,12 +4,10 @@ what the part makes them. Without the part, or with an index wrong by one, they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log
 from pathlib import Path
-from time import sleep
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +21,8 @@ from forerun import Decoder
 from forerun.api.load import Completion
 from forerun.backends.heads import head_rows
 from forerun.engine.costs import Costs
-from forerun.engine.engine import Proposal
 from forerun.engine.stats import Stats, total
-from forerun.methods import AR, Eagle, Lyanna, Method, Ouroboros, Pacer, PacerLyanna, PacerOuroboros
-from forerun.methods.ar import PlainDrafter
+from forerun.methods import AR, Eagle, Lyanna, Ouroboros, Pacer, PacerLyanna, PacerOuroboros
 from forerun.model.causal_lm import CausalLM
 from forerun.train.head import measure
 from forerun.train.labels import label
@@ -40,8 +36,8 @@ def run(
     target: PreTrainedModel, method: Any, prompt: Sequence[int] = (11, 0), new: int = 120, **parts: Any
 ) -> Completion:
     """What a method makes of a prompt; the text must be the target's own."""
-    decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False, **parts)
-    decoder.costs = Costs({1: 1.0, 16: 1.5}, {1: 0.1}, head={1: 0.05})
+    costs = Costs({1: 1.0, 16: 1.5}, {1: 0.1}, head={1: 0.05})
+    decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False, costs=costs, **parts)
     done = decoder.generate(list(prompt), max_new_tokens=new, ignore_eos=True)
     assert done.tokens == plain(target, tuple(prompt), new)
     return done
@@ -415,34 +411,3 @@ def sampled(target: PreTrainedModel, method: Any, **parts: Any) -> Stats:
     prompt = [7, 3, 59, 7, 31]
     torch.manual_seed(0)
     return total([decoder.generate(prompt, max_new_tokens=50, temperature=1.0).stats for _ in range(8)])
-
-
-# The guard
-
-
-@dataclass(frozen=True)
-class Silent(Method):
-    """A method that takes its time and then proposes nothing."""
-
-    name: ClassVar[str] = "silent"
-    asked: ClassVar[list[int]] = []
-
-    def build(self, parts: Any) -> Any:
-        return SilentDrafter()
-
-
-class SilentDrafter(PlainDrafter):
-    def propose(self, seqs: Any) -> Proposal:
-        Silent.asked.append(len(seqs))
-        sleep(0.02)
-        return super().propose(seqs)
-
-
-def test_an_empty_draft_is_no_failure() -> None:
-    """A drafter that has nothing to propose costs the guard's patience nothing: it is asked in every step but the first
-    two, however slow it is."""
-    Silent.asked.clear()
-    decoder = Decoder(model(cycle(range(TURN))), method=Silent(), guard=True)  # type: ignore[arg-type]
-    done = decoder.generate([11, 0], max_new_tokens=60, ignore_eos=True)
-    assert len(done.steps) == 60 and done.stats.drafted == 0
-    assert len(Silent.asked) == 58

@@ -205,9 +205,7 @@ def parts(name: str) -> dict[str, Any]:
 def decoder(name: str, **options: Any) -> Decoder:
     target, draft = models()
     chosen = method(name, **SETTINGS.get(name, {}))
-    made = Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts(name) | options)
-    made.costs = COSTS
-    return made
+    return Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, costs=COSTS, **parts(name) | options)
 
 
 def alone(name: str, request: Request) -> list[int]:

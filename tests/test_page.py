@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,15 +17,17 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
-uvicorn = pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.responses import JSONResponse, Response, StreamingResponse  # noqa: E402
 from fastapi.staticfiles import StaticFiles  # noqa: E402
+from serving import live, running  # noqa: E402
+
+from forerun.server.app import PAGE_HEADERS, STATIC  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[1]
-STATIC = ROOT / "forerun" / "server" / "static"
 AXE = Path(os.environ.get("AXE_CORE", ROOT / "node_modules" / "axe-core" / "axe.min.js"))
 TIMEOUT = 20_000  # milliseconds; for a machine with much else to do
 ORIGINS = ("draft", "lookup", "phrase", "window", "reused", "correction", "bonus")
@@ -78,6 +79,10 @@ class Stream(StreamingResponse):
                 self.left.set()
 
 
+def refused(status: int, message: str, retry: int = 0, **more: str) -> Response:
+    return JSONResponse({"error": {"message": message, **more}}, status, {"Retry-After": str(retry)} if retry else None)
+
+
 class Stub:
     """A server of the page with scripted answers: what the last message says is the name of the script."""
 
@@ -95,18 +100,16 @@ class Stub:
         @self.app.middleware("http")
         async def guard(request: Request, proceed: Any) -> Any:
             response = await proceed(request)
-            response.headers["Content-Security-Policy"] = "default-src 'self'"
+            response.headers["Content-Security-Policy"] = PAGE_HEADERS["Content-Security-Policy"]
             return response
 
     def health(self) -> Response:
         self.not_ready -= 1
-        if self.not_ready >= 0:
-            return JSONResponse({"error": {"message": "the model is being loaded"}}, 503, {"Retry-After": "5"})
-        return JSONResponse({"status": "ok"})
+        return refused(503, "the model is being loaded", 5) if self.not_ready >= 0 else JSONResponse({"status": "ok"})
 
     def models(self, request: Request) -> Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
-            return JSONResponse({"error": {"message": "wrong key"}}, 401)
+            return refused(401, "wrong key")
         return JSONResponse({"object": "list", "data": [{"id": "stub-model", "object": "model"}]})
 
     async def chat(self, request: Request) -> Response:
@@ -114,9 +117,9 @@ class Stub:
         self.bodies.append(body)
         script = body["messages"][-1]["content"]
         if script == "refused":
-            return JSONResponse({"error": {"message": "top_p is <b>bad</b>", "param": "top_p"}}, 400)
+            return refused(400, "top_p is <b>bad</b>", param="top_p")
         if script == "full":
-            return JSONResponse({"error": {"message": "the queue is full"}}, 503, {"Retry-After": "7"})
+            return refused(503, "the queue is full", 7)
         return Stream(self.left, self.stream(script, body.get("forerun_method") == "ar"))
 
     async def stream(self, script: str, plain: bool) -> AsyncIterator[str]:
@@ -158,28 +161,12 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-class Served:
-    """An app of uvicorn's in a thread, on a free port."""
-
-    def __init__(self, app: Any) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-
-
 @pytest.fixture
 def stub() -> Iterator[Stub]:
     made = Stub()
-    served = Served(made.app)
-    made.url = served.url
-    yield made
-    served.close()
+    with running(made.app) as url:
+        made.url = url + "/"
+        yield made
 
 
 def opened(browser: Any, url: str, **options: Any) -> Any:
@@ -417,9 +404,6 @@ def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: 
 
 
 def test_the_real_server_is_understood(browser: Any) -> None:
-    pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
-    from serving import live
-
     with live() as server:
         page = opened(browser, server.url + "/")
         expect(page.locator("#status")).to_have_text("tiny is ready.")

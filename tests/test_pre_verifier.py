@@ -33,7 +33,7 @@ from toys import (
 from benchmarks.baselines import specdec
 from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
-from forerun.api.loading import load_pre_verifier
+from forerun.api.layers import load_pre_verifier
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
@@ -591,8 +591,7 @@ def test_equality_on_real_models(architecture: str, method: Pacer | SpecDec) -> 
     layer = random_layer(target, draft, **LAYERS[method.name])
     prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
     plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
-    decoder = Decoder(target, None, draft, method, guard=False, pre_verifier=layer)
-    decoder.costs = COSTS
+    decoder = Decoder(target, None, draft, method, guard=False, pre_verifier=layer, costs=COSTS)
     done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
     assert [row.tokens for row in done] == [row.tokens for row in plain]
     assert sum(row.stats.drafted for row in done) > 0

@@ -15,7 +15,7 @@ from forerun import Decoder
 from forerun.backends.heads import Guess, HiddenLM
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
-from forerun.methods import Eagle, Lyanna, method
+from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
 from forerun.methods.beams import grow
 from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
@@ -159,11 +159,12 @@ def test_a_chain_in_one_call_is_that_of_many(
         own = head.fresh()
         if way == "many":
             monkeypatch.setattr(HiddenLM, "guesses", lambda *_: False)
-        costs = (lambda mode: GUESSING) if is_planned else None
+        paced: Any = {"block": 2} if is_planned else {}
         if kind == "lyanna":
-            drafter: HeadDrafter = LyannaDrafter(own, 6, 1, 6, reuse, 0.7, 2, costs, block=2)
+            lyanna = (PacerLyanna if is_planned else Lyanna)(6, reuse=reuse, weight=0.7, **paced)
+            drafter: HeadDrafter = LyannaDrafter(lyanna, own, GUESSING)
         else:
-            drafter = EagleDrafter(own, 6, 1, 6, costs, block=2)
+            drafter = EagleDrafter((PacerEagle if is_planned else Eagle)(6, **paced), own, GUESSING)
         seqs = [sequence(range(2, 9), id, new=40) for id in range(2)]
         for seq in seqs:
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1], own.feature), 4)) == 5

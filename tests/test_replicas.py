@@ -28,6 +28,8 @@ from forerun.scale import parts
 from forerun.scale.fleet import Fleet, LostError
 from forerun.scale.parts import Face, Found, Part, decoded
 from forerun.server.app import Settings, create_app
+from forerun.server.backend import Backend, until_ready
+from forerun.server.readers import Readers
 from forerun.server.worker import Worker
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -39,7 +41,7 @@ class Engines:
 
     def __init__(self, count: int = 2, lists: int | None = None, make: Any = make_decoder) -> None:
         self.workers = {f"r{i}": Worker(make) for i in range(count)}
-        self.lists = lists  # None for any number
+        self.readers, self.lists = Readers(), lists  # None for any number
         self.silent: set[str] = set()
         self.asked: list[tuple[str, tuple[Part, ...]]] = []
 
@@ -47,7 +49,7 @@ class Engines:
         for worker in self.workers.values():
             worker.start()
         for worker in self.workers.values():
-            await worker.wait()
+            await until_ready(worker)
         assert worker.decoder is not None
         return Face.of(worker.decoder, worker.engine)
 
@@ -62,7 +64,7 @@ class Engines:
         if name in self.silent:
             await asyncio.sleep(600)
         left = self.lists
-        stream = decoded(self.workers[name], parts)
+        stream = decoded(self.workers[name], self.readers, parts)
         try:
             async for found in stream:
                 if found and left is not None:
@@ -75,10 +77,10 @@ class Engines:
 
 
 @asynccontextmanager
-async def client(worker: Worker, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def client(worker: Backend, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(worker, Settings(NAME, **settings))
     async with app.router.lifespan_context(app):
-        await worker.wait()
+        await until_ready(worker)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://fleet", timeout=120) as found:
             yield found
@@ -87,7 +89,7 @@ async def client(worker: Worker, **settings: Any) -> AsyncIterator[httpx.AsyncCl
         await each.stop()
 
 
-def ask(worker: Worker, act: Callable[[httpx.AsyncClient], Awaitable[Any]], **settings: Any) -> Any:
+def ask(worker: Backend, act: Callable[[httpx.AsyncClient], Awaitable[Any]], **settings: Any) -> Any:
     async def main() -> Any:
         async with client(worker, **settings) as http:
             return await act(http)
@@ -95,7 +97,7 @@ def ask(worker: Worker, act: Callable[[httpx.AsyncClient], Awaitable[Any]], **se
     return asyncio.run(main())
 
 
-def answers(worker: Worker, bodies: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+def answers(worker: Backend, bodies: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """All at once."""
 
     async def act(http: httpx.AsyncClient) -> list[Any]:
@@ -337,7 +339,7 @@ def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.
             ended.append(True)
 
     async def main() -> None:
-        stream = decoded(SimpleNamespace(decoder=object(), call=call), [])  # type: ignore[arg-type]
+        stream = decoded(SimpleNamespace(decoder=object()), SimpleNamespace(call=call), [])  # type: ignore[arg-type]
         assert [await anext(stream) for _ in range(2)] == [[], []]
         await stream.aclose()
         await asyncio.sleep(0)
@@ -441,14 +443,14 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def slow_decoder() -> Any:
     """One whose answers take seconds, so that there is a middle to be killed in."""
-    decoder = make_decoder()
-    engine, step = decoder.engine, decoder.engine.step
+    decoder = make_decoder(kv_memory=2**28)  # else a worker would replace it
+    engine, advance = decoder.engine, decoder.engine.advance
 
     def slowly() -> Any:
         time.sleep(0.03)
-        return step()
+        return advance()
 
-    engine.step = slowly
+    engine.advance = slowly
     return decoder
 
 

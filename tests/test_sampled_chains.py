@@ -9,7 +9,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from forerun.engine.sequence import Request, Sequence
-from forerun.methods import method
 from forerun.methods.beams import sample_chains
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import SeededStream
@@ -78,16 +77,3 @@ def test_rows_with_a_seed_hold_the_targets_races() -> None:
         seq = Sequence(Request([2], 9, Sampler(False), seed=3, stream=row))
         (draft,) = sample_chains([seq], lambda k, tokens, at: LOGITS[k].expand(1, 1, -1), HOT, V, [1], ["draft"], True)
         assert draft.tokens[1] == SeededStream(3, row).at(1).sample(law) and draft.q is None
-
-
-def test_settings() -> None:
-    assert method("lyanna", sampled=True, verification="token").drawing == "token"
-    assert method("eagle", sampled=True).drawing == "block" and method("eagle").drawing is None
-    for name, settings, message in (
-        ("lyanna", {"sampled": 1}, "sampled must be true or false, not 1"),
-        ("eagle", {"sampled": True, "width": 2}, "sampled is for chains: width must be 1, not 2"),
-        ("pacer-lyanna", {"sampled": True}, "takes drafted tokens back"),
-        ("lyanna", {"verification": "tree"}, "verification must be block or token"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            method(name, **settings)

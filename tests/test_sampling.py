@@ -6,19 +6,23 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from toys import p_value, random_tree
-from transformers import LogitsProcessor, LogitsProcessorList
+from toys import p_value, random_tree, tiny
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from forerun.engine import acceptance
 from forerun.engine.acceptance import Verdict, accept
 from forerun.engine.draft import Draft
+from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.penalties import LogitBias, Penalties
 from forerun.sampling.sampler import QuickTopP, Sampler, next_tokens, sample
 
 V, LENGTH, TRIALS = 4, 3, 6000
@@ -300,6 +304,44 @@ def test_greedy_through_ratios_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(globals(), "accept", by_ratio)
     assert not all(greedy_is_argmax(seed) for seed in range(200))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {3: 2.0}},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 1.5, "min_p": 0.1, "repetition_penalty": 0.8},
+        {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 1.0, "logit_bias": {0: -9.0}},
+    ],
+)
+@pytest.mark.parametrize(
+    "own", [(), (hf.NoRepeatNGramLogitsProcessor(2),), (hf.RepetitionPenaltyLogitsProcessor(2.0),)]
+)
+def test_a_sampler_of_parameters_is_transformers_own(options: dict[str, Any], own: list[LogitsProcessor]) -> None:
+    """The same processors in the same order, and the same scores to the bit."""
+    lm, text, params = CausalLM(tiny("llama")), [5, 6, 7, 5, 6, 9], SamplingParams(**options)
+    sampler = Sampler.of(params, 3, lm.vocab_size, own)
+    kept = {name: options[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty") if name in options}
+    config = GenerationConfig(do_sample=params.temperature > 0, top_k=params.top_k, pad_token_id=0, **kept)
+    extra: list[LogitsProcessor] = []
+    if params.presence_penalty:
+        extra.append(Penalties(params.presence_penalty, params.frequency_penalty, 3))
+    if params.logit_bias:
+        extra.append(LogitBias(params.logit_bias))
+    theirs = lm.processors(config, 3, LogitsProcessorList([*extra, *own]))
+    found = [hf.TopPLogitsWarper if type(each) is QuickTopP else type(each) for each in sampler.processors or ()]
+    assert found == [type(each) for each in theirs] and sampler.greedy == (not params.temperature)
+    logits = 4 * torch.randn(2, lm.vocab_size, generator=torch.Generator().manual_seed(0))
+    wanted = theirs(torch.tensor([text] * 2), logits.clone())
+    assert torch.equal(sampler.scores(logits, lambda i: text), wanted)
+
+
+def test_a_bias_on_a_token_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"logit_bias has token ids outside 0\.\.9"):
+        Sampler.of(SamplingParams(logit_bias={10: 1.0}), 1, 10)
 
 
 PREFIX_READERS: dict[str, LogitsProcessor] = {

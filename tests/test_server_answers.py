@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import NAME, Live, live, make_decoder, post
+from serving import NAME, Live, get, live, make_decoder, post, until
 
+PLAIN = "/v1/completions"
 CHAT: list[Any] = [{"role": "user", "content": "the cat sat"}]
 
 
@@ -33,81 +34,71 @@ def decoder() -> Any:
     return make_decoder()
 
 
+def complete(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
+    return client.completions.create(model=NAME, prompt=prompt, **options)
+
+
 def test_a_greedy_answer_is_the_decoders(client: openai.OpenAI, decoder: Any) -> None:
     found = client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, max_tokens=24)
     wanted = decoder.chat(CHAT, max_new_tokens=24)
     assert found.choices[0].message.content == wanted.text
     assert found.choices[0].finish_reason == wanted.finish_reason == "length"
     assert found.usage is not None and found.usage.completion_tokens == 24
-    plain = client.completions.create(model=NAME, prompt=["def add", "for i"], temperature=0, max_tokens=12)
+    plain = complete(client, ["def add", "for i"], temperature=0, max_tokens=12)
     texts = [each.text for each in decoder.generate(["def add", "for i"], max_new_tokens=12)]
     assert [each.text for each in plain.choices] == texts
 
 
-def test_plain_decoding_on_request_says_the_same(client: openai.OpenAI, server: Live) -> None:
-    answers = [
-        client.completions.create(
-            model=NAME, prompt="def add", temperature=0, max_tokens=40, extra_body={"forerun_method": method}
-        )
-        for method in (None, "ar")
-    ]
+def test_plain_decoding_on_request_says_the_same(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
+    answers = [complete(client, "def add", **options, extra_body={"forerun_method": each}) for each in (None, "ar")]
     assert answers[0].choices[0].text == answers[1].choices[0].text
-    drafted, plain = (each.model_extra["metrics"]["speculative_decoding"] for each in answers)  # type: ignore[index]
+    drafted, plain = (each.model_extra["metrics"]["speculative_decoding"] for each in answers)
     assert drafted["num_spec_steps"] < plain["num_spec_steps"] == 40 and not plain["num_draft_tokens"]
 
 
 def test_streamed_whole_alone_and_among_others(client: openai.OpenAI, server: Live) -> None:
-    options: dict[str, Any] = {"model": NAME, "prompt": "the cat", "max_tokens": 48, "seed": 5, "temperature": 0.9}
+    options: dict[str, Any] = {"prompt": "the cat", "max_tokens": 48, "seed": 5, "temperature": 0.9}
 
-    def streamed(_: int = 0) -> str:
-        return "".join(each.choices[0].text for each in client.completions.create(**options, stream=True))
+    def streamed() -> str:
+        return "".join(each.choices[0].text for each in complete(client, **options, stream=True))
 
-    whole = client.completions.create(**options).choices[0].text
+    whole = complete(client, **options).choices[0].text
     assert streamed() == whole
     others = [{**options, "prompt": "for i in" * n, "seed": n, "max_tokens": 60} for n in range(1, 9)]
     with ThreadPoolExecutor(10) as pool:
-        beside = [pool.submit(post, server, "/v1/completions", each) for each in others]
-        mine = [pool.submit(streamed), pool.submit(lambda: client.completions.create(**options).choices[0].text)]
+        beside = [pool.submit(post, server, PLAIN, each) for each in others]
+        mine = [pool.submit(streamed), pool.submit(lambda: complete(client, **options).choices[0].text)]
         assert [each.result() for each in mine] == [whole, whole]
         assert all(each.result().status_code == 200 for each in beside)
 
 
 def test_n_copies_are_streams_of_the_seed(client: openai.OpenAI, decoder: Any) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    found = client.completions.create(model=NAME, prompt="the cat", n=3, max_tokens=16, **options)
+    found = complete(client, "the cat", n=3, max_tokens=16, **options)
     texts = [each.text for each in found.choices]
     assert texts == [each.text for each in decoder.generate(["the cat"] * 3, max_new_tokens=16, **options)]
     assert len(set(texts)) > 1 and [each.index for each in found.choices] == [0, 1, 2]
     streamed = ["", "", ""]
-    for chunk in client.completions.create(model=NAME, prompt="the cat", n=3, max_tokens=16, stream=True, **options):
+    for chunk in complete(client, "the cat", n=3, max_tokens=16, stream=True, **options):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == texts
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, decoder: Any) -> None:
-    whole = decoder.generate("def add", max_new_tokens=40).text
+    whole, options = decoder.generate("def add", max_new_tokens=40).text, {"temperature": 0, "max_tokens": 40}
     stop = whole[10:13]
-    found = client.completions.create(model=NAME, prompt="def add", temperature=0, max_tokens=40, stop=[stop, "zzzz"])
+    found = complete(client, "def add", **options, stop=[stop, "zzzz"])
     assert found.choices[0].text == whole[: whole.index(stop)] and found.choices[0].finish_reason == "stop"
-    chunks = list(client.completions.create(
-        model=NAME, prompt="def add", temperature=0, max_tokens=40, stop=stop, stream=True
-    ))  # fmt: skip
+    chunks = list(complete(client, "def add", **options, stop=stop, stream=True))
     assert "".join(each.choices[0].text for each in chunks) == found.choices[0].text
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_chunks_of_a_chat(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model=NAME,
-            messages=CHAT,
-            temperature=0,
-            max_completion_tokens=20,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"forerun": True},
-        )
-    )
+    options: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 20, "extra_body": {"forerun": True}}
+    usage: Any = {"include_usage": True}
+    chunks = client.chat.completions.create(model=NAME, messages=CHAT, stream=True, stream_options=usage, **options)
     *middle, last = chunks
     assert middle[0].choices[0].delta.role == "assistant" and not middle[0].choices[0].delta.content
     assert [each.choices[0].finish_reason for each in middle] == [None] * (len(middle) - 1) + ["length"]
@@ -123,31 +114,28 @@ def test_chunks_of_a_chat(client: openai.OpenAI) -> None:
 
 def test_the_events_of_a_stream(server: Live) -> None:
     body = {"prompt": "the", "max_tokens": 4, "stream": True, "stream_options": {"continuous_usage_stats": True}}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60, trust_env=False) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        events = [line for line in response.iter_lines() if line]
-    assert events[-1] == "data: [DONE]"
-    chunks = [json.loads(each.removeprefix("data: ")) for each in events[:-1]]
-    assert chunks[-1]["usage"]["completion_tokens"] == 4 and chunks[-1]["timings"]["predicted_n"] == 4
+    response = post(server, PLAIN, body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done = [line for line in response.text.splitlines() if line]
+    assert done == "data: [DONE]"
+    last = json.loads(events[-1].removeprefix("data: "))
+    assert last["usage"]["completion_tokens"] == 4 and last["timings"]["predicted_n"] == 4
 
 
 def test_logprobs_are_the_models_own(client: openai.OpenAI, decoder: Any) -> None:
     import torch
 
-    found = client.completions.create(
-        model=NAME, prompt=[5, 6, 7, 8], temperature=0.7, seed=1, max_tokens=6, echo=True, logprobs=2,
-        presence_penalty=1.0,
-    )  # fmt: skip
-    given = found.choices[0].logprobs
-    assert given is not None and given.token_logprobs is not None and given.token_logprobs[0] is None
-    (completion,) = decoder.generate([[5, 6, 7, 8]], temperature=0.7, seed=1, max_new_tokens=6, presence_penalty=1.0)
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 1, "presence_penalty": 1.0}
+    given = complete(client, [5, 6, 7, 8], **options, max_tokens=6, echo=True, logprobs=2).choices[0].logprobs
+    assert given.token_logprobs[0] is None
+    (completion,) = decoder.generate([[5, 6, 7, 8]], **options, max_new_tokens=6)
     tokens = [5, 6, 7, 8, *completion.tokens]
     with torch.inference_mode():
         law = decoder.target.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
     wanted = [float(law[at - 1, token]) for at, token in enumerate(tokens)][1:]
     assert given.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
     assert given.tokens == [decoder.tokenizer.decode([token]) for token in tokens]
-    assert given.text_offset is not None and given.text_offset[:2] == [0, len(given.tokens[0])]
+    assert given.text_offset[:2] == [0, len(given.tokens[0])]
     chat = client.chat.completions.create(
         model=NAME, messages=CHAT, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
     )
@@ -160,7 +148,7 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI, decoder: Any) -> Non
 def test_penalties_and_biases(client: openai.OpenAI, decoder: Any) -> None:
     prompt, options = "def add", {"temperature": 0, "max_tokens": 20}
     for field, value in (("presence_penalty", 1.5), ("frequency_penalty", -1.0), ("logit_bias", {"70": 100})):
-        found = client.completions.create(model=NAME, prompt=prompt, **options, **{field: value})  # type: ignore[call-overload]
+        found = complete(client, prompt, **options, **{field: value})
         own = {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
         assert found.choices[0].text == decoder.generate(prompt, max_new_tokens=20, **{field: own}).text
     assert found.choices[0].text == decoder.tokenizer.decode([70] * 20)
@@ -168,16 +156,13 @@ def test_penalties_and_biases(client: openai.OpenAI, decoder: Any) -> None:
 
 def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -> None:
     def figures() -> dict[str, float]:
-        lines = httpx.get(server.url + "/metrics", trust_env=False).text.splitlines()
+        lines = get(server, "/metrics").text.splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
     before, sums = figures(), {"steps": 0, "drafted": 0, "accepted": 0, "tokens": 0, "prompt": 0}
     for seed in range(4):
-        found = client.completions.create(
-            model=NAME, prompt="def add(a", max_tokens=25 + seed, temperature=0.6, seed=seed, n=1 + seed % 2
-        )
+        found = complete(client, "def add(a", max_tokens=25 + seed, temperature=0.6, seed=seed, n=1 + seed % 2)
         usage, extra = found.usage, found.model_extra
-        assert usage is not None and extra is not None
         own = extra["metrics"]["speculative_decoding"]
         steps, drafted = own["num_spec_steps"], own["num_draft_tokens"]
         accepted, tokens = own["num_accepted_draft_tokens"], usage.completion_tokens
@@ -188,7 +173,7 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
         assert own["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
         assert own["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
         details = usage.completion_tokens_details
-        assert details is not None and tokens - steps <= details.accepted_prediction_tokens <= min(accepted, tokens)
+        assert tokens - steps <= details.accepted_prediction_tokens <= min(accepted, tokens)
         assert details.rejected_prediction_tokens == drafted - accepted
         timings = extra["timings"]
         assert (timings["draft_n"], timings["draft_n_accepted"], timings["predicted_n"]) == (drafted, accepted, tokens)
@@ -199,9 +184,8 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
         for name, key in (("drafts", "steps"), ("draft_tokens", "drafted"), ("accepted_tokens", "accepted")):
             line = f"{space}:spec_decode_num_{name}_total"
             assert after[line] - before[line] == sums[key]
-        by_position = [
-            line for line in after if line.startswith(f"{space}:spec_decode_num_accepted_tokens_per_pos_total")
-        ]
+        prefix = f"{space}:spec_decode_num_accepted_tokens_per_pos_total"
+        by_position = [line for line in after if line.startswith(prefix)]
         assert sum(after[line] - before.get(line, 0) for line in by_position) == sums["accepted"]
     assert after["forerun:generation_tokens_total"] - before["forerun:generation_tokens_total"] == sums["tokens"]
     assert after["forerun:prompt_tokens_total"] - before["forerun:prompt_tokens_total"] == sums["prompt"]
@@ -228,11 +212,7 @@ def test_the_async_client_and_cancellation(server: Live) -> None:
 
     whole, text = asyncio.run(run())
     assert whole == text
-    for _ in range(200):  # whoever has gone leaves no row behind
-        if not server.rows and not server.service.open:
-            break
-        asyncio.run(asyncio.sleep(0.05))
-    assert not server.rows and not server.service.open
+    until(lambda: not server.rows and not server.service.open)
 
 
 def test_other_endpoints(client: openai.OpenAI, server: Live, decoder: Any) -> None:
@@ -244,11 +224,11 @@ def test_other_endpoints(client: openai.OpenAI, server: Live, decoder: Any) -> N
     assert post(server, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "the cat"}
     rendered = post(server, "/tokenize", {"messages": CHAT}).json()
     assert "assistant" in decoder.tokenizer.decode(rendered["tokens"])
-    assert httpx.get(server.url + "/health", trust_env=False).json() == {"status": "ok"}
-    assert "version" in httpx.get(server.url + "/version", trust_env=False).json()
-    response = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
+    assert get(server, "/health").json() == {"status": "ok"}
+    assert "version" in get(server, "/version").json()
+    response = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
     assert response.headers["x-request-id"] == "mine"
-    schema = httpx.get(server.url + "/openapi.json", trust_env=False).json()
+    schema = get(server, "/openapi.json").json()
     assert "422" not in json.dumps(schema)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import NAME, live, make_decoder, post
+from serving import NAME, held, live, make_decoder, post
 
 from forerun.failures import TargetLostError
 from forerun.server import answers, run
 from forerun.server.app import STATIC, Settings, create_app
 from forerun.server.errors import ApiError
-from forerun.server.run import _Protocol
+from forerun.server.run import Protocol
 from forerun.server.schemas import CompletionBody
 from forerun.server.worker import Worker
 
@@ -53,38 +53,29 @@ def test_nothing_is_answered_before_the_model_is_there_and_while_it_goes() -> No
     asyncio.run(ask())
 
 
-def test_a_model_that_cannot_be_loaded() -> None:
-    async def ask() -> None:
-        def make() -> Any:
-            raise ValueError("no such model")
+def cannot_load() -> Any:
+    raise ValueError("no such model")
 
+
+def cannot_decode() -> Any:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    decoder = make_decoder()
+    decoder.target.forward = broken  # type: ignore[method-assign]
+    return decoder
+
+
+@pytest.mark.parametrize(("make", "message"), [(cannot_load, "no such model"), (cannot_decode, "the device is gone")])
+def test_a_model_that_cannot_be_used(make: Any, message: str) -> None:
+    async def ask() -> None:
         worker, ended = Worker(make), asyncio.Event()
         worker.on_failure = ended.set
         worker.start()
         await asyncio.wait_for(ended.wait(), 60)
-        assert str(worker.failed) == "no such model"
+        assert str(worker.failed) == message and not worker.ready.is_set()
         with pytest.raises(ApiError):
             worker.engine  # noqa: B018
-        await worker.stop()
-
-    asyncio.run(ask())
-
-
-def test_a_model_that_loads_but_cannot_decode() -> None:
-    async def ask() -> None:
-        def make() -> Any:
-            decoder = make_decoder()
-            decoder.target.forward = broken  # type: ignore[method-assign]
-            return decoder
-
-        def broken(*args: Any) -> Any:
-            raise RuntimeError("the device is gone")
-
-        worker, ended = Worker(make), asyncio.Event()
-        worker.on_failure = ended.set
-        worker.start()
-        await asyncio.wait_for(ended.wait(), 60)
-        assert str(worker.failed) == "the device is gone" and not worker.ready.is_set()
         await worker.stop()
 
     asyncio.run(ask())
@@ -93,21 +84,22 @@ def test_a_model_that_loads_but_cannot_decode() -> None:
 def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
     with live(idle=1) as server:
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as idle:
+        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        with socket.create_connection(address) as idle:
             idle.settimeout(60)
             assert idle.recv(1) == b""  # closed without a request
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as trickling:
+        with socket.create_connection(address) as trickling:
             trickling.settimeout(60)
             trickling.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-Endless: ")
             with pytest.raises((ConnectionResetError, BrokenPipeError)):
                 while True:  # closed although something comes again and again
                     trickling.sendall(b"x")
                     time.sleep(0.05)
-        engine, go = server.worker.engine, threading.Event()
-        step = engine.step
-        engine.step = lambda: step() if go.wait(120) else []  # type: ignore[method-assign]
         body = {"prompt": "a", "max_tokens": 3, "stream": True, "echo": True, "temperature": 0}
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False) as response:
+        with (
+            held(server.worker.engine) as go,
+            httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False) as response,
+        ):
             lines = response.iter_lines()
             assert next(lines) == ": keep-alive"
             go.set()
@@ -127,7 +119,7 @@ def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.Monkey
             aborted.append(1)
 
     async def stall(resumes: bool) -> None:
-        protocol = _Protocol.__new__(_Protocol)
+        protocol = Protocol.__new__(Protocol)
         protocol.loop, protocol.transport, protocol.flow = asyncio.get_running_loop(), Anything(), Anything()  # type: ignore[assignment]
         protocol.pause_writing()
         if resumes:
@@ -173,7 +165,7 @@ def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch, kin
         def broken() -> list[Any]:
             raise kind
 
-        monkeypatch.setattr(server.worker.engine, "step", broken)
+        monkeypatch.setattr(server.worker.engine, "advance", broken)
         answer = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4})
         assert answer.status_code == 500 and kind.__name__ in answer.json()["error"]["message"]
         assert failed.wait(30) and isinstance(server.worker.failed, kind)

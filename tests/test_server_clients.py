@@ -18,8 +18,8 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import NAME, TEMPLATE, models, tiny_tokenizer
-from test_server_process import health, started, until
+from serving import NAME, TEMPLATE, models, tiny_tokenizer, until
+from test_server_process import health, started
 
 CLIENTS = Path(sys.prefix) / "clients"
 SCRIPTS = Path(__file__).parent / "clients"
@@ -40,7 +40,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
         with started(*options) as (_, found):
-            until(lambda: health(found) == 200)
+            until(lambda: health(found) == 200, 250)
             yield f"{found}/v1"
 
 

@@ -1,4 +1,4 @@
-"""What the server needs of the engine: log probabilities, plain rows among drafted ones, penalties in the law."""
+"""Features of the engine that only the server uses: log probabilities, plain rows, penalties."""
 
 from __future__ import annotations
 
@@ -29,37 +29,24 @@ def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
 
 
 def run(decoder: Decoder, requests: list[Request]) -> list[list[Step]]:
-    return decoder.driver().add(requests).collect()
+    return decoder.session.add(requests).collect()
 
 
 def test_openais_penalties() -> None:
     ids, scores = torch.tensor([[3, 3, 1, 1, 2], [3, 3, 2, 2, 2]]), torch.zeros(2, 4)
-    found = Penalties(0.5, 0.25, 2)(ids, scores)
-    assert found.tolist() == [[0, -1.0, -0.75, 0], [0, 0, -1.25, 0]]
-    assert Penalties(0.5, 0.25, 2)(torch.tensor([[0, 0, 9]]), torch.zeros(1, 4)).tolist() == [
-        [0] * 4
-    ]  # beyond a draft's
+    assert Penalties(0.5, 0.25, 2)(ids, scores).tolist() == [[0, -1.0, -0.75, 0], [0, 0, -1.25, 0]]
+    beyond = Penalties(0.5, 0.25, 2)(torch.tensor([[0, 0, 9]]), torch.zeros(1, 4))  # a token that a draft lacks
+    assert beyond.tolist() == [[0] * 4]
     assert Penalties(0.5, 0.25, 2)(ids[:, :2], scores) is scores
     assert LogitBias({1: 2.0, 9: 5.0})(ids, scores).tolist() == [[0, 2, 0, 0]] * 2 and not scores.any()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("presence_penalty", 2.5),
-        ("frequency_penalty", "1"),
-        ("logit_bias", {5: 101}),
-        ("logit_bias", {"5": 1}),
-        ("logit_bias", {-1: 1}),
-        ("logit_bias", [1]),
-    ],
-)
-def test_bad_penalties_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        SamplingParams(**{name: value})
-
-
-def test_a_bias_on_no_token_is_refused() -> None:
+def test_bad_penalties_are_refused() -> None:
+    biases: list[Any] = [{5: 101}, {"5": 1}, {-1: 1}, [1]]
+    bad = [("presence_penalty", 2.5), ("frequency_penalty", "1"), *(("logit_bias", each) for each in biases)]
+    for name, value in bad:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
     with pytest.raises(ValueError, match=r"logit_bias has token ids outside 0..63"):
         made().request(PROMPT, logit_bias={64: 1})
 
@@ -108,6 +95,8 @@ def test_plain_rows_among_drafted_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ["ar", "sd", "hybrid"])
 def test_log_probabilities_are_the_models_own(name: str) -> None:
     decoder = made(name)
+    (plain,) = run(decoder, [decoder.request(PROMPT, max_new_tokens=5)])  # which asks for none
+    assert all(step.logprobs == () and step.prompt_logprobs is None and step.waited >= 0 for step in plain)
     asked = [
         replace(
             decoder.request(prompt, max_new_tokens=20, temperature=0.8, seed=1, **PENALTIES),
@@ -131,11 +120,6 @@ def test_log_probabilities_are_the_models_own(name: str) -> None:
             assert each.logprob == pytest.approx(float(law[at - 1, each.token]), abs=1e-4)
             best = law[at - 1].topk(request.logprobs).values.tolist() if request.logprobs else []
             assert [value for _, value in each.top] == pytest.approx(best, abs=1e-4)
-
-
-def test_none_are_made_where_nobody_asks() -> None:
-    (steps,) = run(made(), [made().request(PROMPT, max_new_tokens=5)])
-    assert all(step.logprobs == () and step.prompt_logprobs is None and step.waited >= 0 for step in steps)
 
 
 def test_parameters_can_be_keys() -> None:

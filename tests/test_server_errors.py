@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from serving import NAME, Live, live, make_decoder, post
+from serving import NAME, Live, get, held, live, make_decoder, post, until
 
 from forerun.sampling.grammar import FormError, Grammar
 from forerun.server.middleware import ApiKey, BodyLimit
@@ -37,107 +36,61 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-BAD: list[tuple[str, dict[str, Any], str]] = [
-    (PLAIN, {"max_tokens": 0}, "max_tokens"),
-    (PLAIN, {"max_tokens": -5}, "max_tokens"),
-    (PLAIN, {"max_tokens": 2**40}, "max_tokens"),
-    (PLAIN, {"max_tokens": "7"}, "max_tokens"),
-    (PLAIN, {"max_tokens": True}, "max_tokens"),
-    (PLAIN, {"temperature": -1}, "temperature"),
-    (PLAIN, {"temperature": 1e-9}, "temperature"),
-    (PLAIN, {"temperature": 10**400}, "temperature"),
-    (PLAIN, {"top_p": 0}, "top_p"),
-    (PLAIN, {"top_k": -2}, "top_k"),
-    (PLAIN, {"min_p": 2}, "min_p"),
-    (PLAIN, {"seed": -1}, "seed"),
-    (PLAIN, {"seed": 2**62}, "seed"),
-    (PLAIN, {"n": 0}, "n"),
-    (PLAIN, {"n": 10**9}, "n"),
-    (PLAIN, {"n": 128, "prompt": ["a", "b", "c"]}, "n"),
-    (PLAIN, {"stop": [""]}, "stop"),
-    (PLAIN, {"stop": ["a"] * 17}, "stop"),
-    (PLAIN, {"stop": "a" * 1001}, "stop"),
-    (PLAIN, {"stop": ["\ud800"]}, "stop"),
-    (PLAIN, {"stop": 5}, "stop"),
-    (PLAIN, {"logit_bias": {"-1": 1}}, "logit_bias"),
-    (PLAIN, {"logit_bias": {"a": 1}}, "logit_bias"),
-    (PLAIN, {"logit_bias": {"5": 101}}, "logit_bias"),
-    (PLAIN, {"logit_bias": {"300": 1}}, "logit_bias"),
-    (PLAIN, {"logit_bias": {str(each): 1 for each in range(2000)}}, "logit_bias"),
-    (PLAIN, {"logit_bias": [1]}, "logit_bias"),
-    (PLAIN, {"presence_penalty": 3}, "presence_penalty"),
-    (PLAIN, {"repetition_penalty": 0}, "repetition_penalty"),
-    (PLAIN, {"logprobs": 21}, "logprobs"),
-    (PLAIN, {"logprobs": -1}, "logprobs"),
-    (PLAIN, {"stream": "yes"}, "stream"),
-    (PLAIN, {"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
-    (PLAIN, {"forerun_method": "sd"}, "forerun_method"),
-    (PLAIN, {"prompt": ""}, "prompt"),
-    (PLAIN, {"prompt": []}, "prompt"),
-    (PLAIN, {"prompt": [[]]}, "prompt"),
-    (PLAIN, {"prompt": [1, "a"]}, "prompt"),
-    (PLAIN, {"prompt": [-1]}, "prompt"),
-    (PLAIN, {"prompt": [300]}, "prompt"),
-    (PLAIN, {"prompt": [True]}, "prompt"),
-    (PLAIN, {"prompt": {"a": 1}}, "prompt"),
-    (PLAIN, {"prompt": "a\0b"}, "prompt"),
-    (PLAIN, {"prompt": "a\ud800b"}, "prompt"),
-    (PLAIN, {"prompt": "the cat sat " * 5000}, "prompt"),
-    (PLAIN, {"prompt": [[5]] * 300}, "prompt"),
-    (PLAIN, {"prompt": ["x", {"y" * 100_000: 1}] * 5}, "prompt"),
-    (PLAIN, {"repetition_penalty": 1e-30}, "repetition_penalty"),
-    (PLAIN, {"suffix": "x"}, "suffix"),
-    (PLAIN, {"best_of": 2}, "best_of"),
-    (PLAIN, {"response_format": {"type": "nonsense"}}, "response_format"),
-    (PLAIN, {"user": {"a": "b" * 100_000}}, "user"),
-    (PLAIN, {"cache_salt": ""}, "cache_salt"),
-    (PLAIN, {"cache_salt": "a" * 257}, "cache_salt"),
-    (PLAIN, {"cache_salt": "\ud800"}, "cache_salt"),
-    (PLAIN, {"cache_salt": 5}, "cache_salt"),
-    (CHAT, {"messages": []}, "messages"),
-    (CHAT, {"messages": "hello"}, "messages"),
-    (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": "a\0"}]}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
-    (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "messages"),
-    (CHAT, {"top_logprobs": 2}, "top_logprobs"),
-    (CHAT, {"cache_salt": ""}, "cache_salt"),
-    (CHAT, {"cache_salt": ["a"]}, "cache_salt"),
-    (CHAT, {"logprobs": 2}, "logprobs"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"modalities": ["audio"]}, "modalities"),
-    (CHAT, {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"documents": None}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"own": "a" * 2**18}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"a b": False}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"tokenizer": "x"}}, "chat_template_kwargs"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 2**20}]}]}, "messages"),
-    (PLAIN, {"prompt": "a" * 2**20}, "prompt"),
-    ("/tokenize", {"prompt": "a" * 2**20}, "prompt"),
-    ("/tokenize", {}, "prompt"),
-    ("/tokenize", {"prompt": "\ud800"}, "prompt"),
-    ("/detokenize", {"tokens": [1, -1]}, "tokens"),
-    ("/detokenize", {"tokens": "abc"}, "tokens"),
+CONTENTS = [None, "a\0", "\udfff", [{"type": "image_url", "image_url": "x"}], [{"type": "text", "text": "a" * 2**20}]]
+BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it cannot have
+    (PLAIN, "max_tokens", [0, 2**40, "7", True]),
+    (PLAIN, "temperature", [-1, 1e-9, 10**400]),
+    (PLAIN, "top_p", [0]),
+    (PLAIN, "top_k", [-2]),
+    (PLAIN, "min_p", [2]),
+    (PLAIN, "seed", [-1, 2**62]),
+    (PLAIN, "n", [0, 10**9]),
+    (PLAIN, "stop", [[""], ["a"] * 17, "a" * 1001, ["\ud800"], 5]),
+    (PLAIN, "logit_bias", [{"-1": 1}, {"a": 1}, {"5": 101}, {"5": True}, {"300": 1}, [1]]),
+    (PLAIN, "logit_bias", [{str(each): 1 for each in range(2000)}]),
+    (PLAIN, "presence_penalty", [3]),
+    (PLAIN, "repetition_penalty", [0, 1e-30]),
+    (PLAIN, "logprobs", [21, -1]),
+    (PLAIN, "stream", ["yes"]),
+    (PLAIN, "stream_options.include_usage", [3]),
+    (PLAIN, "forerun_method", ["sd"]),
+    (PLAIN, "prompt", ["", [], [[]], [1, "a"], [-1], [300], [True], {"a": 1}, "a\0b", "a\ud800b"]),
+    (PLAIN, "prompt", ["the cat sat " * 5000, "a" * 2**20, [[5]] * 300, ["x", {"y" * 100_000: 1}] * 5]),
+    (PLAIN, "suffix", ["x"]),
+    (PLAIN, "best_of", [2]),
+    (PLAIN, "response_format", [{"type": "nonsense"}]),
+    (PLAIN, "user", [{"a": "b" * 100_000}]),
+    (PLAIN, "cache_salt", ["", "a" * 257, "\ud800", 5]),
+    (CHAT, "messages", [[], "hello", *([{"role": role, "content": "a"}] for role in ("robot", "assistant"))]),
+    (CHAT, "messages", [[{"role": "user", "content": each}] for each in CONTENTS]),
+    (CHAT, "top_logprobs", [2]),
+    (CHAT, "cache_salt", ["", ["a"]]),
+    (CHAT, "logprobs", [2]),
+    (CHAT, "tools", [[{"type": "function"}]]),
+    (CHAT, "tool_choice", ["required"]),
+    (CHAT, "modalities", [["audio"]]),
+    (CHAT, "chat_template_kwargs", [{"tokenize": False}, {"tools": []}, {"documents": None}, {"messages": []}]),
+    (CHAT, "chat_template_kwargs", [{"own": "a" * 2**18}, {"a b": False}, {"tokenizer": "x"}]),
+    ("/tokenize", "prompt", ["a" * 2**20, None, "\ud800"]),
+    ("/detokenize", "tokens", [[1, -1], "abc"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), BAD, ids=lambda value: None if isinstance(value, dict) else value)
-def test_bad_fields_are_named(server: Live, path: str, fields: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("path", "param", "values"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_fields_are_named(server: Live, path: str, param: str, values: list[Any]) -> None:
     base: dict[str, Any] = {PLAIN: {"prompt": "a"}, CHAT: {"messages": HELLO}}.get(path, {})
-    response = httpx.post(
-        server.url + path,
-        content=json.dumps(base | fields).encode(),
-        headers={"content-type": "application/json"},
-        timeout=60,
-        trust_env=False,
-    )
-    assert refusal(response)["param"] == param
+    for value in values:
+        field, _, inner = param.partition(".")
+        assert refusal(sent(server, path, base | {field: {inner: value} if inner else value}))["param"] == param
+    if param == "n":
+        assert refusal(post(server, path, {"prompt": ["a", "b", "c"], "n": 128}))["param"] == "n"
+
+
+def sent(server: Live, path: str, body: Any) -> httpx.Response:
+    """Post JSON that httpx itself would refuse to write, or bytes."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=60, trust_env=False)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +110,15 @@ def test_bad_fields_are_named(server: Live, path: str, fields: dict[str, Any], p
     ids=lambda body: repr(body[:24]),
 )
 def test_bodies_that_are_no_requests(server: Live, body: bytes) -> None:
-    response = httpx.post(
-        server.url + PLAIN, content=body, headers={"content-type": "application/json"}, timeout=60, trust_env=False
-    )
-    assert refusal(response)["param"] in ("body", "prompt", "temperature", "seed")
+    assert refusal(sent(server, PLAIN, body))["param"] in ("body", "prompt", "temperature", "seed")
 
 
 def test_other_refusals(server: Live) -> None:
     assert refusal(post(server, PLAIN, {"prompt": "a", "model": "gpt"}), 404)["param"] == "model"
     assert refusal(post(server, PLAIN, {"prompt": "a" * 2**21}), 413)
     assert refusal(post(server, "/v1/nothing", {}), 404)
-    assert refusal(httpx.get(server.url + PLAIN, trust_env=False), 405)
-    assert refusal(httpx.get(server.url + "/v1/models/other", trust_env=False), 404)
+    assert refusal(get(server, PLAIN), 405)
+    assert refusal(get(server, "/v1/models/other"), 404)
     chunks = iter([b'{"prompt": "'] + [b"a" * 2**19] * 8)
     try:  # the length is not said
         response = httpx.post(server.url + PLAIN, content=chunks, timeout=60, trust_env=False)
@@ -189,25 +139,18 @@ def test_the_openai_client_sees_its_own_errors(server: Live) -> None:
 
 def test_a_full_queue_answers_at_once() -> None:
     with live(lambda: make_decoder(max_rows=1, max_queue=1)) as server, httpx.Client(trust_env=False) as http:
-        engine, go = server.worker.engine, threading.Event()
-        step = engine.step
-
-        def held() -> Any:
-            assert go.wait(120)
-            return step()
-
-        engine.step = held  # type: ignore[method-assign]
         url, body = server.url + PLAIN, {"prompt": "a", "max_tokens": 5, "stream": True}
-        try:  # one has the row to come, one waits, and there is no room for more
-            with http.stream("POST", url, json=body, timeout=120) as one, http.stream("POST", url, json=body) as other:
-                found = post(server, PLAIN, {"prompt": "a"})
-                assert refusal(found, 503)["code"] == "queue_full" and int(found.headers["Retry-After"]) > 0
-                assert refusal(post(server, PLAIN, {"prompt": "a", "n": 5}))["param"] == "n"
-                go.set()
-                assert [each for each in one.iter_lines() if each][-1] == "data: [DONE]"
-                assert [each for each in other.iter_lines() if each][-1] == "data: [DONE]"
-        finally:
+        with (  # one has the row to come, one waits, and there is no room for more
+            held(server.worker.engine) as go,
+            http.stream("POST", url, json=body, timeout=120) as one,
+            http.stream("POST", url, json=body) as other,
+        ):
+            found = post(server, PLAIN, {"prompt": "a"})
+            assert refusal(found, 503)["code"] == "queue_full" and int(found.headers["Retry-After"]) > 0
+            assert refusal(post(server, PLAIN, {"prompt": "a", "n": 5}))["param"] == "n"
             go.set()
+            for each in (one, other):
+                assert [line for line in each.iter_lines() if line][-1] == "data: [DONE]"
 
 
 def test_a_form_for_the_answer(server: Live) -> None:
@@ -235,8 +178,7 @@ def test_a_form_that_cannot_be_kept_up(server: Live, monkeypatch: pytest.MonkeyP
 def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
     def make() -> Any:
         decoder = make_decoder()
-        decoder.kv_memory = 300 * decoder.target.position_bytes
-        return decoder
+        return decoder.replace(kv_memory=300 * decoder.target.position_bytes)
 
     with live(make) as server:
         assert refusal(post(server, PLAIN, {"prompt": "a", "max_tokens": 500}))["param"] == "max_tokens"
@@ -276,27 +218,13 @@ class Panic(BaseException):
     """As a library's in Rust: no handler of exceptions catches it."""
 
 
-class Together:
-    """Asks for many answers at once; the engine's first step has all of them queued."""
-
-    def __init__(self, server: Live, bodies: list[dict[str, Any]]) -> None:
-        self.engine, self.bodies, self.server = server.worker.engine, bodies, server
-
-    def __enter__(self) -> list[httpx.Response]:
-        self._step = self.engine.step
-
-        def held() -> Any:
-            if len(self.engine.waiting) == len(self.bodies):
-                self.engine.step = self._step  # type: ignore[method-assign]
-                return self._step()
-            return time.sleep(0.001) or []
-
-        self.engine.step = held  # type: ignore[method-assign]
-        with ThreadPoolExecutor(len(self.bodies)) as pool:
-            return list(pool.map(lambda body: post(self.server, PLAIN, body), self.bodies))
-
-    def __exit__(self, *error: object) -> None:
-        self.engine.step = self._step  # type: ignore[method-assign]
+def together(server: Live, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """Ask for many answers at once; the engine's first step has all of them queued."""
+    with held(server.worker.engine) as go, ThreadPoolExecutor(len(bodies)) as pool:
+        found = [pool.submit(post, server, PLAIN, body) for body in bodies]
+        until(lambda: len(server.worker.engine.waiting) == len(bodies))
+        go.set()
+        return [each.result() for each in found]
 
 
 MARK = 299  # a token that only the culprit's prompt has
@@ -323,8 +251,7 @@ def test_one_of_sixteen_that_breaks_every_step_ends_alone(
             return real(given, *args, **kwargs)
 
         monkeypatch.setattr(engine.target, place, fails)
-        with Together(server, bodies) as found:
-            pass
+        found = together(server, bodies)
         bad = found.pop(7)
         if stream:
             assert json.loads(bad.text.split("data: ")[-2])["error"]["code"] == "decoding"
@@ -351,8 +278,7 @@ def test_what_fails_once_costs_no_request(monkeypatch: pytest.MonkeyPatch, place
             return real(*args, **kwargs)
 
         monkeypatch.setattr(engine.target, place, fails)
-        with Together(server, bodies) as found:
-            pass
+        found = together(server, bodies)
         assert [answered(each) for each in found] == wanted and len(calls) > 4
 
 
@@ -384,8 +310,8 @@ def test_a_key_is_needed_where_there_is_one() -> None:
         right = {"authorization": "Bearer secret", "origin": "http://a.example"}
         found = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers=right)
         assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "http://a.example"
-        assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
-        assert httpx.get(server.url + "/metrics", trust_env=False).status_code == 401
+        assert get(server, "/health").status_code == 200
+        assert get(server, "/metrics").status_code == 401
         asked = {"origin": "http://b.example", "access-control-request-method": "POST"}
         found = httpx.options(server.url + PLAIN, headers=asked, trust_env=False)
         assert "access-control-allow-origin" not in found.headers
@@ -430,43 +356,33 @@ def test_a_body_that_never_ends() -> None:
     assert told[2]["status"] == 413
 
 
-def test_a_reader_that_goes_frees_its_row_with_the_next_step(server: Live) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_goes_frees_its_row_with_the_next_step(
+    server: Live, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one that never read: the abort is with the engine before its next step."""
-    engine, gone = server.worker.engine, {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "forerun_method": "ar"}
-    for stream in (True, False):
-        numbers: list[int] = []
-        abort = engine.abort
+    engine, numbers, left = server.worker.engine, list[int](), list[int]()
+    body = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "forerun_method": "ar", "stream": stream}
+    abort, leave = engine.abort, engine._leave_aborted
 
-        def noted(id: int, numbers: list[int] = numbers, abort: Any = abort) -> None:
-            numbers.append(engine._number)
-            abort(id)
+    def noted(id: int) -> None:
+        numbers.append(engine._number)
+        abort(id)
 
-        engine.abort = noted  # type: ignore[method-assign]
-        leave, left = engine._leave_aborted, []
+    def leaving() -> None:
+        before = len(engine.outbox)
+        leave()
+        if len(engine.outbox) > before:
+            left.append(engine._number)
 
-        def leaving(leave: Any = leave, left: list[int] = left) -> None:
-            before = len(engine.outbox)
-            leave()
-            if len(engine.outbox) > before:
-                left.append(engine._number)
-
-        engine._leave_aborted = leaving  # type: ignore[method-assign]
-        try:
-            with httpx.Client(trust_env=False) as http, pytest.raises(httpx.ReadTimeout):
-                http.post(server.url + PLAIN, json=gone | {"stream": stream}, timeout=0.15) if not stream else vanish(
-                    http, server.url + PLAIN, gone | {"stream": True}
-                )
-            until = time.monotonic() + 30
-            while (server.rows or server.service.open) and time.monotonic() < until:
-                time.sleep(0.01)
-            assert not server.rows and not server.service.open
-            if left:  # else it had come to its end before
-                assert left[0] - numbers[0] <= 1
-        finally:
-            engine.abort, engine._leave_aborted = abort, leave  # type: ignore[method-assign]
-
-
-def vanish(http: httpx.Client, url: str, body: dict[str, Any]) -> None:
-    with http.stream("POST", url, json=body, timeout=30) as response:
+    monkeypatch.setattr(engine, "abort", noted)
+    monkeypatch.setattr(engine, "_leave_aborted", leaving)
+    with (
+        httpx.Client(trust_env=False) as http,
+        nullcontext() if stream else pytest.raises(httpx.ReadTimeout),
+        http.stream("POST", server.url + PLAIN, json=body, timeout=30 if stream else 0.15) as response,
+    ):
         next(response.iter_lines())
-    raise httpx.ReadTimeout("gone")
+    until(lambda: not server.rows and not server.service.open)
+    if left:  # else it had come to its end before
+        assert left[0] - numbers[0] <= 1

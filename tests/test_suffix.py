@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, abc
-from pathlib import Path
-from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from toys import (
     LAYERS,
     TableLM,
@@ -25,17 +23,20 @@ from toys import (
     tiny,
     tokens_of,
 )
+from transformers import LogitsProcessorList
 
 from forerun import Decoder
 from forerun.engine.acceptance import Verdict
+from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
-from forerun.methods import AR, SD, Hybrid, Ouroboros, Parts, Suffix, method, pools
+from forerun.engine.step import Drafter
+from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.automaton import Automaton
 from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.methods.hybrid import HybridDrafter
-from forerun.methods.pools import PhrasePool, SuffixMemory
+from forerun.methods.pools import SuffixMemory
 from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Constraint, Sampler
@@ -191,11 +192,17 @@ def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
     assert (memory.automaton.counts[state], length) == (len(text) - 19, 20)
 
 
+def begun(drafter: Drafter, tokens: abc.Sequence[int], room: int = 20, *options: Any, **more: Any) -> Sequence:
+    """A sequence that the drafter has admitted."""
+    seq = Sequence(Request(list(tokens), room, *options, **more))
+    list(drafter.admit(seq, None, 8))
+    return seq
+
+
 def proposed(tokens: list[int], room: int = 20, eos: abc.Sequence[int] = (), **options) -> list[int]:
     chosen = Suffix(**{"factor": 1.0, "offset": 3.0} | options)
-    seq = Sequence(Request(tokens, room, eos=frozenset(eos)))
     drafter = chosen.build(Parts(TableLM(TARGET)))
-    list(drafter.admit(seq, None, 8))
+    seq = begun(drafter, tokens, room, eos=frozenset(eos))
     return drafter.propose([seq]).drafts[0].tokens[1:]
 
 
@@ -225,14 +232,14 @@ def test_what_limits_a_draft() -> None:
 
 
 def test_a_tree_where_counts_split() -> None:
-    text = [5, 1, 6, 5, 2, 7, 5, 1, 8, 5]
-    seq = Sequence(Request(text, 20))
-    drafter = SuffixDrafter(1.0, 4.0, 16, 2, 0.1)
-    list(drafter.admit(seq, None, 8))
-    (draft,), (alone,) = drafter.propose([seq]).drafts, SuffixDrafter(1.0, 4.0, 16, 1, 0.1).spread or [None]
-    spelt = {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))}
-    assert spelt == {(1,), (2,), (2, 7), (1, 8), (1, 6)} and drafter.spread == 16 and alone is None
-    assert set(draft.origins[1:]) == {"lookup"}
+    drafter = SuffixDrafter(Suffix(offset=4.0, width=2, least=0.1))
+    (draft,) = drafter.propose([begun(drafter, [5, 1, 6, 5, 2, 7, 5, 1, 8, 5])]).drafts
+    assert paths(draft) == {(1,), (2,), (2, 7), (1, 8), (1, 6)} and set(draft.origins[1:]) == {"lookup"}
+    assert drafter.spread == 16 and SuffixDrafter(Suffix()).spread == 0
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    return {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))}
 
 
 class Only(Constraint):
@@ -247,20 +254,16 @@ class Only(Constraint):
 
 @pytest.mark.parametrize(("width", "drafted"), [(1, {(1,)}), (2, {(1,), (2,), (1, 6)})])
 def test_a_grammar_cuts_what_it_forbids(width: int, drafted: set[tuple[int, ...]]) -> None:
-    from transformers import LogitsProcessorList
-
-    seq = Sequence(Request([5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, LogitsProcessorList([Only()]))))
-    drafter = SuffixDrafter(1.0, 4.0, 16, width, 0.1)
-    list(drafter.admit(seq, None, 8))
-    (draft,) = drafter.propose([seq]).drafts
-    assert {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))} == drafted
+    drafter = SuffixDrafter(Suffix(offset=4.0, width=width, least=0.1))
+    seq = begun(drafter, [5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, LogitsProcessorList([Only()])))
+    assert paths(drafter.propose([seq]).drafts[0]) == drafted
 
 
 @given(texts, st.integers(1, 20))
 def test_reading_token_by_token_equals_reading_at_once(tokens: list[int], begin: int) -> None:
     """Beside another sequence, which comes and goes."""
     seq, other = Sequence(Request(tokens[:begin], 100), 0), Sequence(Request([3, 2, 1, 0], 9), 1)
-    drafter = SuffixDrafter(1.0, 3.0, 16, 1, 0.1)
+    drafter = SuffixDrafter(Suffix(offset=3.0, least=0.1))
     list(drafter.admit(seq, None, 8))
     for count, token in enumerate(tokens[begin:]):
         if count % 3 == 0:
@@ -283,15 +286,14 @@ def ended(tokens: list[int], prompt: int, reason: str | None = "stop") -> Sequen
 
 def test_outputs_are_drafted_from_later() -> None:
     memory = SuffixMemory(100)
-    drafter = SuffixDrafter(1.0, 3.0, 16, 1, 0.1, memory)
+    drafter = SuffixDrafter(Suffix(offset=3.0, least=0.1), memory)
     for reason in (None, "error"):  # a step that was undone; a processor that raised
         drafter.drop(ended([1, 2, 3, 4], 2, reason))
     drafter.drop(ended([1, 2], 2))
     assert not len(memory)
     drafter.drop(ended([*range(20, 40), 1, 2, 3, 4, 5, 6], 22))
     assert memory.texts == [(*range(22 + LEAD - 2, 40), 1, 2, 3, 4, 5, 6)[-LEAD - 4 :]]
-    seq = Sequence(Request([9, 8, 2, 3], 20, Sampler(False)))
-    list(drafter.admit(seq, None, 8))
+    seq = begun(drafter, [9, 8, 2, 3], 20, Sampler(False))
     assert drafter.propose([seq]).drafts[0].tokens[1:] == [4, 5, 6]
 
 
@@ -307,7 +309,7 @@ def test_a_text_that_goes_round_in_circles_takes_no_others_place() -> None:
 
 def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
     memory = SuffixMemory(100)
-    drafter = SuffixDrafter(1.0, 0.0, 16, 1, 0.1, memory)
+    drafter = SuffixDrafter(Suffix(least=0.1), memory)
     memory.add([1, 2, 3, 4, 5])
     memory.add([9, 9])
     for text, draft, score in (
@@ -315,9 +317,7 @@ def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
         ([1, 2, 3, 7, 8, 1, 2, 3], [7, 8, 1], 3.0),  # as many match, and more came behind them
         ([3, 7, 8, 0, 3], [7], 1.0),  # the same score: this text's
     ):
-        seq = Sequence(Request(text, 20))
-        list(drafter.admit(seq, None, 8))
-        found, known = drafter.find(seq)
+        found, known = drafter.find(begun(drafter, text))
         assert (found.tokens[1:], known) == (draft, pytest.approx(score))
     assert memory.texts == [(9, 9), (1, 2, 3, 4, 5)]  # the one that was used is renewed
 
@@ -346,74 +346,6 @@ def test_the_least_recently_used_texts_are_forgotten(puts: list[tuple[list[int],
                 assert any(own[i : i + length] == stretch for i in range(len(own)))
         assert memory.texts == kept and len(memory) == sum(map(len, kept)) <= most
     check(memory.automaton, kept, [text for text, _ in puts])
-
-
-def filled(most: int = 200) -> SuffixMemory:
-    random, memory = Random(1), SuffixMemory(most)
-    for _ in range(30):
-        memory.add(random.choices(range(4), k=random.randint(1, 30)))
-        memory.use(memory.automaton.match(random.choices(range(4), k=3))[0])
-    return memory
-
-
-def test_a_memory_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, path = filled(), tmp_path / "deep" / "outputs"
-    memory.save(path, 9)
-    again = SuffixMemory.load(path, 9)
-    assert again.texts == memory.texts and again.most == memory.most and len(again) == len(memory) > 150
-    check(again.automaton, memory.texts, [])
-    # It goes on as it would have done.
-    for each in (memory, again):
-        each.add([3, 2, 1, 0] * 10)
-    assert again.texts == memory.texts
-    SuffixMemory(7).save(tmp_path / "empty", 9)
-    assert SuffixMemory.load(tmp_path / "empty", 9).texts == []
-    before = path.read_bytes()
-
-    def interrupted(tensors: dict, where: Path, about: dict) -> None:
-        Path(where).write_bytes(before[:20])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pools, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        memory.save(path, 9)
-    assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-def test_files_that_are_no_memories(tmp_path: Path) -> None:
-    path, other = tmp_path / "outputs", tmp_path / "other"
-    filled().save(path, 9)
-    with pytest.raises(ValueError, match="for 9 tokens, not 10"):
-        SuffixMemory.load(path, 10)
-    with pytest.raises(ValueError, match="cannot read"):
-        SuffixMemory.load(tmp_path / "nothing", 9)
-    other.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="no file of outputs, or a part of one"):
-        SuffixMemory.load(other, 9)
-    PhrasePool(2, 3).save(other, 9)
-    with pytest.raises(ValueError, match="its format is 'forerun-phrases-1'"):
-        SuffixMemory.load(other, 9)
-    tensors, about = load_file(path), {"format": "forerun-suffixes-1", "about": '{"most": 200, "vocab_size": 9}'}
-    ok = dict(tensors)
-    for change in (
-        {"tokens": tensors["tokens"] + 9},
-        {"tokens": tensors["tokens"] - 9},
-        {"tokens": tensors["tokens"][:-1].clone()},
-        {"tokens": tensors["tokens"].float()},
-        {"tokens": tensors["tokens"][None]},
-        {"lengths": -tensors["lengths"]},
-        {"ranks": torch.zeros_like(tensors["ranks"])},
-    ):
-        save_file(ok | change, other, about)
-        with pytest.raises(ValueError, match=r"^the outputs in .* are damaged: [^\n]*$"):
-            SuffixMemory.load(other, 9)
-    for wrong in ("{", "[]", '{"most": 0, "vocab_size": 9}', '{"most": "x", "vocab_size": 9}', '{"vocab_size": 9}'):
-        save_file(ok, other, about | {"about": wrong})
-        with pytest.raises(ValueError, match="are damaged"):
-            SuffixMemory.load(other, 9)
-    save_file({"tokens": tensors["tokens"]}, other, about)
-    with pytest.raises(ValueError, match="are damaged"):
-        SuffixMemory.load(other, 9)
 
 
 # The methods.
@@ -448,7 +380,7 @@ def test_greedy_output_with_a_head(kind: str) -> None:
 def test_sampling_follows_the_targets_distribution(width: int) -> None:
     """With a memory that grows from batch to batch."""
     memory = SuffixMemory(500)
-    suffixes = SuffixDrafter(2.0, 1.0, 8, width, 0.1, memory)
+    suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, width=width, least=0.1), memory)
     made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0)
     generator, outcomes, origins = torch.Generator().manual_seed(0), [], Counter[str]()
     for _ in range(20):
@@ -483,22 +415,6 @@ def test_the_text_and_the_memory_both_save_forwards() -> None:
     assert seeded[0] == seeded[1] == cold.generate(PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=3).tokens
 
 
-def test_a_memory_goes_from_run_to_run(tmp_path: Path) -> None:
-    target, path = tiny("llama"), tmp_path / "outputs"
-    made, again = (Decoder(target, method=Suffix(), guard=False) for _ in range(2))
-    made.save_phrases(path)
-    first = forwards(made)
-    made.save_phrases(path)
-    again.read_phrases(path)
-    assert forwards(again) == forwards(made) < first
-    with pytest.raises(ValueError, match="have 65536 tokens at most; method 'hybrid' is set to 99: see memory"):
-        Decoder(target, method=Hybrid(memory=99)).read_phrases(path)
-    with pytest.raises(ValueError, match="is no file of phrases"):
-        Decoder(target, None, noisy_copy(target, 0.03), Ouroboros()).read_phrases(path)
-    with pytest.raises(ValueError, match="'suffix' does not keep phrases"):
-        Decoder(target, method=Suffix(warm=False)).save_phrases(path)
-
-
 def test_auto_is_what_the_decoder_has() -> None:
     target = tiny("llama")
     small = noisy_copy(target, 0.03)
@@ -518,9 +434,7 @@ def test_auto_is_what_the_decoder_has() -> None:
         both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)
         assert (both.head is None) == ("head" not in part) and (both.pre_verifier is None) == ("head" in part)
         assert len(both.generate([[1, 2, 3]], temperature=1.0, max_new_tokens=6, ignore_eos=True)[0].tokens) == 6
-    # Set behind a decoder's back, it takes what is there.
-    late = Decoder(target, None, small, SD(), guard=False)
-    late.method = Hybrid()
+    late = Decoder(target, None, small, SD(), guard=False).replace(method=Hybrid())
     assert isinstance(late.engine.drafter, HybridDrafter)
     with pytest.raises(ValueError, match="method 'hybrid' needs a draft model"):
         Decoder(target, method=Hybrid(other="sd"))
@@ -548,7 +462,7 @@ class Fixed(PlainDrafter):
 @pytest.mark.parametrize("wants_hidden", [False, True])
 def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: bool) -> None:
     other = Fixed(wants_hidden)
-    made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), other, 3.0)
+    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 3.0)
     engine = Engine(CausalLM(tiny("llama")), made)
     repeats, fresh = [3, 4, 5, 6, 7, 3, 4, 5], [21]
     ids = [engine.add(Request(prompt, 8)) for prompt in (repeats, fresh)]
@@ -559,8 +473,8 @@ def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: bool) -> 
 def test_the_others_guard_judges_only_steps_of_its_own() -> None:
     seen: list[int] = []
     pace = SpeedTracker()
-    pace.saw = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
-    made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), Guarded(Fixed(), pace), 3.0)
+    pace.record = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
+    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), Guarded(Fixed(), pace), 3.0)
     engine = Engine(CausalLM(tiny("llama")), made)
     first, _ = engine.add(Request([3, 4, 5, 6, 7, 3, 4, 5], 8)), engine.add(Request([21], 8))
     engine.step()
@@ -575,22 +489,21 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     pace = SpeedTracker()
     guarded = Guarded(Fixed(), pace)
     for other, wanted in ((Fixed(), [[4, 5]]), (guarded, [[]] * 2)):  # it looks at two plain steps first
-        made = HybridDrafter(SuffixDrafter(1.0, 0.0, 16, 1, 0.1), other, 3.0)
-        seq = Sequence(Request([3, 4, 5, 6, 7, 8, 2, 3], 20))
-        list(made.admit(seq, None, 8))
+        made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 3.0)
+        seq = begun(made, [3, 4, 5, 6, 7, 8, 2, 3])
         for tokens in wanted:
             (draft,) = made.propose([seq]).drafts
             assert draft.tokens[1:] == tokens[:1]
             made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
-    pace.hold(2)
+    pace.pause(2)
     for wait in (1, 0):
         (draft,) = made.propose([seq]).drafts
         assert draft.tokens[1:] == [4] and pace.wait == wait
-        assert not made._asked and not guarded.asked(seq)
+        assert not guarded._asked
         made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
     assert len(pace._plain[1]) == 2  # such steps say nothing of plain ones
     (draft,) = made.propose([seq]).drafts
-    assert guarded.asked(seq) and draft.tokens[1:] == [4]
+    assert guarded._asked == {seq.id} and draft.tokens[1:] == [4]
 
 
 def test_a_decoders_guard_is_there_for_both_or_not_at_all() -> None:
@@ -600,25 +513,6 @@ def test_a_decoders_guard_is_there_for_both_or_not_at_all() -> None:
         assert type(drafter) is kind
         inner = drafter.drafter if isinstance(drafter, Guarded) else drafter
         assert isinstance(inner, HybridDrafter) and isinstance(inner.other, Guarded) == (guard is None)
-
-
-def test_settings_are_checked() -> None:
-    wrong = {"factor": -1, "offset": -1, "most": 0, "width": 0, "least": 2.0, "memory": 0, "warm": "x"}
-    for name, value in wrong.items():
-        for kind in ("suffix", "hybrid"):
-            with pytest.raises(ValueError, match=name):
-                method(kind, **{name: value})
-    for options in ({"threshold": -1.0}, {"other": "hybrid"}, {"other": "oracle"}, {"other": 3}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            method("hybrid", **options)
-    with pytest.raises(ValueError, match="at least 1 token"):
-        SuffixMemory(0)
-    for other, told in (("sd:depth=2", "no setting 'depth'"), ("sd:gamma=x", "sd.gamma"), ("sd:gamma", "sd.gamma")):
-        with pytest.raises(ValueError, match=told):
-            method("hybrid", other=other)
-    for other, told in (("sd:name=x", "no setting 'name'"), ("sd:gamma=2:gamma=9", "gives gamma twice")):
-        with pytest.raises(ValueError, match=told):
-            method("hybrid", other=other)
 
 
 @pytest.mark.parametrize("gamma", [1, 3])

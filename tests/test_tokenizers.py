@@ -546,39 +546,15 @@ def test_which_methods_need_the_targets_tokenizer() -> None:
     assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
 
 
-def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.chdir(folders)
-
-    def run(*options: str) -> tuple[int, str, str]:
-        given = ["generate", "the cat", "--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8"]
-        monkeypatch.setattr("sys.argv", ["forerun", *given, *options])
-        try:
-            main()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    plain = run("--method", "ar")
-    assert plain[0] == 0 and run("--draft-tokens", "text") == plain
-    for options, message in (
-        (["--draft-tokens", "x"], "draft_tokens must be auto, shared or text, not 'x'"),
-        (["--method", "ouroboros"], "method 'ouroboros' needs a draft with the target's tokenizer"),
-    ):
-        code, out, err = run(*options)
-        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-
-
-def test_in_a_bench(
+def test_on_the_command_line(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(folders)
     (tmp_path / "texts.jsonl").write_text('{"prompt": "the cat sat"}\n{"prompt": "a dog ran"}\n')
 
-    def run(methods: str) -> tuple[int, str, str]:
-        given = ["bench", "--dataset", str(tmp_path / "texts.jsonl"), "--target", "./target", "--draft", "./pieces"]
-        given += ["--methods", methods, "--max-new-tokens", "8", "--rounds", "1", "--draft-tokens", "text", "--json"]
-        monkeypatch.setattr("sys.argv", ["forerun", *given])
+    def run(command: str, *options: str) -> tuple[int, str, str]:
+        pair = ["--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8"]
+        monkeypatch.setattr("sys.argv", ["forerun", *command.split("|"), *pair, *options])
         code = 0
         try:
             main()
@@ -587,18 +563,24 @@ def test_in_a_bench(
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
-    code, out, _ = run("ar,sd")
+    one = "generate|the cat"
+    plain = run(one, "--method", "ar")
+    assert plain[0] == 0 and run(one, "--draft-tokens", "text") == plain
+    bench = f"bench|--dataset|{tmp_path / 'texts.jsonl'}|--rounds|1|--draft-tokens|text|--json|--methods"
+    code, out, _ = run(f"{bench}|ar,sd")
     found = json.loads(out)
     (part,) = found["datasets"].values()
     own = part["methods"]["sd"]
-    assert (
-        code == 0
-        and own["exact_match"] == 1.0
-        and own["acceptance_by_position"]
-        and found["arguments"]["draft_tokens"] == "text"
-    )
-    code, out, err = run("ar,ouroboros")
-    assert (code, out) == (2, "") and "method 'ouroboros' needs a draft with the target's tokenizer" in err
+    assert code == 0 and own["exact_match"] == 1.0 and own["acceptance_by_position"]
+    assert found["arguments"]["draft_tokens"] == "text"
+    strict = "method 'ouroboros' needs a draft with the target's tokenizer"
+    for command, message in (
+        (f"{one}|--draft-tokens|x", "draft_tokens must be auto, shared or text, not 'x'"),
+        (f"{one}|--method|ouroboros", strict),
+        (f"{bench}|ar,ouroboros", strict),
+    ):
+        code, out, err = run(command)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("way", WAYS)

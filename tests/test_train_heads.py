@@ -12,7 +12,7 @@ from recipes import judge, losses, make_run, save_pair
 from torch import Tensor
 
 from forerun import Decoder
-from forerun.api.loading import load_head
+from forerun.api.layers import load_head
 from forerun.heads.heads import HiddenDrafter
 from forerun.methods import method
 from forerun.train import head

@@ -308,7 +308,7 @@ def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: P
 def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
     monkeypatch.setattr(
-        "forerun.api.decoder.measure_costs", lambda target, draft, **layer: measured.append(draft) or COSTS
+        "forerun.api.build.measure_costs", lambda target, draft, **layer: measured.append(draft) or COSTS
     )
     model = tiny("llama")
     seen: list[Any] = []

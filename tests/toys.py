@@ -227,6 +227,10 @@ class TableLM:
     def vocab_size(self) -> int:
         return len(self.table)
 
+    @property
+    def prompt_read(self) -> int:
+        return len(self.prompt)
+
     def fresh(self, prefix_bytes: int = 0) -> TableLM:
         return TableLM(self.table)
 

@@ -18,9 +18,9 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
-from forerun.methods.base import Sampling, at_least, between
+from forerun.methods.base import Sampling, integer, number
 from forerun.methods.chain import Drafting
-from forerun.methods.stop import DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import DraftState, Fixed, LengthPolicy
 from forerun.sampling.probabilities import entropies
 
 # AdaEDL's moving averages: the share of the past in the acceptance rate and in the threshold.
@@ -31,16 +31,10 @@ OLD_RATE, OLD_THRESHOLD = 0.5, 0.9
 class SVIP(Sampling, Drafting):
     """Drafts until `1 - sqrt(scale * entropy)` falls below `threshold`; both as in the authors' code."""
 
-    threshold: float = 0.7
-    scale: float = 0.15
-    most: int = 32
+    threshold: float = number(0.7, 0, 1)
+    scale: float = number(0.15, 0, 100)
+    most: int = integer(32)
     name: ClassVar[str] = "svip"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("threshold", self.threshold, 0, 1)
-        between("scale", self.scale, 0, 100)
-        at_least("most", self.most, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return EntropyStop(self.threshold, self.scale, self.most)
@@ -53,25 +47,18 @@ class AdaEDL(Sampling, Drafting):
     All but `threshold`, the first one, and `most` are the paper's values.
     """
 
-    threshold: float = 0.5
-    scale: float = 0.2
-    goal: float = 0.9
-    step: float = 0.01
-    most: int = 32
+    threshold: float = number(0.5, 0, 1)
+    scale: float = number(0.2, 0, 100)
+    goal: float = number(0.9, 0, 1)
+    step: float = number(0.01, 0, 1)
+    most: int = integer(32)
     name: ClassVar[str] = "adaedl"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("threshold", "goal", "step"):
-            between(name, getattr(self, name), 0, 1)
-        between("scale", self.scale, 0, 100)
-        at_least("most", self.most, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return AdaptiveEntropyStop(self.threshold, self.scale, self.goal, self.step, self.most)
 
 
-class EntropyStop(LengthPolicy, StopRule):
+class EntropyStop(Fixed):
     """SVIP (arXiv 2411.18462): stops after a token where `1 - sqrt(scale * H) < threshold`, and after `most` tokens.
 
     As in the authors' code, the token at which it stops is sent to the target like the others.
@@ -79,9 +66,6 @@ class EntropyStop(LengthPolicy, StopRule):
 
     def __init__(self, threshold: float, scale: float, most: int) -> None:
         self.threshold, self.scale, self.most = threshold, scale, most
-
-    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        return self
 
     def threshold_of(self, seq: Sequence) -> float:
         return self.threshold

@@ -12,7 +12,7 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
-from forerun.methods.base import Sampling, at_least
+from forerun.methods.base import Sampling, integer
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 
@@ -21,12 +21,8 @@ from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 class Heuristic(Sampling, Drafting):
     """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
 
-    gamma: int = 5
+    gamma: int = integer(5)
     name: ClassVar[str] = "heuristic"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("gamma", self.gamma, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return HeuristicSchedule(self.gamma)

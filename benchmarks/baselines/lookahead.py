@@ -14,25 +14,20 @@ from forerun.engine.draft import Draft, Tree
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Method, Parts
-from forerun.methods.base import at_least
+from forerun.methods.base import integer
+from forerun.methods.ouroboros import Window
 from forerun.methods.pools import PhrasePool
-from forerun.methods.window import Window
 
 
 @dataclass(frozen=True)
 class Lookahead(Method):
     """Lookahead decoding: the target makes phrases and checks them in its own forwards (arXiv 2402.02057)."""
 
-    window: int = 4
-    guesses: int = 4
-    ngram: int = 4
+    window: int = integer(4, 0)
+    guesses: int = integer(4)
+    ngram: int = integer(4, 2)
     warm: bool = True
     name: ClassVar[str] = "lookahead"
-
-    def __post_init__(self) -> None:
-        at_least("window", self.window, 0)
-        at_least("guesses", self.guesses, 1)
-        at_least("ngram", self.ngram, 2)
 
     @property
     def phrases(self) -> tuple[int, int]:

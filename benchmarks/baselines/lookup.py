@@ -15,20 +15,16 @@ from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Method, Parts
-from forerun.methods.base import at_least
+from forerun.methods.base import integer
 
 
 @dataclass(frozen=True)
 class Lookup(Method):
     """Prompt lookup: proposes up to `gamma` tokens that once followed the last `ngram` or fewer tokens."""
 
-    gamma: int = 8
-    ngram: int = 3
+    gamma: int = integer(8)
+    ngram: int = integer(3)
     name: ClassVar[str] = "lookup"
-
-    def __post_init__(self) -> None:
-        at_least("gamma", self.gamma, 1)
-        at_least("ngram", self.ngram, 1)
 
     def build(self, parts: Parts) -> Drafter:
         return LookupDrafter(self.gamma, self.ngram)

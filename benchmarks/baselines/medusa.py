@@ -41,7 +41,7 @@ class Medusa(Heads):
         head: MedusaHead = MedusaHead.from_pretrained(self.folder, local_files_only=True)
         if head.config.target != parts.target.fingerprint:
             raise ValueError(f"the head in {self.folder} belongs to another target")
-        return MedusaDrafter(MedusaLM(head, parts.target), *self.shape, self.drawing)
+        return MedusaDrafter(self, MedusaLM(head, parts.target))
 
 
 class MedusaConfig(PreTrainedConfig):

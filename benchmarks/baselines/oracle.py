@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -17,7 +16,7 @@ from forerun.engine.step import Drafter
 from forerun.methods import Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, Drafting
-from forerun.methods.stop import DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import DraftState, Fixed
 from forerun.model.causal_lm import CausalLM
 
 
@@ -60,7 +59,7 @@ class Truth:
     find: Callable[[Sequence], list[int]] | None = None
 
 
-class MismatchStop(LengthPolicy, StopRule):
+class MismatchStop(Fixed):
     """Stops right after the first token that the target will reject. No rule that has to look at a token to judge it
     can do better.
 
@@ -94,9 +93,6 @@ class MismatchStop(LengthPolicy, StopRule):
 
     def drop(self, seq: Sequence) -> None:
         self.outputs.pop(seq.id, None)
-
-    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        return self
 
     def more(self, state: DraftState) -> list[bool]:
         going = []

@@ -10,7 +10,7 @@ import numpy as np
 from forerun.engine.sequence import Mode
 from forerun.heads.quick import Array
 from forerun.methods import Parts
-from forerun.methods.base import Sampling, at_least, between
+from forerun.methods.base import Sampling, integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.pacer import BlockRule, PacerStop
 from forerun.methods.stop import LengthPolicy, StopRule
@@ -20,16 +20,11 @@ from forerun.methods.stop import LengthPolicy, StopRule
 class SpecDec(Sampling, Drafting):
     """SpecDec++: stops where a trained head finds a rejected token in the draft more probable than `threshold`."""
 
-    threshold: float = 0.3
-    most: int = 32
+    threshold: float = number(0.3, 0, 1)
+    most: int = integer(32)
     name: ClassVar[str] = "specdec++"
     layer: ClassVar[str | None] = "specdec++"
     kind: ClassVar[str | None] = "acceptance"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("threshold", self.threshold, 0, 1)
-        at_least("most", self.most, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         assert parts.draft is not None and parts.pre_verifier is not None

@@ -66,10 +66,10 @@ def decoding(decoder: forerun.Decoder, params: SamplingParams) -> Callable[[list
     """Ours."""
 
     def run(prompt: list[int]) -> Run:
-        driver = decoder.driver()
+        session = decoder.session
         begun = perf_counter()
         tokens, times = [], []
-        for batch in driver.add([decoder.request(prompt, params)]):
+        for batch in session.add([decoder.request(prompt, params)]):
             for _, step in batch:
                 tokens += step.tokens
                 times.append(perf_counter())

@@ -13,7 +13,8 @@ import json
 import shutil
 from pathlib import Path
 
-from forerun.api.loading import load_head, load_model
+from forerun.api.layers import load_head
+from forerun.api.loading import load_model
 from forerun.backends.hot import HOT_FILE
 from forerun.files import write_text
 from forerun.methods import Pacer

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pair import deepen
 
-from forerun.api.loading import load_head, load_model, load_tokenizer
+from forerun.api.layers import load_head
+from forerun.api.loading import load_model, load_tokenizer
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import EMBEDDED
 

@@ -24,7 +24,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from forerun import Decoder, load
-from forerun.api.loading import load_head
+from forerun.api.layers import load_head
 from forerun.bench.report import versions
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.methods import Eagle, Lyanna, Method, PacerLyanna, method
@@ -159,9 +159,10 @@ def main() -> None:
     prompts, loops = prompts_of(asked.target, base, asked.split, asked.prompts), asked.target == EMBEDDED
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
     costs = None
-    for decoder in decoders.values():
-        if decoder.method.needs_costs:
-            decoder.costs = costs  # those that the first one measures, as they differ from time to time
+    for name, decoder in decoders.items():
+        if decoder.method.needs_costs and costs is not None:
+            # Those that the first one measures, as they differ from time to time.
+            decoder = decoders[name] = decoder.replace(costs=costs)
         decoder.generate([prompts[0]], max_new_tokens=32, ignore_eos=True)
         costs = decoder.costs or costs
     for _ in range(asked.rounds):

@@ -11,7 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from forerun.api.loading import load_head, load_model
+from forerun.api.layers import load_head
+from forerun.api.loading import load_model
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import EMBEDDED, FOLDER
 from forerun.zoo.quantise import save_quantised

@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig
 
+from forerun.api.layers import load_pre_verifier
 from forerun.api.load import Decoder
-from forerun.api.loading import load_model, load_pre_verifier, load_tokenizer
+from forerun.api.loading import load_model, load_tokenizer
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR
 from forerun.model.causal_lm import CausalLM

@@ -26,6 +26,8 @@ from forerun.bench.report import versions
 from forerun.scale.fleet import Fleet
 from forerun.scale.parts import Face, Found, Part, decoded
 from forerun.server.app import Settings, create_app
+from forerun.server.backend import until_ready
+from forerun.server.readers import Readers
 from forerun.server.worker import Loader, Worker
 
 
@@ -34,16 +36,13 @@ class Here:
 
     def __init__(self, loader: Loader, count: int) -> None:
         self.workers = {f"r{i}": Worker(loader) for i in range(count)}
-        self.asked = Counter[str]()
+        self.readers, self.asked = Readers(), Counter[str]()
 
     async def face(self) -> Face:
         for worker in self.workers.values():
             worker.start()
         for worker in self.workers.values():
-            while not worker.ready.is_set():
-                if worker.failed is not None:
-                    raise worker.failed
-                await asyncio.sleep(0.05)
+            await until_ready(worker)
         assert worker.decoder is not None
         return Face.of(worker.decoder, worker.engine)
 
@@ -55,7 +54,7 @@ class Here:
 
     def decode(self, name: str, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
         self.asked[name] += len(parts)
-        return decoded(self.workers[name], parts)
+        return decoded(self.workers[name], self.readers, parts)
 
     def hits(self) -> int:
         stores = [worker.engine.target.prefixes for worker in self.workers.values()]

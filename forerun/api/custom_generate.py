@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -58,23 +57,22 @@ def custom_generate(
     head: str | Path | HiddenDrafter | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """`model.generate(..., custom_generate=forerun.custom_generate)` calls this and passes on what is described below.
-    `streamer`, `tokenizer` and `assistant_model` never arrive: use `token_streamer`, StopStringCriteria and `draft`.
+    """Decode in place of transformers' own loop, as `model.generate(..., custom_generate=forerun.custom_generate)`.
 
-    Rows are given to processors and criteria one by one, and end at the model's context. What was prepared of the
-    models is kept on `model`, with the draft, until either has other weights (writes into `.data` of a few numbers go
-    unseen). Keys and values are not: each call reads its prompts anew, so adapters may be switched between calls.
+    `streamer`, `tokenizer` and `assistant_model` never arrive: use `token_streamer`, StopStringCriteria and `draft`.
+    Processors and criteria see rows one by one; rows end at the model's context. The prepared models are kept on
+    `model`, with the draft, until either has other weights (writes into `.data` of a few numbers go unseen). Keys and
+    values are not: each call reads its prompts anew, so adapters may be switched between calls.
 
     Args:
         draft: a smaller model with the same vocabulary.
-        method: a name from `forerun.methods.METHODS` or its dataclass. Default: "pacer-ouroboros" with a draft and
-            its pre-verifier, "sd" with a draft, else "suffix".
-        token_streamer: is given the prompt, then each token; for a single sequence.
+        method: a name from `forerun.methods.METHODS` or its dataclass. Default: see `forerun.api.resolve.resolve`.
+        token_streamer: gets the prompt, then each token; for a single sequence.
         stats: a list that the Stats of each row are appended to.
-        guard: as in `forerun.load`.
+        guard: see `forerun.EngineOptions`.
         pre_verifier: the trained layer of "pacer", a folder (read in every call) or the layer. Costs
             that a method asks for are measured in the first call, and kept as the models are.
-        head: what "lyanna" and others like it draft with, a folder or the head; kept likewise.
+        head: what "lyanna" and methods like it draft with, a folder or the head; kept likewise.
 
     Returns:
         ids [B * num_return_sequences, longest], padded on the right, or GenerateDecoderOnlyOutput with them alone.
@@ -92,8 +90,7 @@ def custom_generate(
     padding = _padding(input_ids, model_kwargs)
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
-    decoder = _decoder(model, draft, method, pre_verifier, head)
-    decoder.guard = guard
+    decoder = _decoder(model, draft, method, guard, pre_verifier, head)
     prompts = [row[count:] for row, count in zip(input_ids.tolist(), padding, strict=True)]
     context = decoder.target.context
     encode(prompts, None, context, decoder.target.vocab_size)
@@ -134,7 +131,7 @@ def custom_generate(
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     try:
-        for batch in decoder.driver().add(requests):
+        for batch in decoder.session.add(requests):
             for index, step in batch:
                 steps[index].append(step)
                 if token_streamer is not None:
@@ -158,7 +155,7 @@ def custom_generate(
 
 
 def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """How many tokens of padding stand before each row of ids [B, n]; raises ValueError for inputs of other kinds."""
+    """Return the tokens of padding before each row of ids [B, n]. Raises ValueError for inputs of other kinds."""
     for name, value in model_kwargs.items():
         if name not in _INPUTS and value is not None:
             raise ValueError(f"{name} is not supported; only token ids and an attention mask are")
@@ -178,7 +175,7 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
 
 
 class _Kept:
-    """A decoder and what it was made of. Copies and pickles of its target go without: it belongs to the original."""
+    """A decoder and what it was made of. Copies and pickles of its target lack it: it belongs to the original."""
 
     def __init__(self, decoder: Decoder, model: PreTrainedModel, draft: PreTrainedModel | None) -> None:
         self.decoder, self.model, self.draft = decoder, model, draft
@@ -186,8 +183,8 @@ class _Kept:
         self.head: str | Path | HiddenDrafter | None = None  # what that of the decoder was made of
 
     def _state(self) -> list[Any]:
-        """What changes with weights, modules, hooks and attention implementations. Modules and not their ids, which
-        others may be given."""
+        """Return what changes with weights, modules, hooks and attention implementations. Modules and not their ids,
+        which other modules may get."""
         found: list[Any] = []
         for model in (self.model, self.draft):
             if model is not None:
@@ -212,10 +209,11 @@ def _decoder(
     model: PreTrainedModel,
     draft: PreTrainedModel | None,
     method: str | Method | None,
+    guard: bool | None,
     pre_verifier: str | Path | PreVerifier | None,
     head: str | Path | HiddenDrafter | None,
 ) -> Decoder:
-    """A decoder of what is kept on the model, where that still fits, or of what is prepared now.
+    """Return a decoder of what is kept on the model if that still fits, or of what is prepared now.
 
     On the model, so that it goes with it: a weak dictionary would hold a target by its own decoder.
     """
@@ -229,22 +227,18 @@ def _decoder(
     kept: _Kept | None = vars(model).get(_KEPT)
     if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):
         kept = vars(model)[_KEPT] = None  # two copies of the weights are enough
-        prepared = Decoder(model, None, needed, chosen, pre_verifier=pre_verifier, head=head)
-        kept = vars(model)[_KEPT] = _Kept(prepared, model, needed)
+        decoder = Decoder(model, None, needed, chosen, guard, pre_verifier=pre_verifier, head=head)
+        kept = vars(model)[_KEPT] = _Kept(decoder, model, needed)
         kept.head = head
-        decoder = copy.copy(prepared)
-    else:
-        decoder = copy.copy(kept.decoder)
-        decoder.method, decoder.pre_verifier = chosen, decoder.layer_for(chosen, pre_verifier)
-        if head is None or head != kept.head or decoder.head is None or decoder.head.kind != chosen.head:
-            decoder.head = decoder.head_for(chosen, head)
-            if decoder.head is not None:
-                kept.head, kept.decoder.head = head, decoder.head
-                if decoder.costs is not None:
-                    decoder.costs = replace(decoder.costs, head={})
-    decoder.measure(chosen)
-    kept.decoder.costs = decoder.costs
-    return decoder
+        return decoder
+    changes: dict[str, Any] = {"method": chosen, "guard": guard}
+    if chosen.layer is not None:
+        changes["pre_verifier"] = pre_verifier
+    known = kept.decoder.head
+    if chosen.head is not None and (head != kept.head or known is None or known.kind != chosen.head):
+        changes["head"] = kept.head = head
+    kept.decoder = kept.decoder.replace(**changes)
+    return kept.decoder
 
 
 @dataclass(frozen=True)

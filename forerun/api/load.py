@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import zoo
-from forerun.api.decoder import Chunk, Completion, Decoder
+from forerun.api.completion import Chunk, Completion
+from forerun.api.decoder import Decoder
 from forerun.api.loading import check_split, load_model, load_tokenizer, translation_for
 from forerun.api.options import EngineOptions, ModelOptions, split_options
 from forerun.api.resolve import resolve
@@ -34,7 +35,6 @@ def load(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     pre_verifier: str | Path | PreVerifier | None = None,
     head: str | Path | HiddenDrafter | None = None,
-    phrases: str | Path | None = None,
     models: ModelOptions | None = None,
     engine: EngineOptions | None = None,
     **options: Any,
@@ -50,7 +50,6 @@ def load(
         tokenizer: the target's own by default; needed for text.
         pre_verifier: the trained layer of "pacer", a folder or the layer. Default: that which comes with forerun.
         head: what "lyanna" and methods like it draft with, a folder or the head. Default: likewise.
-        phrases: a file of phrases for methods that draft by them, see `Decoder.read_phrases`.
         models, engine: how models are loaded, and how they are run.
         **options: fields of `models` and `engine`, given singly, such as weights="int8" or guard=False; and settings of
             the method, such as gamma=6.
@@ -89,8 +88,6 @@ def load(
     )
     if shared is not None:
         shared.sample_alike()
-    if phrases is not None:
-        decoder.read_phrases(phrases)
     return decoder
 
 
@@ -126,10 +123,7 @@ def _ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions
         assert shared is not None
         return ShardedLM(model, shared)
     # A model that nobody else holds need not survive the packing of its weights.
-    how: dict[str, bool] = {
-        "fast": models.fast,
-        "in_place": isinstance(source, str | Path),
-    }
+    how: dict[str, bool] = {"fast": models.fast, "in_place": isinstance(source, str | Path)}
     if part == "target":
         return prepare(model, **how)
     folder = zoo.resolve(source, part) if isinstance(source, str | Path) else None

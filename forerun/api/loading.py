@@ -1,13 +1,13 @@
-"""Models, tokenizers and prompts from what users name them by, with one clear error for what cannot be had."""
+"""Models, tokenizers and prompts by name, with one clear error for what cannot be loaded."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,18 +25,14 @@ from forerun.backends import is_as_made
 from forerun.backends.gguf import find, gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.stored import store
 from forerun.backends.tensor_parallel import check_shape
-from forerun.heads.heads import HiddenConfig, HiddenDrafter
-from forerun.heads.pre_verifier import PreVerifier
 from forerun.kinds import check_kind
-from forerun.model.causal_lm import CausalLM, context_of
-from forerun.model.claims import check_config, check_layer, check_model, lacking
-from forerun.model.fingerprint import same_model
+from forerun.model.causal_lm import context_of
+from forerun.model.claims import check_config, check_model, lacking
 from forerun.text.vocabularies import Translation, translate
 from forerun.zoo import resolve
-from forerun.zoo.quantise import WEIGHTS, load_quantised, restore
+from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Prompt = str | Sequence[int]
-_Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
 
 _LOG = logging.getLogger("forerun")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -56,7 +52,7 @@ def encode(
     context: int | None,
     vocab_size: int,
 ) -> tuple[bool, list[list[int]]]:
-    """Whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
+    """Return whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
     if hasattr(prompts, "tolist"):  # tensors and arrays, without padding
         prompts = prompts.tolist()
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -95,7 +91,7 @@ def load_model(
     plain: bool = False,
     tensor_parallel: bool = False,
 ) -> PreTrainedModel:
-    """The model of a hub id, folder or GGUF file.
+    """Load the model of a hub id, folder or GGUF file; return a model as it is.
 
     Args:
         part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
@@ -123,14 +119,14 @@ def load_model(
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cannot use device {device!r}: {_first_line(error)}") from None
+        raise ValueError(f"cannot use device {device!r}: {first_line(error)}") from None
     if device.partition(":")[0] == "meta":
         raise ValueError("cannot use device 'meta': it computes nothing")
     auto, weights = weights == "auto", None if weights == "auto" else weights
     on_cpu = device.partition(":")[0] == "cpu" and device_map is None and not tensor_parallel
     if weights is not None and dtype is not None:
         raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
-    file = find(source) if isinstance(source, Path) else None
+    file = _gguf_file(source)
     if file is not None and plain:
         weights, dtype = "float32", None
     few = weights in ("int4", "int8") or (file is not None and weights is None)
@@ -164,10 +160,8 @@ def load_model(
     if small and device_map is not None:
         raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
     if isinstance(source, Path):
-        try:
+        with loading(f"{part} {name!r}"):
             check_model(source, trust_remote_code)
-        except ValueError as error:
-            raise ValueError(f"cannot load {part} {name!r}: {error}") from None
     if small:
         restored: Any = load_quantised(Path(source))
         return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
@@ -176,12 +170,10 @@ def load_model(
         from transformers.distributed import DistributedConfig
 
         placed = {"distributed_config": DistributedConfig(tp_plan="auto")}
-    try:
+    with loading(f"{part} {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
         )
-    except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load {part} {name!r}: {_first_line(error)}") from error
     model, found = loaded
     if found["missing_keys"]:  # transformers fills these with random numbers
         raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
@@ -189,20 +181,20 @@ def load_model(
 
 
 def check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
-    """Raises ValueError for what transformers cannot split among ranks."""
+    """Raise ValueError for what transformers cannot split among ranks."""
     if not isinstance(source, str | Path):
         raise ValueError(f"tensor_parallel is for models that are loaded by name; this {part} is an object")
     if device is not None or device_map is not None:
         raise ValueError("give tensor_parallel or a device, not both: each rank takes its own")
     folder = resolve(source, part)
-    stored = isinstance(folder, Path) and (find(folder) is not None or (folder / WEIGHTS).exists())
+    stored = isinstance(folder, Path) and (_gguf_file(folder) is not None or (folder / WEIGHTS).exists())
     if stored or weights in ("int4", "int8"):
         raise ValueError(f"{part} {str(source)!r}: weights in few bits cannot be split among ranks")
     check_shape(load_config(source, part), str(source))
 
 
 def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
-    """A float32 model stored as `kind`. "auto", for drafts: in 8 bits where it can be."""
+    """Return a float32 model stored as `kind`. "auto", for drafts: in 8 bits if it can be."""
     if kind != "auto":
         return model if kind is None else store(model, kind)
     if not is_as_made(model):
@@ -213,141 +205,48 @@ def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
         return model
 
 
-def load_pre_verifier(
-    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, output: str | None = None
-) -> PreVerifier:
-    """The trained layer of a folder, for just this target and draft.
-
-    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or
-    draft.
-    """
-    name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
-    layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
-    if layer.config.kind not in ((output,) if output is not None else ("survival", "acceptance")):
-        needed = output or "survival or acceptance"
-        raise ValueError(f"{name} gives {layer.config.kind!r}; the method needs {needed!r}")
-    for part, model in (("target", target), ("draft", draft)):
-        if not same_model(getattr(layer.config, part), model.fingerprint):
-            trained = layer.config.recipe.get(part)
-            raise ValueError(
-                f"{name} belongs to another {part}: it was trained for {trained!r}; train one for this pair"
-            )
-    return nn.Module.to(layer, target.device).eval()
-
-
-def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | None = None) -> HiddenDrafter:
-    """The head over hidden states of a folder, for just this target; of any form where none is named.
-
-    Raises ValueError for a folder that is not there, a file that is missing or broken, a configuration with unknown
-    fields, a head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, and one that was
-    trained for another target.
-    """
-    name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
-    head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
-    if form is not None and head.config.kind != form:
-        raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {form!r}")
-    if not same_model(head.config.target, target.fingerprint):
-        trained = head.config.recipe.get("target")
-        raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
-    hot, known = head.hot.tolist(), min(head.config.vocab_size, target.vocab_size)
-    if len(set(hot)) < len(hot) or not all(0 <= token < known for token in hot):
-        raise ValueError(f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}")
-    return nn.Module.to(head, target.device).eval()
-
-
-def config_file(folder: Path, name: str) -> Path:
-    """The configuration in the folder of a trained layer. Raises ValueError, before any weights are read, for none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"cannot load {name}: there is no {path}")
-    return path
-
-
-def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
-    """A trained layer of ours from its folder, in float32. Raises ValueError where anything is missing or broken."""
-    folder = Path(source)
-    path = config_file(folder, name)
-    config: Any = cls.config_class
-    try:
-        settings = json.loads(path.read_text())
-        known = set(config().to_dict()) | {"architectures", "dtype", "heads", "states"}  # the last two of older files
-        unknown = sorted(set(settings) - known)
-    except Exception as error:
-        raise ValueError(f"cannot load {name}: config.json: {_first_line(error)}") from None
-    if unknown:
-        raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
-    if settings.get("model_type") != config.model_type:
-        raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
-    try:
-        made = config(**settings)
-        context_of(made)  # raises for too long ones
-        check_layer(folder, _blocks(made), lambda: cls(made))
-        if (folder / WEIGHTS).is_file():  # the embedded target's
-            stored = cls(made)
-            restore(stored, folder)
-            return stored
-        loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
-    except Exception as error:  # broken files may raise anything
-        raise ValueError(f"cannot load {name}: {_first_line(error)}") from error
-    layer: _Layer = loaded[0]
-    found: dict[str, Any] = loaded[1]
-    if found["missing_keys"] or found.get("unexpected_keys"):
-        first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
-        raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
-    return layer
-
-
-def _blocks(config: Any) -> int:
-    """How many blocks a trained layer's configuration claims."""
-    if isinstance(config, HiddenConfig):
-        return config.num_hidden_layers
-    return config.layers
-
-
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The text configuration of a hub id or folder, without its weights. Raises ValueError for none or a broken one."""
+    """Load the text configuration of a hub id, folder or GGUF file. Raises ValueError for none or a broken one."""
     folder = resolve(source, part)
-    file = find(folder) if isinstance(folder, Path) else None
-    if file is not None:
+    if (file := _gguf_file(folder)) is not None:
         return gguf_config(file)
-    try:
+    with loading(f"{part} {str(source)!r}"):
         if isinstance(folder, Path):
             check_config(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = config.get_text_config(decoder=True)
         context_of(config)  # raises for too long ones
-        return config
-    except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load {part} {str(source)!r}: {_first_line(error)}") from error
+    return config
 
 
 def load_tokenizer(
     source: str | Path, part: str = "target", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or folder. Raises ValueError where there is none."""
+    """Load the tokenizer of a hub id, folder or GGUF file. Raises ValueError if it has none."""
     folder = resolve(source, part)
-    file = find(folder) if isinstance(folder, Path) else None
-    if file is not None:
+    if (file := _gguf_file(folder)) is not None:
         return gguf_tokenizer(file)
     # Without this, transformers makes up an empty tokenizer for some configurations.
     if not _may_have_tokenizer(folder):
         raise ValueError(f"cannot load the tokenizer of {str(source)!r}: the folder has no tokenizer files")
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # broken files and remote code may raise anything
-        raise ValueError(f"cannot load the tokenizer of {str(source)!r}: {_first_line(error)}") from error
+    with loading(f"the tokenizer of {str(source)!r}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return tokenizer
+
+
+def _gguf_file(source: str | Path) -> Path | None:
+    return find(source) if isinstance(source, Path) else None
 
 
 def _may_have_tokenizer(source: str | Path) -> bool:
-    """False for folders without tokenizer files. Hub ids may always have one."""
-    if not isinstance(source, Path) or find(source) is not None:
+    """Return False for a folder without tokenizer files. Hub ids may always have one."""
+    if not isinstance(source, Path) or _gguf_file(source) is not None:
         return True
     return any(any(source.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError where a draft's tokenizer differs from the target's, naming the first difference."""
+    """Raise ValueError if a draft's tokenizer differs from the target's, naming the first difference."""
     found = _difference(target, draft)
     if found is not None:
         raise ValueError(
@@ -357,7 +256,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 
 
 def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
-    """The first difference of a draft's tokenizer from the target's; None where there is none.
+    """Return the first difference of a draft's tokenizer from the target's; None if they are equal.
 
     All tokens with their ids are compared, added ones too. Then the tokens of a few texts are: tokenizers of equal
     vocabularies may still merge or normalise differently. Which tokens begin, end or pad a text is not compared: only
@@ -380,14 +279,14 @@ def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
 def check_draft_tokenizer(
     target: PreTrainedTokenizerBase, draft: str | Path, *, trust_remote_code: bool = False
 ) -> None:
-    """`check_tokenizers` with that of a draft's hub id or folder. A folder without a tokenizer passes."""
+    """`check_tokenizers` with the tokenizer of a draft's hub id or folder. A folder without one passes."""
     own = _own_tokenizer(draft, trust_remote_code)
     if own is not None:
         check_tokenizers(target, own, str(draft))
 
 
 def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """That of a draft's hub id or folder; None for a folder without one."""
+    """Load the tokenizer of a draft's hub id or folder; None for a folder without one."""
     if not _may_have_tokenizer(resolve(draft, "draft")):
         return None
     return load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
@@ -401,11 +300,12 @@ def translation_for(
     *,
     trust_remote_code: bool = False,
 ) -> Translation | None:
-    """How the draft of a hub id or folder drafts, where it has another tokenizer than the target; None where it has
-    the same. A folder without a tokenizer passes for such. `strict`: a method that needs the target's tokenizer.
+    """Return how a draft with another tokenizer than the target's drafts; None for one with the same tokenizer.
+
+    A folder without a tokenizer passes for one with the same. `strict`: a method that needs the target's tokenizer.
 
     Raises ValueError for a `way` that needs the tokenizer of a folder without one, tokenizers with nothing in common,
-    and one that differs where a method is strict.
+    and one that differs if a method is strict.
     """
     own = _own_tokenizer(draft, trust_remote_code)
     if own is None:
@@ -427,7 +327,7 @@ def translation_for(
 
 
 def check_vocabularies(target: int, draft: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises ValueError where embeddings of these sizes differ by more than padding behind the tokenizer's ids."""
+    """Raise ValueError if embeddings of these sizes differ by more than padding after the tokenizer's ids."""
     if target == draft:
         return
     used = max(_tokens_by_id(tokenizer), default=0) + 1 if tokenizer is not None else None
@@ -444,14 +344,23 @@ def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def check_prompts(
     target: str | Path, prompts: Prompt | Sequence[Prompt], *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The target's tokenizer. Raises ValueError for prompts that decoding would refuse, without loading weights."""
+    """Load the target's tokenizer. Raises ValueError for prompts that decoding would refuse; loads no weights."""
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     config = load_config(target, "target", trust_remote_code=trust_remote_code)
     encode(prompts, tokenizer, context_of(config), config.vocab_size)
     return tokenizer
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of an error's text, behind its class where the text was not written to be read alone."""
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, after its class if the text was not written to be read alone."""
     name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return name + (str(error).strip() or "no reason given").splitlines()[0]
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Raise a ValueError of one line for any error: broken files and remote code may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot load {what}: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""From what users ask for to requests: the one place that reads SamplingParams and transformers' GenerationConfig."""
+"""Requests from SamplingParams, or from a transformers GenerationConfig."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MaxTimeCriteria,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
-from transformers.generation import GenerationMode, logits_process
+from transformers.generation import GenerationMode
 
 from forerun.engine.sequence import Request
 from forerun.model.causal_lm import CausalLM
@@ -33,18 +37,14 @@ from forerun.text.chat import turn_ends
 from forerun.text.stop_strings import StopStrings
 
 # They keep state from call to call or run a model of their own: calls for drafted tokens would change what they do.
-_STATEFUL = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "SynthIDTextWatermarkLogitsProcessor",
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "ClassifierFreeGuidanceLogitsProcessor",
-        "DiaClassifierFreeGuidanceLogitsProcessor",
-        "DiaEOSDelayPatternLogitsProcessor",
-        "WhisperTimeStampLogitsProcessor",
-    )
-    if hasattr(logits_process, name)
-)
+_STATEFUL = {
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+}
 
 
 def requests(
@@ -55,50 +55,58 @@ def requests(
     processors: LogitsProcessorList | None = None,
     criteria: StoppingCriteriaList | None = None,
 ) -> list[Request]:
-    """A request for each prompt of token ids; row i samples from stream i of the seed.
+    """Return a request for each prompt of token ids; row i samples from stream i of the seed.
 
-    SamplingParams stand alone: of the checkpoint's generation config only end and padding tokens are used. A
-    GenerationConfig is completed by the checkpoint's, as in transformers. It has no seed: torch's own state gives one,
-    so that what is sampled can be repeated, though a draft model's tokens are accepted less often then.
+    SamplingParams stand alone: of the checkpoint's generation config only the end tokens are used. A GenerationConfig
+    is completed by the checkpoint's, as in transformers. It has no seed: torch's own state gives one, so that what is
+    sampled can be repeated, though a draft model's tokens are accepted less often then.
 
     Raises:
-        ValueError: what the loop cannot do, stop strings without a tokenizer, no room behind a prompt, a response
+        ValueError: what the loop cannot do, stop strings without a tokenizer, no room after a prompt, a response
             format that cannot be used.
     """
-    config, seed, ignore_eos = _config(params, target)
     check_processors(processors)
-    ends = [] if ignore_eos or config.eos_token_id is None else config.eos_token_id
-    eos = frozenset([ends] if isinstance(ends, int) else ends)
-    stop = stop_strings(config)
-    if stop and tokenizer is None:
+    config: Any = params
+    criteria, form = StoppingCriteriaList(criteria or []), None
+    if isinstance(params, SamplingParams):
+        greedy, seed, form = not params.temperature, params.seed, form_of(params.response_format)
+        ends = None if params.ignore_eos else target.model.generation_config.eos_token_id
+    else:
+        config = _completed(params, target)
+        greedy, ends = not config.do_sample, config.eos_token_id
+        seed = None if greedy else int(torch.randint(2**31, (1,)))
+        if config.max_time is not None:
+            criteria.append(MaxTimeCriteria(config.max_time))
+    eos = frozenset([ends] if isinstance(ends, int) else ends or [])
+    strings = stop_strings(config)
+    if strings and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; give tokenizer=...")
-    stops = StopStrings(tokenizer, stop) if stop and tokenizer is not None else None
-    criteria = StoppingCriteriaList(criteria or [])
-    if config.max_time is not None:
-        criteria.append(MaxTimeCriteria(config.max_time))
-    if seed is None and config.do_sample and isinstance(params, GenerationConfig):
-        seed = int(torch.randint(2**31, (1,)))
-    form = form_of(params.response_format) if isinstance(params, SamplingParams) else None
+    stops = StopStrings(tokenizer, strings) if strings and tokenizer is not None else None
     if form is not None:  # any of them ends such an output, in a chat or not
         eos |= turn_ends(tokenizer) | end_of(tokenizer)
-    grammar_behind = compiled(form, tokenizer, eos) if form is not None else None
+    grammar_of = compiled(form, tokenizer, eos) if form is not None else None
     found: list[Request] = []
     sampler = grammar = None
     for i, row in enumerate(rows):
         # One sampler for all rows where prompts do not matter, so that rows can be sampled together.
         if sampler is None or not sampler.prefix_free:
-            own = LogitsProcessorList(_own_processors(params, len(row), target.vocab_size))
-            own += [for_row(each, i) for each in processors or ()]
-            grammar = grammar_behind(len(row)) if grammar_behind is not None else None
-            own += [grammar] if grammar is not None else []
-            sampler = Sampler(not config.do_sample, target.processors(config, len(row), own))
-        limit = len(row) + config.max_new_tokens if config.max_new_tokens is not None else config.max_length
-        if limit <= len(row):
-            raise ValueError(f"max_length {limit} leaves no room behind the {len(row)} tokens of prompt {i}")
+            extra = [for_row(each, i) for each in processors or ()]
+            grammar = grammar_of(len(row)) if grammar_of is not None else None
+            extra += [grammar] if grammar is not None else []
+            if isinstance(params, SamplingParams):
+                chosen = LogitsProcessorList(_processors(params, len(row), target.vocab_size, extra))
+            else:
+                chosen = target.processors(config, len(row), LogitsProcessorList(extra))
+            sampler = Sampler(greedy, chosen)
+        new = config.max_new_tokens
+        if new is None:
+            new = config.max_length - len(row)
+            if new < 1:
+                raise ValueError(f"max_length {config.max_length} leaves no room for new tokens in prompt {i}")
         found.append(
             Request(
                 tokens=list(row),
-                max_new_tokens=limit - len(row),
+                max_new_tokens=new,
                 sampler=sampler,
                 eos=eos,
                 stop=stops if grammar is None else grammar.stop(stops),
@@ -112,7 +120,7 @@ def requests(
 
 
 def stop_strings(config: GenerationConfig | SamplingParams) -> list[str]:
-    """The stop strings of a configuration."""
+    """Return the stop strings of parameters."""
     found = config.stop if isinstance(config, SamplingParams) else config.stop_strings
     return [found] if isinstance(found, str) else list(found or ())
 
@@ -120,7 +128,7 @@ def stop_strings(config: GenerationConfig | SamplingParams) -> list[str]:
 def merged(
     params: SamplingParams | GenerationConfig | None, options: dict[str, Any]
 ) -> SamplingParams | GenerationConfig:
-    """Parameters with single options in their place; raises ValueError for an unknown one."""
+    """Return parameters with single options in their place. Raises ValueError for an unknown one."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, GenerationConfig):
@@ -134,7 +142,7 @@ def merged(
 
 
 def check_supported(config: GenerationConfig, copies: bool = False) -> None:
-    """Raises ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
+    """Raise ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
@@ -153,9 +161,9 @@ def check_supported(config: GenerationConfig, copies: bool = False) -> None:
 
 
 def check_processors(processors: LogitsProcessorList | None) -> None:
-    """Raises ValueError for transformers' processors that must not be called for drafted tokens."""
+    """Raise ValueError for transformers' processors that must not be called for drafted tokens."""
     for processor in processors or ():
-        if isinstance(processor, _STATEFUL):
+        if not _STATEFUL.isdisjoint(cls.__name__ for cls in type(processor).__mro__):
             raise ValueError(
                 f"{type(processor).__name__} is not supported: it keeps state from call to call, and drafted tokens "
                 "would change it"
@@ -163,7 +171,7 @@ def check_processors(processors: LogitsProcessorList | None) -> None:
 
 
 def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """A processor of a whole batch, for any number of continuations of one of its rows."""
+    """Return a processor of a whole batch for any number of continuations of one of its rows."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
         processor = copy.copy(processor)
@@ -175,44 +183,41 @@ def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     return processor
 
 
-def _own_processors(
-    params: SamplingParams | GenerationConfig, prompt_length: int, vocab_size: int
+def _processors(
+    params: SamplingParams, prompt_length: int, vocab_size: int, extra: list[LogitsProcessor]
 ) -> list[LogitsProcessor]:
-    """Processors that transformers does not have. Raises ValueError for a bias on a token that there is not."""
+    """Return the processors of these parameters, and extra ones, in transformers' order.
+
+    Raises ValueError for a bias on a token outside the vocabulary.
+    """
     found: list[LogitsProcessor] = []
-    if isinstance(params, SamplingParams):
-        if params.presence_penalty or params.frequency_penalty:
-            found.append(Penalties(params.presence_penalty, params.frequency_penalty, prompt_length))
-        if params.logit_bias:
-            if max(params.logit_bias) >= vocab_size:
-                raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
-            found.append(LogitBias(params.logit_bias))
+    if params.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    if params.presence_penalty or params.frequency_penalty:
+        found.append(Penalties(params.presence_penalty, params.frequency_penalty, prompt_length))
+    if params.logit_bias:
+        if max(params.logit_bias) >= vocab_size:
+            raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
+        found.append(LogitBias(params.logit_bias))
+    found += extra
+    if params.temperature:
+        if params.temperature != 1:
+            found.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_k:
+            found.append(TopKLogitsWarper(int(params.top_k)))
+        if params.top_p < 1:
+            found.append(TopPLogitsWarper(float(params.top_p)))
+        if params.min_p:
+            found.append(MinPLogitsWarper(float(params.min_p)))
     return found
 
 
-def _config(params: SamplingParams | GenerationConfig, target: CausalLM) -> tuple[GenerationConfig, int | None, bool]:
-    """Everything as a GenerationConfig, with the seed and whether end tokens are ignored."""
-    if isinstance(params, SamplingParams):
-        sampling = {
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or None,
-        }
-        config = GenerationConfig(
-            max_new_tokens=params.max_new_tokens,
-            do_sample=params.temperature > 0,
-            repetition_penalty=params.repetition_penalty,
-            stop_strings=stop_strings(params) or None,
-            eos_token_id=target.model.generation_config.eos_token_id,
-            pad_token_id=target.model.generation_config.pad_token_id,
-            **(sampling if params.temperature > 0 else {}),
-        )
-        return config, params.seed, params.ignore_eos
-    config, unused = target.model._prepare_generation_config(params)
+def _completed(config: GenerationConfig, target: CausalLM) -> GenerationConfig:
+    """Return a configuration completed by the checkpoint's. Raises ValueError for what the loop cannot do."""
+    found, unused = target.model._prepare_generation_config(config)
     if unused:
         raise ValueError(f"these are not generation settings: {sorted(unused)}")
-    check_supported(config)
-    if config.max_new_tokens is None and params.max_length is None:
-        config.max_new_tokens = SamplingParams().max_new_tokens
-    return config, None, False
+    check_supported(found)
+    if found.max_new_tokens is None and config.max_length is None:
+        found.max_new_tokens = SamplingParams().max_new_tokens
+    return found

@@ -83,7 +83,7 @@ class FusedChain:
             chain.head = ctypes.addressof(self._head.argument)
         probs: Tensor | None = None
         if drawing is not None:
-            chain.turn, chain.top_p = 1 / drawing.law.temperature, drawing.law.top_p
+            chain.turn, chain.top_p = 1 / drawing.distribution.temperature, drawing.distribution.top_p
             probs = torch.empty(most if drawing.numbers is not None else 1, size)
             chain.probs = probs.data_ptr()
             if drawing.numbers is not None:

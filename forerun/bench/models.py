@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder
-from forerun.api.loading import load_config, load_head, load_model, load_pre_verifier, load_tokenizer, translation_for
+from forerun.api.loading import load_config, load_model, load_tokenizer, translation_for
 from forerun.api.profiles import costs_of
 from forerun.backends import prepare
 from forerun.backends.costs import head_costs, measure_costs
@@ -160,7 +161,11 @@ def build_decoders(
         costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
-        decoders[name] = decoder = Decoder(
+        own = costs
+        if costs is not None and method.needs_costs and method.head not in (None, Lyanna.head):
+            # The table has those of Lyanna's head, and a state of another one takes another time.
+            own = replace(costs, head=head_costs(heads[method.head]))
+        decoder = Decoder(
             target,
             tokenizer,
             draft if method.needs_draft else None,
@@ -171,10 +176,7 @@ def build_decoders(
             translation=translation if method.needs_draft else None,
             max_rows=max(ROWS, plan.batch),
             prefix_bytes=0,  # a prompt that comes again is computed again
+            costs=own,
         )
-        decoder.costs = costs
-        if costs is not None and method.needs_costs and method.head not in (None, Lyanna.head):
-            # The table has those of Lyanna's head, and a state of another one takes another time.
-            decoder.costs = replace(costs, head=head_costs(heads[method.head]))
-        decoder.tokenizer = None  # making text is no part of what is measured
+        decoders[name] = decoder.replace(tokenizer=None)  # making text is no part of what is measured
     return decoders, costs

@@ -81,7 +81,7 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
             forget_phrases(decoder)
             seen.clear()
         seen.update(now)
-        length, driver = warm_up or params.max_new_tokens, decoder.driver()
+        length, session = warm_up or params.max_new_tokens, decoder.session
         begun = perf_counter()
         requests = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -89,7 +89,7 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
             # Most requests have no seed, so it is their acceptance rule that is measured.
             numbers = None if params.temperature == 0 else torch.Generator(decoder.target.device).manual_seed(seed)
             requests.append(replace(request, generator=numbers))
-        rows = driver.add(requests).collect()
+        rows = session.add(requests).collect()
         seconds = perf_counter() - begun
         if close:
             decoder.close()

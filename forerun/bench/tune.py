@@ -19,8 +19,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder
-from forerun.api.loading import check_draft_tokenizer, load_config, load_head, load_pre_verifier
+from forerun.api.loading import check_draft_tokenizer, load_config
 from forerun.api.profiles import Choice, pair_of, save
 from forerun.backends.costs import head_costs, measure_costs
 from forerun.backends.heads import HiddenLM
@@ -197,8 +198,8 @@ def tune(
     def runner(method: Method, close: bool = True) -> Run:
         layer, drafting = layers.get(method.layer), draft if method.needs_draft else None
         own: Any = {"pre_verifier": layer, "head": heads.get(method.head)}
+        own["costs"] = tables.get(method.head, costs)
         decoder = Decoder(target, None, drafting, method, guard=False, prefix_bytes=0, **own)
-        decoder.costs = tables.get(method.head, costs)
         return decoder_run(decoder, params, close)
 
     params = replace(plan.params(), top_p=top_p)

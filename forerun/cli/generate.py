@@ -43,9 +43,6 @@ def generate(
     *,
     sampling: SamplingOptions,
     decoding: DecodeOptions,
-    phrases: Annotated[
-        Path | None, typer.Option(help="Keep phrases here: read if the file exists, written at the end.")
-    ] = None,
     device_map: Annotated[
         str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
     ] = None,
@@ -60,18 +57,8 @@ def generate(
     method = decoding.chosen_method(target)
     if system is not None and not chat:
         raise ValueError("--system is for --chat")
-    if phrases is not None:
-        if method is None or method.phrases is None:
-            raise ValueError("--phrases is for --method ouroboros, pacer-ouroboros, suffix and hybrid")
-        if params.temperature and params.seed is None and method.name not in ("suffix", "hybrid"):
-            raise ValueError("--phrases is for greedy decoding: what is sampled must not depend on other runs")
-        if not phrases.parent.is_dir():
-            raise ValueError(f"--phrases takes a file in a folder that exists, not '{phrases}'")
-    if tensor_parallel:
-        if phrases is not None:
-            raise ValueError("--tensor-parallel cannot stand beside --phrases, a file of one process")
-        if file is None and prompt in (None, "-"):
-            raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
+    if tensor_parallel and file is None and prompt in (None, "-"):
+        raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
     text = _read_prompt(prompt, file)
     quiet(decoding.threads)
     from forerun.api.load import load
@@ -96,14 +83,11 @@ def generate(
             target,
             method=method,
             tokenizer=tokenizer,
-            phrases=phrases if phrases is not None and phrases.exists() else None,
             device_map=device_map,
             tensor_parallel=tensor_parallel,
             **decoding.for_load(),
         )
         _answer(decoder, _message(text) if chat else text, params, system, as_json)
-        if phrases is not None:
-            decoder.save_phrases(phrases)
 
 
 @grouped
@@ -152,15 +136,16 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
     from rich.console import Console
 
     is_chat = isinstance(prompt, list)
-    reading = decoder.progress = Reading()
+    reading = Reading()
+    how: dict[str, Any] = {"progress": reading} | ({"system": system} if is_chat else {})
     if as_json:
-        result = decoder.chat(prompt, params, system=system) if is_chat else decoder.generate(prompt, params)
+        result = (decoder.chat if is_chat else decoder.generate)(prompt, params, **how)
         reading.erase()
         found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
         method = decoder.method_for(greedy=not params.temperature).name
         print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
         return list(result.steps)
-    chunks = decoder.stream_chat(prompt, params, system=system) if is_chat else decoder.stream(prompt, params)
+    chunks = (decoder.stream_chat if is_chat else decoder.stream)(prompt, params, **how)
     answer = Answer()
     try:
         answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)

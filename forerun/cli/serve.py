@@ -115,18 +115,16 @@ def serve(
         log_prompts=log_prompts,
     )
     how: dict[str, Any] = {"drain": drain, "log_level": log_level, "log_json": log_json}
-    is_shared = not any(each.startswith("warm=") for each in decoding.method_arg or [])
     options = decoding.for_load() | {"max_rows": max_rows, "max_queue": max_queue, "kv_memory": kv_memory}
+    options["share_outputs"] = any(each.startswith("warm=") for each in decoding.method_arg or [])
     if ray is None:
-        worker = Worker(Loader(model, method, options, decoding.threads, is_shared))
-        serve(worker, serving, found, **how)
+        serve(Worker(Loader(model, method, options, decoding.threads)), serving, found, **how)
     else:
         from forerun.scale import replicas as scale
 
-        loader = Loader(absolute(model), method, absolute_options(options), decoding.threads, is_shared)
+        loader = Loader(absolute(model), method, absolute_options(options), decoding.threads)
         count: dict[str, Any] = {"least": least, "most": most, "cpus": decoding.threads or 1}
         made = scale.engines(loader, rows=max_rows, room=max_rows + max_queue, **count)
         with scale.serving(ray, **count) as application:
-            worker = scale.fleet(made, application)
-            serve(worker, serving, found, **how)
-    leave(worker)
+            serve(scale.fleet(made, application), serving, found, **how)
+    leave()

@@ -109,8 +109,7 @@ class Talk:
         if params.seed is not None:
             params = replace(params, seed=params.seed + self.asked)
         answer, reading, cut = Answer(), Reading(), False
-        self.decoder.progress = reading
-        chunks = self.decoder.stream_chat(messages, params, system=self.system)
+        chunks = self.decoder.stream_chat(messages, params, system=self.system, progress=reading)
         self.asked += 1
         try:
             answer.write(chunks, self.console, reading)
@@ -177,19 +176,11 @@ class Talk:
 
     def _switch(self, name: str) -> None:
         """Decode by another method; models are loaded anew if it lacks something."""
-        method, decoder = parse_method(name), self.decoder
-        if method.needs_draft and decoder.draft is None:
-            self.decoder = self.make(method)  # or it says what is missing
-            return
-        decoder.check_draft(method)
+        method = parse_method(name)
         try:
-            layer = decoder.layer_for(method, decoder.pre_verifier)
-            head = decoder.head_for(method, decoder.head)
+            self.decoder = self.decoder.replace(method=method)
         except ValueError:
-            self.decoder = self.make(method)
-            return
-        decoder.method, decoder.sampling_method = method, None
-        decoder.pre_verifier, decoder.head = layer or decoder.pre_verifier, head or decoder.head
+            self.decoder = self.make(method)  # or it says what is missing
 
     def _form(self, text: str) -> None:
         kind, _, rest = text.partition(" ")

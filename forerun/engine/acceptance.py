@@ -3,7 +3,7 @@
 The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). For trees it is
 applied child by child to what is left of the target's distribution (recursive rejection sampling). A chain of sampled
 tokens may be verified as a whole instead: block verification (Sun et al., arXiv 2403.10444), which accepts no fewer.
-Sequences with a seed are sampled by `forerun.sampling.seeded`, and a draft is accepted where it says the same.
+With a seed the target's tokens are sampled by `forerun.sampling.seeded`; drafted ones are accepted if they are equal.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Verdict:
 
     Attributes:
         path: accepted nodes in order, the root first.
-        token: the token behind them: a correction if a child was rejected there, else a bonus.
-        tested: nodes looked at: the accepted ones and the level of the first rejection, not what is behind it.
+        token: the token after them: a correction if a child was rejected there, else a bonus.
+        tested: nodes looked at: the accepted ones and the level of the first rejection, not what is after it.
         rejected: whether the last node of the path had children and none was accepted.
-        argmax: the target's most probable token behind every node of the draft.
-        scores: [V] the target's processed scores behind the path's last node, that of `token`. They are to be read
+        argmax: the target's most probable token after every node of the draft.
+        scores: [V] the target's processed scores after the path's last node, that of `token`. They are to be read
             before its next forward.
     """
 
@@ -55,7 +55,7 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
     distribution. A child x with distribution q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
     r = norm(max(r - q, 0)) for the next child. With no child left, the next token is sampled from r.
 
-    A draft with `block` that begins with a chain of sampled tokens is verified by blocks. Whether it went on behind a
+    A draft with `block` that begins with a chain of sampled tokens is verified by blocks. Whether it went on after a
     token may depend on the tokens up to there, as with any rule for lengths.
     """
     if greedy:
@@ -64,7 +64,7 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
 
 
 def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source]) -> Verdict:
-    """Walks the draft along the tokens that the target samples, those behind depth d by `source(d)`; lossless, as what
+    """Walks the draft along the tokens that the target samples, those after depth d by `source(d)`; lossless, as what
     is drafted has no part in it."""
     argmax, path = argmax_of(scores).tolist(), [0]
     while True:
@@ -78,7 +78,7 @@ def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source])
 
 
 def accept_greedy(draft: Draft, argmax: list[int], highest: list[float]) -> Verdict:
-    """`accept` with the target's most probable token behind every node, and its score. Raises ValueError where the
+    """`accept` with the target's most probable token after every node, and its score. Raises ValueError where the
     scores that a token is chosen by are not numbers."""
     path = [0]
     while True:
@@ -128,7 +128,7 @@ class _Numbers(NamedTuple):
         uniform: its random number.
         q: how probable its token was where it was sampled; 1 for a point mass.
         p: how probable the target has its token.
-        argmax: the target's most probable token behind it.
+        argmax: the target's most probable token after it.
     """
 
     uniform: list[float]
@@ -138,19 +138,19 @@ class _Numbers(NamedTuple):
 
 
 def _read(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
-    """On a CPU numbers are read one by one, which takes a fifth of the time of so many operations on tensors."""
-    uniforms, laws = torch.rand(len(draft), generator=generator), p.numpy()
+    """On a CPU numbers are read one by one, which takes a fifth of the time of as many operations on tensors."""
+    uniforms, probs = torch.rand(len(draft), generator=generator), p.numpy()
     q = [1.0] * len(draft)
     if draft.q is not None:
         own = draft.q.float().numpy()
         q[1 : 1 + draft.sampled] = [float(own[i, draft.tokens[i + 1]]) for i in range(draft.sampled)]
-    p_at = [float(laws[max(parent, 0), token]) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
-    return _Numbers(uniforms.tolist(), q, p_at, laws.argmax(-1).tolist())
+    p_at = [float(probs[max(parent, 0), token]) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
+    return _Numbers(uniforms.tolist(), q, p_at, probs.argmax(-1).tolist())
 
 
 def _gathered(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
     """`_read` from a device that is waited for once. The last token comes in another transfer, and only a sibling
-    behind a rejected one that was sampled needs a look at its residual."""
+    after a rejected one that was sampled needs a look at its residual."""
     tokens = torch.tensor(draft.tokens, device=p.device)
     above = torch.tensor(draft.parents, device=p.device).clamp_(min=0)
     q_of = torch.ones(len(draft), device=p.device)
@@ -169,7 +169,7 @@ def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) 
 
     `ratios` are p / q of each node's token. The target's hold on the first i tokens is h_i = min(h_{i-1} p / q, 1). The
     last one is accepted with the probability h_i, any other one with that of S / (S + 1 - h_i), where S is the mass of
-    max(h_i p - q, 0) behind it. The longest prefix counts whose last token is accepted.
+    max(h_i p - q, 0) after it. The longest prefix counts whose last token is accepted.
     """
     hold = [1.0]
     for ratio in ratios[1 : draft.sampled + 1]:

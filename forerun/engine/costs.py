@@ -13,7 +13,7 @@ class Costs:
     Attributes:
         target, draft: {new tokens: ms}; at least one entry each, none without a draft. In a batch, rows count as so
             many more tokens.
-        policy: ms of one call of the length policy's layer, where it has one.
+        policy: ms of one call of the length policy's layer, if it has one.
         glance: ms of reading off how probable a draft's token was to the draft.
         chained, chained_sampled: ms of a draft's token of one row where drafts are made in one call, else 0.
         head: of a state of a head over hidden states with its logits, by the number of rows; none without a head.

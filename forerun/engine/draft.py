@@ -19,7 +19,7 @@ class Draft:
         tokens: [N] token of each node.
         parents: [N] index of each node's parent; -1 for the root, smaller than the node's own index elsewhere.
         q: [S, V] the distributions that nodes 1..S were sampled from (given that their earlier siblings were
-            rejected). The nodes behind them are point masses. None: all are.
+            rejected). The nodes after them are point masses. None: all are.
         origins: [N] where each token came from, for statistics and display.
         block: whether a chain of sampled tokens is verified as a whole (see `forerun.engine.acceptance.accept`).
     """
@@ -84,7 +84,7 @@ class Draft:
 
     @cached_property
     def depths(self) -> list[int]:
-        """[N] distance from the root: a node's position behind that of the last committed token."""
+        """[N] distance from the root: a node's position after that of the last committed token."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -117,7 +117,7 @@ class Draft:
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
         tree = Tree(self)
-        tree.block = False  # whether siblings came along depends on tokens that were drawn; one rule must do for both
+        tree.block = False  # whether siblings came along depends on tokens that were sampled; one rule must do for both
         moved = [0]
         for node in range(1, len(other)):
             moved.append(tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node]))
@@ -144,7 +144,7 @@ class Tree:
         return node
 
     def branch(self, parent: int, tokens: Sequence[int], origin: str) -> list[int]:
-        """The nodes of a path of tokens behind `parent`."""
+        """The nodes of a path of tokens after `parent`."""
         nodes = []
         for token in tokens:
             parent = self.add(parent, token, origin)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
+from forerun.engine.row_limit import RowLimit
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, Proposal, Step, observe_rows
 from forerun.engine.target import Capture, Target
-from forerun.engine.verify import committed, judge, origins, scores_behind
+from forerun.engine.verify import committed, judge, origins, scores_after
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.logprobs import Logprob, logprobs_of
 
@@ -27,7 +28,6 @@ __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 _LOG = logging.getLogger("forerun.engine.engine")
 
 CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
-PATIENCE = 128  # steps of the most rows that passed before more are tried
 SCORED = 128  # most tokens of a chunk whose logits are wanted
 
 
@@ -76,9 +76,7 @@ class Engine:
         self._prefilling: tuple[Sequence, Iterator[int]] | None = None
         self._rate = 256 / chunk_seconds  # tokens of prefill a second, until it is measured
         self._number = 0
-        # Rows that run together: fewer where more have failed although each passes alone, as for want of memory.
-        self._most: int | None = None
-        self._failed_together, self._steps_at_most = False, 0
+        self._limit = RowLimit(max_rows)
         self._begun: dict[int, Sequence] = {}  # taken from the queue, their last step not yet in the outbox
         self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the step under way
         self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
@@ -94,7 +92,7 @@ class Engine:
         return self._prefilling is not None
 
     def new_id(self) -> int:
-        """An id for `add`, for who must know it before the request is there."""
+        """Return an id for `add`, for a caller that needs it before the request is queued."""
         return next(self._ids)
 
     def add(self, request: Request, id: int | None = None) -> int:
@@ -120,7 +118,7 @@ class Engine:
         return seq.id
 
     def abort(self, id: int) -> None:
-        """Ends a request with the next step; nothing happens where it has ended."""
+        """Ends a request with the next step; nothing happens if it has ended."""
         self._aborted.append(id)
 
     def step(self) -> list[Step]:
@@ -152,7 +150,7 @@ class Engine:
                 self._before.clear()
                 for seq in seqs:
                     seq.suspect = False
-                self._passed(len(seqs))
+                self._limit.passed(len(seqs))
         except BaseException as error:
             stepped = set(self._before)
             self._undo()
@@ -181,7 +179,8 @@ class Engine:
         suspect ends."""
         first = seqs[0]
         if len(seqs) == 1 and (first.suspect or first.error is not None):
-            first.error, self._failed_together = error, False
+            first.error = error
+            self._limit.explained()
             self.waiting.remove(first)
             self.outbox.append(Step(first.id, self._number, 0, finish_reason="error", error=error))
             return
@@ -189,19 +188,7 @@ class Engine:
         for seq in seqs:
             seq.suspect = True
         if len(seqs) > 1:
-            if self._failed_together:  # each of them passed alone, so it is their number
-                self._most = max(1, len(seqs) // 2)
-            self._failed_together, self._steps_at_most = True, 0
-
-    def _passed(self, rows: int) -> None:
-        """Counts a step that passed; more rows are tried again when PATIENCE steps of the most rows have."""
-        if self._most is None:
-            return
-        self._steps_at_most += rows >= self._most
-        if self._steps_at_most >= PATIENCE:
-            self._most, self._steps_at_most = 2 * self._most, 0
-            if self._most >= self.max_rows:
-                self._most, self._failed_together = None, False
+            self._limit.failed(len(seqs))
 
     def _step(self, seqs: list[Sequence]) -> None:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
@@ -217,7 +204,7 @@ class Engine:
         counts = [
             0
             if seq.error or seq in spoilt
-            else seq.extend(committed(draft, verdict), partial(scores_behind, found, verdict))
+            else seq.extend(committed(draft, verdict), partial(scores_after, found, verdict))
             for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
         ]
         logprobs = [
@@ -251,7 +238,7 @@ class Engine:
                 tested=verdict.tested,
                 accepted=verdict.accepted,
                 logprobs=found,
-                prompt_logprobs=seq.prompt_logprobs,
+                prompt_logprobs=None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs),
                 waited=seq.waited or 0.0,
                 finish_reason=seq.finish_reason,
                 error=seq.error,
@@ -290,7 +277,7 @@ class Engine:
     # Joining.
 
     def _fits(self, seq: Sequence, rows: int) -> bool:
-        """Whether the KV budget holds a sequence's whole reservation beside so many rows."""
+        """Whether the KV budget holds a sequence's whole reservation with `rows` others."""
         return self.kv_memory is None or self.target.fits(rows, self._reserve(seq), self.kv_memory)
 
     def _reserve(self, seq: Sequence) -> int:
@@ -332,25 +319,22 @@ class Engine:
 
     def _next_fits(self) -> bool:
         """Whether the first of those that wait may be admitted: none while a suspect runs, which is stepped alone."""
-        most = min(self.max_rows, self._most or self.max_rows)
+        most = min(self.max_rows, self._limit.most)
         if not self.waiting or len(self.running) >= most or any(seq.suspect for seq in self.running):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))
 
     def _prefill(self, seq: Sequence, chunk: int) -> Iterator[int]:
-        scored = list[Logprob]()
         is_scored = seq.request.prompt_logprobs and not seq.output
-        score = partial(_score, seq, scored) if is_scored else None
-        size = min(chunk, SCORED) if is_scored else chunk
+        score, size = (seq.score_prompt, min(chunk, SCORED)) if is_scored else (None, chunk)
+        seq.prompt_logprobs = [] if is_scored else None
         begun = self.target.clock()
         for done in self.target.prefill(seq.tokens[:-1], size, seq.request.salt, self._capture, score):
             if done >= CHUNKS[0]:
                 self._rate = done / max(self.target.clock() - begun, 1e-9)
-            _report(seq, self.target)
+            seq.report(self.target.prompt_read)
             yield done
             begun = self.target.clock()
-        if is_scored:
-            seq.prompt_logprobs = tuple(scored)
         self.target.join(seq.id, self._reserve(seq))
         hidden = self.target.prompt_hidden
         if hidden is not None and self.target.keeps_prefixes:
@@ -400,17 +384,6 @@ class Engine:
             self._aborted.popleft()
 
 
-def _report(seq: Sequence, target: Target) -> None:
-    """Tells how much of a prompt was read, where that is wanted. What is raised there is not tried again."""
-    if seq.request.progress is None:
-        return
-    try:
-        seq.request.progress(target.prompt_read, len(seq.tokens))
-    except Exception as error:
-        seq.error = error
-        raise
-
-
 def _without_drafts(seqs: list[Sequence], drafts: list[Draft]) -> list[Sequence]:
     """Sequences whose scores are not numbers, perhaps for a drafted token only: in one forward it may spoil those
     before it too. They are to be run again, without drafts from now on."""
@@ -421,9 +394,3 @@ def _without_drafts(seqs: list[Sequence], drafts: list[Draft]) -> list[Sequence]
             seq.request = replace(seq.request, plain=True)
             found.append(seq)
     return found
-
-
-def _score(seq: Sequence, scored: list[Logprob], logits: Tensor) -> None:
-    """Adds the log probabilities of the next tokens of a prompt; logits [n, V] behind those before them."""
-    at = 1 + len(scored)
-    scored += logprobs_of(logits, seq.tokens[at : at + len(logits)], seq.request.logprobs or 0)

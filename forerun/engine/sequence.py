@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from forerun.failures import UNATTRIBUTABLE
-from forerun.sampling.logprobs import Logprob
+from forerun.sampling.logprobs import Logprob, logprobs_of
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import SeededSampler, SeededStream
@@ -39,11 +39,11 @@ class Request:
             method, and on when it drafts.
         stream: which stream of random numbers of the seed, for rows that share a seed. Streams of neighbouring seeds
             do not overlap.
-        generator: source of random numbers where there is no seed. Default: one that begins where torch's own is.
+        generator: source of random numbers without a seed. Default: one that begins where torch's own is.
         progress: called while the target reads the prompt, with the tokens read and how many there are.
         plain: decode without drafts, whatever the engine's method.
-        logprobs: log probabilities of each token are wanted, with those of so many best ones in its place; None for
-            none. They are of the target's own law, before processors and temperature.
+        logprobs: log probabilities of each token are wanted, with those of this many best ones in its place; None for
+            none. They are of the target's own distribution, before processors and temperature.
         prompt_logprobs: those of the prompt are wanted too. Then all of it is run, whatever is known of it already.
         salt: keys and values, phrases and outputs are shared among requests of one salt only. Phrases and outputs of
             earlier requests are for those without one.
@@ -81,14 +81,14 @@ class Sequence:
         tokens: prompt and output so far; grows.
         prompt_length: how many of them are the prompt.
         limit: total length at which it ends.
-        races: what a sequence with a seed is sampled by, else None.
-        generator: source of random numbers of this sequence alone; None where it needs none.
+        seeded: what a sequence with a seed is sampled by, else None.
+        generator: source of random numbers of this sequence alone; None if it needs none.
         finish_reason: None while it runs, then "stop" (end token, stop string or criterion), "length", "abort" or
             "error".
         error: what a user's processor or criterion raised, or a step of this sequence alone.
         suspect: whether it was part of a step that failed; until it has been stepped alone.
         waited: seconds in the queue; None while it is there.
-        prompt_logprobs: of the prompt's tokens behind the first, until its first step takes them.
+        prompt_logprobs: of the prompt's tokens after the first, until its first step takes them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Sequence:
         self.asked = perf_counter()
         self.waited: float | None = None
         self.suspect = False
-        self.prompt_logprobs: tuple[Logprob, ...] | None = None
+        self.prompt_logprobs: list[Logprob] | None = None
         self._error: BaseException | None = None
         self.seeded = (
             None if self.greedy or request.seed is None else SeededStream(int(request.seed), int(request.stream))
@@ -142,7 +142,7 @@ class Sequence:
         return "greedy" if self.greedy else "sampled"
 
     def source(self, ahead: int) -> SeededSampler | torch.Generator | None:
-        """What the token is sampled by that comes `ahead` tokens behind the last."""
+        """What the token is sampled by that comes `ahead` tokens after the last."""
         return self.generator if self.seeded is None else self.seeded.at(len(self.tokens) + ahead)
 
     @property
@@ -157,7 +157,7 @@ class Sequence:
     def extend(self, tokens: abc.Sequence[int], scores: Callable[[int], Tensor]) -> int:
         """Appends tokens up to the first that ends the sequence; returns how many.
 
-        `scores(i)` gives the processed scores [V] behind token i, for criteria. What a criterion raises ends the
+        `scores(i)` gives the processed scores [V] after token i, for criteria. What a criterion raises ends the
         sequence with the reason "error".
         """
         for count, token in enumerate(tokens, 1):
@@ -177,8 +177,25 @@ class Sequence:
                 return count
         return len(tokens)
 
+    def report(self, read: int) -> None:
+        """Reports how much of the prompt was read, if the request asks for it. What is raised ends the sequence."""
+        if self.request.progress is None:
+            return
+        try:
+            self.request.progress(read, len(self.tokens))
+        except Exception as error:
+            self.error = error
+            raise
+
+    def score_prompt(self, logits: Tensor) -> None:
+        """Adds the log probabilities of the prompt's next tokens, from the logits [n, V] that stand before them."""
+        assert self.prompt_logprobs is not None
+        at = 1 + len(self.prompt_logprobs)
+        top = self.request.logprobs or 0
+        self.prompt_logprobs += logprobs_of(logits, self.tokens[at : at + len(logits)], top)
+
     def cut(self, length: int, state: Tensor | None) -> None:
-        """Takes back what came behind the first `length` tokens, and sets the generator's state; it runs again."""
+        """Takes back what came after the first `length` tokens, and sets the generator's state; it runs again."""
         del self.tokens[length:]
         if self.generator is not None and state is not None:
             self.generator.set_state(state)

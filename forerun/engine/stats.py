@@ -50,7 +50,7 @@ class Stats:
 
     @property
     def alpha(self) -> float:
-        """Accepted / tested; the first rejected token counts as tested, nothing behind it does."""
+        """Accepted / tested; the first rejected token counts as tested, nothing after it does."""
         return self.accepted / max(1, self.tested)
 
     @property

@@ -54,7 +54,7 @@ class Drafter(Protocol):
     spread: int = 0
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        """A sequence joins. `hidden` [n - 1, d]: the target's states over all of its n tokens but the last, where they
+        """A sequence joins. `hidden` [n - 1, d]: the target's states over all of its n tokens but the last, if they
         are wanted. Runs its prompt: after each chunk of at most `chunk` tokens yields how many it ran."""
         return ()
 
@@ -66,7 +66,7 @@ class Drafter(Protocol):
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         """What became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at the
-        nodes of each draft, where they are wanted."""
+        nodes of each draft, if they are wanted."""
         return
 
     def drop(self, seq: Sequence) -> None:
@@ -82,7 +82,7 @@ def observe_rows(
     verdicts: list[Verdict],
     hidden: list[Tensor] | None,
 ) -> None:
-    """Tells a drafter of those rows of a step that are its own, if any are."""
+    """Has a drafter observe those rows of a step that are its own, if any are."""
     if rows:
         drafter.observe(
             [seqs[row] for row in rows],
@@ -104,15 +104,15 @@ class Step:
         origins: where each came from: draft, lookup, ..., correction or bonus.
         rejected: drafted tokens that were not accepted.
         drafted, tested, accepted: numbers of proposed tokens; of those that the target looked at, the first rejection
-            included and nothing behind it; of those that it accepted.
+            included and nothing after it; of those that it accepted.
         draft_forwards: forwards of the draft model.
         draft_seconds, policy_seconds, verify_seconds: drafting without its length policy, that policy, and the target's
             forward with its verdict.
         forward_seconds: of all these, inside forwards of the two models; what is left of `seconds` is overhead. On a
             GPU forwards return before they are done, and this is the time to start them.
-        finish_reason: of the sequence, where this is its last step.
-        logprobs: of the tokens, where the request asks for them.
-        prompt_logprobs: of the prompt's tokens behind the first, on a sequence's first step, where it asks for them.
+        finish_reason: of the sequence, if this is its last step.
+        logprobs: of the tokens, if the request asks for them.
+        prompt_logprobs: of the prompt's tokens after the first, on a sequence's first step, if it asks for them.
         waited: seconds that the sequence stood in the queue.
         error: what ended it: its processor or criterion raised that, or its step alone.
     """

@@ -63,7 +63,7 @@ def committed(draft: Draft, verdict: Verdict) -> list[int]:
     return [*(draft.tokens[node] for node in verdict.path[1:]), verdict.token]
 
 
-def scores_behind(scores: Tensor, verdict: Verdict, i: int) -> Tensor:
+def scores_after(scores: Tensor, verdict: Verdict, i: int) -> Tensor:
     """The scores [V] that gave the i-th committed token."""
     return scores[verdict.path[i]].float()
 

@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.api.loading import (
-    check_draft_tokenizer,
-    check_vocabularies,
-    config_file,
-    load_model,
-    load_pre_verifier,
-    load_tokenizer,
-)
+from forerun.api.layers import config_file, load_pre_verifier
+from forerun.api.loading import check_draft_tokenizer, check_vocabularies, load_model, load_tokenizer
 from forerun.backends.hot import prepare_draft
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft

@@ -1,7 +1,6 @@
-"""The methods by name: settings as frozen dataclasses, checked where they are made.
+"""Where drafts come from, one file a method: settings, stop rule and drafter; METHODS has them by name.
 
-Importing this needs no torch, so that the command line can refuse a bad setting at once.
-"""
+Importing this needs no torch, so that the command line refuses a bad setting at once."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ REMOVED_SETTINGS = (("rho", 1.0),)  # with the values that changed nothing
 
 
 def is_method(name: str) -> bool:
-    """Whether that names a method: one of METHODS, or one of another package as "package.module:Class"."""
+    """Return whether that names a method: one of METHODS, or of another package as "package.module:Class"."""
     return name in METHODS or ":" in name
 
 
 def method(name: str | Method, /, **options: Any) -> Method:
-    """The method of that name with these settings. "package.module:Class" names one of another package, or of a file in
-    the working folder.
+    """Return the method of that name with these settings. "package.module:Class" names one of another package, or of a
+    file in the working folder.
 
     Raises ValueError naming what is unknown, out of range or missing.
     """
@@ -54,7 +53,7 @@ def method(name: str | Method, /, **options: Any) -> Method:
     known = settings_of(cls)
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        raise _unknown(name, unknown[0], known)
     for field in fields(cls):
         if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"method {name!r} needs its setting {field.name!r}")
@@ -62,13 +61,13 @@ def method(name: str | Method, /, **options: Any) -> Method:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class behind a method's name. Raises ValueError where there is none."""
+    """Return the class of a method's name. Raises ValueError if there is none."""
     if name in METHODS:
         return METHODS[name]
     if ":" not in name:
         raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}, and others as package.module:Class")
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # where the command `forerun` does not look
+    if os.getcwd() not in sys.path:  # the command `forerun` does not look there
         sys.path.append(os.getcwd())
     try:
         found = vars(import_module(module))
@@ -80,7 +79,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def _check(cls: Any, shown: str) -> type[Method]:
-    """A class that has all parts of a method. Raises ValueError for others."""
+    """Return a class that has all parts of a method. Raises ValueError for any other."""
     is_frozen = isinstance(cls, type) and is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     if not is_frozen:
         raise ValueError(f"{shown} is no method: that is a frozen dataclass, best of forerun.methods.Method")
@@ -92,8 +91,12 @@ def _check(cls: Any, shown: str) -> type[Method]:
     return cls
 
 
+def _unknown(name: str, key: str, known: Iterable[str]) -> ValueError:
+    return ValueError(f"method {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}")
+
+
 def settings_of(cls: type[Method]) -> dict[str, str]:
-    """The settings of a method, with their types."""
+    """Return the settings of a method, with their types."""
     assert is_dataclass(cls)
     return {
         field.name: field.type.__name__ if isinstance(field.type, type) else str(field.type) for field in fields(cls)
@@ -101,16 +104,16 @@ def settings_of(cls: type[Method]) -> dict[str, str]:
 
 
 def drop_removed(settings: dict[str, Any]) -> dict[str, Any]:
-    """A file's settings of a method, without removed ones where these changed nothing."""
+    """Return a file's settings of a method, without removed ones that changed nothing."""
     return {key: value for key, value in settings.items() if (key, value) not in REMOVED_SETTINGS}
 
 
 def parse_value(name: str, key: str, value: str) -> int | float | bool | str | None:
-    """A setting from the command line, by the type of its field."""
-    wanted = settings_of(method_class(name)).get(key)
-    if wanted is None:
-        method(name, **{key: value})  # raises with the settings there are
-        raise AssertionError
+    """Parse a setting from the command line, by the type of its field."""
+    known = settings_of(method_class(name))
+    if key not in known:
+        raise _unknown(name, key, known)
+    wanted = known[key]
     if wanted.endswith("| None") and value.lower() in ("auto", "none"):
         return None
     try:
@@ -122,7 +125,7 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
 
 
 def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
-    """The method where none is named: with a layer, one that has these settings."""
+    """Return the default method: with a layer, one that has these settings."""
     if has_draft and has_layer and {*options} <= {*settings_of(PacerOuroboros)}:
         return PacerOuroboros.name
     return SD.name if has_draft else Suffix.name

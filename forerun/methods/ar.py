@@ -1,4 +1,4 @@
-"""Plain decoding: no draft at all, the target alone."""
+"""Plain decoding: the target alone."""
 
 from __future__ import annotations
 

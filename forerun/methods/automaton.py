@@ -4,7 +4,7 @@ The automaton is that of Blumer et al. (1985), grown token by token. SuffixDecod
 Inference keep a tree of bounded depth, into which each token extends all suffixes that are active. An automaton was
 chosen here for three reasons. It has at most two states a token, where a tree has a node for every repeated stretch of
 every length, unless its edges are compressed. It knows the longest suffix that occurred before without a search. And it
-has no depth at which a match, or a draft behind one, must end. Counts, and texts that are taken out again, are ours.
+has no depth at which a match, or a draft after one, must end. Counts, and texts that are taken out again, are ours.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Automaton:
     """Stretches of texts as states. Those that end at the same places are one state.
 
     Attributes:
-        follows: of each state, the state behind each token that may come next.
+        follows: of each state, the state after each token that may come next.
         links: of each state, that of its longest suffix which occurs elsewhere too; -1 for the empty one, state 0.
         longest: the length of each state's longest stretch.
         counts: how often each state occurs.
         newest: the place where it occurred last, counted over all texts that ever were put in.
-        place: how many tokens these had.
-        counted: how many states were counted with the last token.
+        place: the number of their tokens.
+        counted: the number of states that were counted with the last token.
     """
 
     def __init__(self, links: int | None = LINKS) -> None:
@@ -37,7 +37,7 @@ class Automaton:
         self._free: list[int] = []
 
     def extend(self, last: int, token: int) -> int:
-        """Puts in a text's next token. `last`: the state of the text before it, 0 for a new text. Returns that of the
+        """Put in a text's next token. `last`: the state of the text before it, 0 for a new text. Return that of the
         text with it."""
         follows, links, longest = self.follows, self.links, self.longest
         found = follows[last].get(token)
@@ -64,7 +64,7 @@ class Automaton:
         return end
 
     def remove(self, text: Sequence[int]) -> None:
-        """Takes out a text that was put in, where all states are counted."""
+        """Take out a text that was put in, if all states are counted."""
         follows, links, counts = self.follows, self.links, self.counts
         states = [0]
         for token in text:
@@ -88,7 +88,7 @@ class Automaton:
         self._free += gone
 
     def _split(self, at: int, token: int, found: int) -> int:
-        """Makes a state of those stretches of `found` that are no longer than that of `at` and the token."""
+        """Make a state of those stretches of `found` that are no longer than that of `at` and the token."""
         follows, links = self.follows, self.links
         own = self._new(dict(follows[found]), self.longest[at] + 1)
         links[own], self.counts[own], self.newest[own] = links[found], self.counts[found], self.newest[found]
@@ -111,11 +111,11 @@ class Automaton:
 
     @property
     def size(self) -> int:
-        """The number of states that are in use."""
+        """Number of states in use."""
         return len(self.links) - len(self._free)
 
     def match(self, text: Sequence[int]) -> tuple[int, int]:
-        """The longest suffix of a text that occurs: its state and its length."""
+        """Return state and length of the longest suffix of a text that occurs."""
         follows, links, longest = self.follows, self.links, self.longest
         state = length = 0
         for token in text:
@@ -130,41 +130,41 @@ class Automaton:
     def grow(
         self, state: int, nodes: int, depth: int, least: float, width: int = 1, ends: Collection[int] = ()
     ) -> tuple[list[int], list[int], list[float]]:
-        """The most probable continuations of a state's stretches, as a tree: its tokens, their parents (0: the stretch
-        itself, k: the k-th token), and the probabilities of the paths to them, best first.
+        """Return the most probable continuations of a state's stretches, as a tree: its tokens, their parents (0: the
+        stretch itself, k: the k-th token), and the probabilities of the paths to them, best first.
 
-        A token's probability is its share of what followed, of tokens with equal counts the one that came last is
-        better. At most `nodes` tokens, `depth` deep, none whose path is less probable than `least`, and of each place
-        the best `width`. Nothing comes behind one of the tokens `ends`. Where the texts end, what followed the longest
-        shorter suffix goes on: a period repeats.
+        A token's probability is its share of what followed; of tokens with equal counts the newest is better. At most
+        `nodes` tokens, `depth` deep, none whose path is less probable than `least`, and of each place the best `width`.
+        Nothing comes after one of the tokens `ends`. Where the texts end, what followed the longest shorter suffix goes
+        on: a period repeats.
         """
         follows, links, counts, newest = self.follows, self.links, self.counts, self.newest
         tokens: list[int] = []
         parents: list[int] = []
-        chances: list[float] = []
+        probs: list[float] = []
         heap: list[tuple[float, int, int, int, int, int]] = []
-        node, at, chance, level = 0, state, 1.0, 0
+        node, at, probability, level = 0, state, 1.0, 0
         while len(tokens) < nodes:
             if level < depth and not (tokens and tokens[-1] in ends):
                 while at > 0 and not follows[at]:
                     at = links[at]
                 if at > 0:
-                    behind = follows[at]
-                    if len(behind) == 1:
-                        ((token, found),) = behind.items()
-                        heappush(heap, (-chance, level, -newest[found], node, token, found))
+                    after = follows[at]
+                    if len(after) == 1:
+                        ((token, found),) = after.items()
+                        heappush(heap, (-probability, level, -newest[found], node, token, found))
                     else:
-                        total = sum(counts[found] for found in behind.values())
-                        each = ((counts[found], newest[found], token, found) for token, found in behind.items())
+                        total = sum(counts[found] for found in after.values())
+                        each = ((counts[found], newest[found], token, found) for token, found in after.items())
                         for count, place, token, found in nlargest(width, each) if width > 1 else (max(each),):
-                            if chance * count >= least * total:
-                                heappush(heap, (-chance * count / total, level, -place, node, token, found))
+                            if probability * count >= least * total:
+                                heappush(heap, (-probability * count / total, level, -place, node, token, found))
             if not heap:
                 break
             cost, level, _, parent, token, at = heappop(heap)
-            chance, level = -cost, level + 1
+            probability, level = -cost, level + 1
             tokens.append(token)
             parents.append(parent)
-            chances.append(chance)
+            probs.append(probability)
             node = len(tokens)
-        return tokens, parents, chances
+        return tokens, parents, probs

@@ -1,8 +1,8 @@
-"""What all methods have in common."""
+"""What all methods share: the protocol, the parts that a drafter is built from, and checked settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
@@ -12,69 +12,53 @@ if TYPE_CHECKING:
     from forerun.engine.costs import Costs
     from forerun.engine.step import Drafter
     from forerun.heads.pre_verifier import PreVerifier
-    from forerun.methods.pools import PhrasePool, SuffixMemory
+    from forerun.methods.pools import Pool
     from forerun.model.causal_lm import CausalLM
     from forerun.text.vocabularies import Translation
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a method is built from.
+    """What a drafter is built from.
 
     Attributes:
-        target, draft: models with caches of their own; no draft where no method needs one.
-        pre_verifier: the trained layer of methods that need one.
-        costs: what forwards cost on this machine, for methods that ask.
-        pools: what outlives a sequence: phrases, by their length and their number a token, and outputs, by 0 and their
-            number of tokens.
-        head: what drafts from hidden states, of methods that need one.
-        guarded: puts a guard of its own around a part of a drafter; None where there are to be none.
-        translation: how a draft with another tokenizer drafts; None for the target's.
+        target, draft: models with caches of their own.
+        pre_verifier, head: trained layers, for methods that need one.
+        costs: what forwards cost on this machine.
+        pools: what outlives a sequence, by shape (`Method.phrases`); None if nothing may.
+        guarded: wraps a part of a drafter in a guard of its own; None without guards.
+        translation: how a draft model with another tokenizer drafts.
     """
 
     target: CausalLM
     draft: CausalLM | None = None
     pre_verifier: PreVerifier | None = None
     costs: Costs | None = None
-    pools: dict[tuple[int, int], PhrasePool | SuffixMemory] | None = None
+    pools: dict[tuple[int, int], Pool] | None = None
     head: HiddenLM | None = None
     guarded: Callable[[Drafter], Drafter] | None = None
     translation: Translation | None = None
 
-    def pool(self, shape: tuple[int, int]) -> PhrasePool | None:
-        """The pool of phrases of that length and number a token, None where phrases are not to outlive a sequence."""
-        if self.pools is None:
-            return None
-        from forerun.methods.pools import PhrasePool
+    def pool(self, shape: tuple[int, int]) -> Any:
+        """Return the pool of that shape, made if need be, or None if nothing outlives a sequence."""
+        from forerun.methods.pools import new_pool
 
-        pool = self.pools.setdefault(shape, PhrasePool(*shape))
-        assert isinstance(pool, PhrasePool)
-        return pool
-
-    def memory(self, most: int) -> SuffixMemory | None:
-        """The earlier outputs, N tokens at most, None where they are not to be kept."""
-        if self.pools is None:
-            return None
-        from forerun.methods.pools import SuffixMemory
-
-        memory = self.pools.setdefault((0, most), SuffixMemory(most))
-        assert isinstance(memory, SuffixMemory)
-        return memory
+        return None if self.pools is None else self.pools.setdefault(shape, new_pool(shape))
 
 
 class Method(Protocol):
     """A method: its settings, a frozen dataclass, and `build`, which makes the drafter.
 
-    A subclass needs a `name` and `build`; it inherits the rest, what a method without models or layers says of itself.
+    A subclass needs a `name` and `build`. The defaults of the rest are those of a method without models or layers.
 
     Attributes:
         name: what users and results call it.
         needs_draft: whether it drafts with a model.
-        greedy_only: whether it refuses sequences that are sampled.
-        layer, kind: the trained layer it needs, by the name of the folder beside the models that come with forerun, and
-            the kind of its output (see PreVerifierConfig).
+        greedy_only: whether it refuses sampled sequences.
+        layer, kind: the trained layer that it needs: the name of its folder beside the models that come with forerun,
+            and the kind of its output (see PreVerifierConfig).
         head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
-        verification: of chains that were sampled, "block" or "token".
+        verification: of sampled chains, "block" or "token".
         warm: whether what it gathers outlives a sequence.
     """
 
@@ -88,6 +72,12 @@ class Method(Protocol):
     verification: str = "token"
     warm: bool = False
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, allows = getattr(self, each.name), each.metadata.get("allows")
+            if allows is not None and not allows(value) and not (value is None and each.default is None):
+                raise ValueError(f"{each.name} must be {each.metadata['what']}, not {value!r}")
+
     @property
     def needs_costs(self) -> bool:
         """Whether it uses a table of costs."""
@@ -100,44 +90,52 @@ class Method(Protocol):
 
     @property
     def phrases(self) -> tuple[int, int] | None:
-        """Tokens of a phrase and how many phrases a token has at most, where it drafts by phrases; 0 and a number of
-        tokens, where it drafts from that many of earlier outputs."""
+        """The shape of its pool: tokens of a phrase and phrases of a token at most, or 0 and tokens of earlier outputs
+        at most. None without a pool."""
         return None
 
     def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Self:
-        """The method where there is a draft model, its pre-verifier, or a head of that kind."""
+        """Return the method to use given a draft model, its pre-verifier, or a head of that kind."""
         return self
 
     def build(self, parts: Parts) -> Drafter:
-        """The drafter of an engine."""
+        """Make the drafter of an engine."""
         raise NotImplementedError
 
 
 PARTS = [name for name in (*Method.__annotations__, *vars(Method)) if not name.startswith("_")]  # of every method
 
 
-@dataclass(frozen=True)
+# Settings: fields of a method that are checked when it is made. One with a default of None may be None.
+
+
+def setting(default: Any, allows: Callable[[Any], bool], what: str) -> Any:
+    """A setting; `what` names the values that it `allows`."""
+    return field(default=default, metadata={"allows": allows, "what": what})
+
+
+def integer(default: int | None, least: int = 1) -> Any:
+    return setting(default, lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
+
+
+def number(default: float | None, low: float, high: float) -> Any:
+    def allows(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+    return setting(default, allows, f"a number from {low:g} to {high:g}")
+
+
+def flag(default: bool) -> Any:
+    return setting(default, lambda value: isinstance(value, bool), "true or false")
+
+
+def one_of(default: str, *allowed: str) -> Any:
+    return setting(default, lambda value: value in allowed, f"{', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampling(Method):
-    """Methods whose drafts may be sampled. Their `verification` is then that of the whole "block" of tokens
-    (arXiv 2403.10444), or of one "token" after the other (arXiv 2211.17192)."""
+    """Methods whose drafts may be sampled. The whole "block" of tokens is verified at once (arXiv 2403.10444), or one
+    "token" after the other (arXiv 2211.17192)."""
 
-    verification: str = field(default="block", kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.verification not in ("block", "token"):
-            raise ValueError(f"verification must be block or token, not {self.verification!r}")
-
-
-def at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-
-
-def between(name: str, value: float, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
-
-
-def true_or_false(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, not {value!r}")
+    verification: str = one_of("block", "block", "token")

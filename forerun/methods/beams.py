@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,41 +15,17 @@ from torch import Tensor
 
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
+from forerun.methods.chain import Chain
 from forerun.sampling.sampler import RowError, next_tokens
 from forerun.sampling.seeded import SeededSampler
 
+if TYPE_CHECKING:
+    from forerun.methods.budget import Budget
+
 # (depth k from 0, tokens of the beams [B, w], index of each beam's parent among the beams before [B, w]) -> logits
-# [B, w, S] of the tokens behind the beams.
+# [B, w, S] of the tokens after the beams.
 Logits = Callable[[int, Tensor, Tensor], Tensor]
 Array = np.ndarray[Any, Any]
-
-
-class TreePolicy(Protocol):
-    """Decides how deep trees grow and how many nodes they take.
-
-    Attributes:
-        block: how many places a chain grows by before `deeper_chains` is asked.
-    """
-
-    block: int
-
-    def gains(self, k: int, chances: Array) -> Array:
-        """What tokens add to the values of their paths: log-probabilities [B, w, m] of tokens at depth k, corrected.
-        Must keep their order."""
-        ...
-
-    def deeper(self, k: int, values: Array) -> list[bool]:
-        """Whether each row grows deeper than k + 1 places. `values` [B, m] are those of its paths of that length, best
-        first; -inf in a row that has ended."""
-        ...
-
-    def deeper_chains(self, k: int, chances: list[list[float]]) -> bool:
-        """Whether any chain grows on. `chances` [B, n] are log-probabilities of the tokens at depths k, k + 1, ..."""
-        ...
-
-    def sizes(self) -> list[int]:
-        """How many of its best paths each row takes."""
-        ...
 
 
 _CLOSER = 1e-9  # subtracted at each place, so that a node never sorts before its parent where both are certain
@@ -63,14 +39,14 @@ def grow(
     limits: abc.Sequence[int],
     width: int,
     nodes: int,
-    policy: TreePolicy | None = None,
+    budget: Budget | None = None,
     origins: abc.Sequence[str] = (),
 ) -> list[Draft]:
-    """A tree of point masses for each row, at most `limits[r]` deep.
+    """Grow a tree of point masses for each row, at most `limits[r]` deep.
 
     It holds the `nodes` most probable paths among those that `width` beams find. One beam gives a chain of at most
-    `nodes` tokens. `logits` is called once for each depth, for all rows and beams; `hot` [S] are its tokens. A `policy`
-    may value paths in its own way and end them sooner.
+    `nodes` tokens. `logits` is called once for each depth, for all rows and beams; `hot` [S] are its tokens. A `budget`
+    values paths by its calibration and may end them sooner.
     """
     depth = max(limits)
     if depth < 1:
@@ -78,18 +54,18 @@ def grow(
     origins = origins or ["draft"] * len(roots)
     if width == 1:
         depth = min(depth, nodes)
-        chains = _chains(roots, logits, hot, depth, policy)
-        sizes = limits if policy is None else policy.sizes()
+        chains = _chains(roots, logits, hot, depth, budget)
+        sizes = limits if budget is None else budget.sizes()
         found = zip(roots, chains.tolist(), sizes, origins, strict=True)
         return [Draft.chain(root, row[:size], origin=origin) for root, row, size, origin in found]
-    tokens, parents, values = _paths(roots, logits, hot, limits, width, nodes, policy)
+    tokens, parents, values = _paths(roots, logits, hot, limits, width, nodes, budget)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :nodes]
     counts = np.isfinite(np.take_along_axis(values, order, -1)).sum(-1).tolist()
-    if policy is not None:
-        counts = [min(pair) for pair in zip(counts, policy.sizes(), strict=True)]
+    if budget is not None:
+        counts = [min(pair) for pair in zip(counts, budget.sizes(), strict=True)]
     drafts = []
     for row, (root, size, origin) in enumerate(zip(roots, counts, origins, strict=True)):
-        kept = np.sort(order[row, :size])  # each behind its parent
+        kept = np.sort(order[row, :size])  # each after its parent
         places = np.zeros(tokens.shape[1] + 1, dtype=np.int64)
         places[kept + 1] = np.arange(1, size + 1)
         own, above = tokens[row, kept].tolist(), places[parents[row, kept]].tolist()
@@ -97,20 +73,20 @@ def grow(
     return drafts
 
 
-def _chains(roots: abc.Sequence[int], logits: Logits, hot: Tensor, depth: int, policy: TreePolicy | None) -> Tensor:
-    """Chains of argmax tokens [B, n], with n at most `depth`."""
+def _chains(roots: abc.Sequence[int], logits: Logits, hot: Tensor, depth: int, budget: Budget | None) -> Tensor:
+    """Return chains of argmax tokens [B, n], with n at most `depth`."""
     tokens = torch.tensor(roots, device=hot.device)[:, None]
     at, chain, block = torch.zeros_like(tokens), [], []
     for k in range(depth):
         found = logits(k, tokens, at)
         tokens = hot[found.argmax(-1)]
         chain.append(tokens)
-        if policy is not None:
+        if budget is not None:
             block.append(found)
-            if len(block) == policy.block or k + 1 == depth:
+            if len(block) == budget.block or k + 1 == depth:
                 whole = torch.cat(block, 1).float()  # [B, n, S]
-                chances = whole.amax(-1) - whole.logsumexp(-1)
-                if not policy.deeper_chains(k + 1 - len(block), chances.tolist()):
+                logs = whole.amax(-1) - whole.logsumexp(-1)
+                if not budget.deeper_chains(k + 1 - len(block), logs.tolist()):
                     break
                 block = []
     return torch.cat(chain, 1)
@@ -123,10 +99,10 @@ def _paths(
     limits: abc.Sequence[int],
     width: int,
     nodes: int,
-    policy: TreePolicy | None,
+    budget: Budget | None,
 ) -> tuple[Array, Array, Array]:
-    """Tokens, parents and values [B, n] of all paths that the beams find, depth by depth. Parent 0 is the root, parent
-    i is path i - 1."""
+    """Return tokens, parents and values [B, n] of all paths that the beams find, depth by depth. Parent 0 is the
+    root, parent i is path i - 1."""
     # Small arrays are faster in NumPy. On a GPU every depth waits for its tokens.
     rows, at = len(roots), np.zeros((len(roots), 1), dtype=np.int64)
     tokens, beams, values = np.array(roots)[:, None], at, np.zeros((rows, 1))
@@ -138,8 +114,8 @@ def _paths(
         here = logits(k, torch.from_numpy(tokens).to(hot.device), torch.from_numpy(at).to(hot.device)).float()
         top, which = here.topk(min(wanted, len(hot)))  # [B, w, m]
         gains = (top - here.logsumexp(-1, keepdim=True)).cpu().numpy()
-        if policy is not None:
-            gains = policy.gains(k, gains)
+        if budget is not None:
+            gains = budget.gains(k, gains)
         total = (gains + values[..., None] - _CLOSER).reshape(rows, -1)
         place = np.argsort(-total, axis=-1, kind="stable")[:, :wanted]
         best = np.take_along_axis(total, place, -1)
@@ -150,8 +126,8 @@ def _paths(
         tokens, values, at = token[:, :width], best[:, :width], parent[:, :width]
         beams = np.broadcast_to(np.arange(count, count + tokens.shape[1]), tokens.shape)
         count += token.shape[1]
-        if policy is not None:
-            going = policy.deeper(k, best)
+        if budget is not None:
+            going = budget.deeper(k, best)
             if not any(going):
                 break
             ends = np.where(going, ends, np.minimum(ends, k + 1))
@@ -169,17 +145,13 @@ def sample_chains(
     origins: abc.Sequence[str],
     block: bool,
 ) -> list[Draft]:
-    """A chain for each sequence, at most `limits[r]` long. Its tokens are drawn by the sequence's own sampler.
+    """Sample a chain for each sequence, at most `limits[r]` long. Its tokens are sampled by the sequence's own sampler.
 
     `logits` and `hot` are those of `grow`, `block` is that of Draft. A chain ends where processors leave none of
     the hot tokens. Where they raise, they will do so for the target's logits too.
     """
 
-    def text(row: int) -> list[int]:
-        return seqs[row].tokens + chains[row]
-
-    chains: list[list[int]] = [[] for _ in seqs]
-    laws: list[list[Tensor]] = [[] for _ in seqs]
+    chains = [Chain(seq, limit, block=block) for seq, limit in zip(seqs, limits, strict=True)]
     tokens = torch.tensor([seq.tokens[-1] for seq in seqs], device=hot.device)
     beams, names = torch.zeros_like(tokens)[:, None], hot.cpu().numpy()
     live = list(range(len(seqs)))
@@ -190,23 +162,19 @@ def sample_chains(
         found = logits(k, tokens[:, None], beams)[:, 0].float()
         for row in list(live):
             # One by one: which part of the vocabulary a row's processors see is not for its neighbours to decide.
-            seq, scores, source = seqs[row], found[row : row + 1], seqs[row].source(k)
+            chain, seq, scores, source = chains[row], seqs[row], found[row : row + 1], seqs[row].source(k)
             within = seq.sampler.index_free
             if not within:
                 scores = scores.new_full((1, vocab_size), -torch.inf).index_copy_(1, hot, scores)
             elif isinstance(source, SeededSampler):
                 source = replace(source, names=names, size=vocab_size)
             try:
-                (chosen,), _, law = next_tokens([seq.sampler], scores, lambda _, row=row: text(row), [source])  # type: ignore[misc]
+                (chosen,), _, q = next_tokens([seq.sampler], scores, lambda _, chain=chain: chain.text(), [source])  # type: ignore[misc]
             except RowError:
                 live.remove(row)
                 continue
             tokens[row] = token = int(hot[chosen]) if within else chosen
-            chains[row].append(token)
-            if law is not None and seq.seeded is None:
-                whole = law[0]
-                laws[row].append(whole.new_zeros(vocab_size).index_copy_(0, hot, whole) if within else whole)
-    return [
-        Draft.chain(seq.tokens[-1], chain, torch.stack(own) if own else None, origin, block)
-        for seq, chain, own, origin in zip(seqs, chains, laws, origins, strict=True)
-    ]
+            if q is not None and within and chain.needs_q:
+                q = q.new_zeros(1, vocab_size).index_copy_(1, hot, q)
+            chain.add(token, None if q is None else q[0])
+    return [chain.draft(origin) for chain, origin in zip(chains, origins, strict=True)]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from math import exp, log1p
@@ -13,7 +12,7 @@ import numpy as np
 
 from forerun.backends.heads import HiddenLM
 from forerun.engine.costs import Costs
-from forerun.engine.sequence import Mode, Sequence
+from forerun.engine.sequence import Sequence
 from forerun.methods.beams import Array
 
 _CERTAIN = 1 - 1e-6  # above this, log-odds are those of this
@@ -21,7 +20,7 @@ _CERTAIN = 1 - 1e-6  # above this, log-odds are those of this
 
 class StepCosts:
     """Milliseconds of a head's next state, and of target forwards by the number of nodes of each of `rows` rows. A
-    state is one of each of `beams` beams."""
+    state has one row for each of `beams` beams."""
 
     def __init__(self, costs: Costs, rows: int, nodes: int, beams: int = 1) -> None:
         self.state = costs.heading(rows * beams)
@@ -33,7 +32,7 @@ class Group:
     """Rows that stop together. They are drafted for and verified together, so a step takes as long as the largest.
 
     Attributes:
-        costs: of steps of so many rows.
+        costs: of steps of as many rows.
         fresh: whether the head has to draft states for any of them.
         spent: ms of states so far.
     """
@@ -49,14 +48,14 @@ class Group:
         return self.costs.state if self.fresh else 0.0
 
     def rate(self, survival: list[list[float]], ms: float = 0.0) -> tuple[float, int]:
-        """The most tokens a ms that a step can bring whose rows take their first nodes, and how many nodes of each row
-        that takes. `survival`: of each row the probabilities that its nodes are accepted, best first. `ms`: of states
-        beyond those made so far."""
+        """Return the most tokens a ms of a step whose rows take their first nodes, and how many nodes of each row that
+        takes. `survival`: of each row the probabilities that its nodes are accepted, best first. `ms`: of states beyond
+        those made so far."""
         spent, verify = self.spent + ms, self.costs.verify
         tokens = float(len(survival))
         most, size = tokens / (spent + verify[0]), 0
-        for count, chances in enumerate(zip_longest(*survival, fillvalue=0.0), 1):
-            tokens += sum(chances)
+        for count, probs in enumerate(zip_longest(*survival, fillvalue=0.0), 1):
+            tokens += sum(probs)
             rate = tokens / (spent + verify[count])
             if rate > most:
                 most, size = rate, count
@@ -64,8 +63,8 @@ class Group:
 
 
 class Budget:
-    """A `TreePolicy`: the depth and the number of nodes with the most expected tokens a ms, by the head's calibrated
-    probabilities and a table of costs.
+    """The depth and the number of nodes with the most expected tokens a ms, by the head's calibrated probabilities and
+    a table of costs.
 
     Attributes:
         block: how many states are made at a time.
@@ -89,33 +88,39 @@ class Budget:
     def _deepest(self, group: Group) -> int:
         return max(self.deep[row] for row in group.rows)
 
-    def gains(self, k: int, chances: Array) -> Array:
+    def gains(self, k: int, logs: Array) -> Array:
+        """Return what tokens add to the values of their paths: log-probabilities [B, w, m] of tokens at depth k,
+        calibrated, in the same order."""
         shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
-        odds = chances - np.log1p(-np.exp(chances).clip(max=_CERTAIN))
+        odds = logs - np.log1p(-np.exp(logs).clip(max=_CERTAIN))
         return -np.logaddexp(0, -shift - slope * odds)
 
     def deeper(self, k: int, values: Array) -> list[bool]:
+        """Return whether each row grows deeper than k + 1 places. `values` [B, m] are those of its paths of that
+        length, best first; -inf in a row that has ended."""
         for row, survival in enumerate(np.exp(values).tolist()):
             self.sure[row] = self._first([*self.sure[row], *survival])
             self.ends[row] = survival[0] if k + 1 < self.limits[row] else 0.0
         self._go_on(k)
         return [end > 0 for end in self.ends]
 
-    def deeper_chains(self, k: int, chances: list[list[float]]) -> bool:
-        for row, own in enumerate(chances):
-            for place, chance in enumerate(own[: max(0, self.limits[row] - k)], k):
+    def deeper_chains(self, k: int, logs: list[list[float]]) -> bool:
+        """Return whether any chain grows on. `logs` [B, n]: log-probabilities of tokens at depths k, k + 1, ..."""
+        for row, own in enumerate(logs):
+            for place, each in enumerate(own[: max(0, self.limits[row] - k)], k):
                 if not self.ends[row]:
                     break
                 shift, slope, _ = self.curves[row][place]
-                odds = chance - log1p(-min(exp(chance), _CERTAIN))
+                odds = each - log1p(-min(exp(each), _CERTAIN))
                 self.ends[row] /= 1 + exp(min(-shift - slope * odds, 700.0))
                 self.sure[row].append(self.ends[row])
             if k + len(own) >= self.limits[row]:
                 self.ends[row] = 0.0
-        self._go_on(k + len(chances[0]) - 1)
+        self._go_on(k + len(logs[0]) - 1)
         return any(self.ends)
 
     def sizes(self) -> list[int]:
+        """Return how many of its best paths each row takes."""
         sizes = [0] * len(self.limits)
         for group in self.groups:
             _, size = group.rate([self.sure[row] for row in group.rows])
@@ -124,11 +129,11 @@ class Budget:
         return sizes
 
     def _first(self, survival: list[float]) -> list[float]:
-        """As many of the best as a row may take."""
+        """Return as many of the best as a row may take."""
         return sorted(survival, reverse=True)[: len(self.groups[0].costs.verify) - 1]
 
     def _go_on(self, k: int) -> None:
-        """Ends rows that go no deeper than k + 1 places, and gives the others states."""
+        """End rows that go no deeper than k + 1 places, and give the others states."""
         for group in self.groups:
             going = [row for row in group.rows if self.ends[row]]
             if not going or k + 1 < self._deepest(group):  # the states are there
@@ -143,7 +148,7 @@ class Budget:
                     self.ends[row] = 0.0
 
     def _pays(self, group: Group, going: list[int], k: int, steps: int) -> bool:
-        """Whether so many states from depth k on are worth their time, if their tokens are right as often as usual."""
+        """Return whether `steps` more states are worth their time, if their tokens are right as often as usual."""
         further = list(self.sure)
         for row in going:
             means = [mean for _, _, mean in self.curves[row][k : min(k + steps, self.limits[row])]]
@@ -156,32 +161,24 @@ class Budget:
 class Budgets:
     """Makes the budget of each step. Greedy sequences stop together, others each for itself."""
 
-    def __init__(
-        self,
-        head: HiddenLM,
-        costs_for: Callable[[Mode], Costs],
-        block: int,
-        nodes: int,
-        beams: int = 1,
-    ) -> None:
-        """`costs_for`: the costs of forwards by mode. `nodes`: of a row, at most. `beams`: see `StepCosts`."""
-        self.head, self.costs_for, self.block, self.nodes, self.beams = head, costs_for, block, nodes, beams
-        self._costs: dict[tuple[Mode, int], StepCosts] = {}
+    def __init__(self, head: HiddenLM, costs: Costs, block: int, nodes: int, beams: int = 1) -> None:
+        """`nodes`: of a row, at most. `beams`: see `StepCosts`."""
+        self.head, self.costs, self.block, self.nodes, self.beams = head, costs, block, nodes, beams
+        self._costs: dict[tuple[bool, int], StepCosts] = {}
 
     def of(self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
-        """That of a step. `fresh`: the rows that the head drafts states for. `limits`, `ahead`: see `Budget`."""
+        """Return that of a step. `fresh`: the rows that the head drafts states for. `limits`, `ahead`: see `Budget`."""
         together = [row for row, seq in enumerate(seqs) if seq.greedy]
         groups = [together] if together else []
         groups += [[row] for row, seq in enumerate(seqs) if not seq.greedy]
         parts = [
-            Group(rows, self._step_costs(seqs[rows[0]].mode, len(rows)), bool(set(rows) & set(fresh)))
+            Group(rows, self._step_costs(seqs[rows[0]].greedy, len(rows)), bool(set(rows) & set(fresh)))
             for rows in groups
         ]
         return Budget(parts, self.head.curves, self.block, limits, ahead)
 
-    def _step_costs(self, mode: Mode, rows: int) -> StepCosts:
-        if (mode, rows) not in self._costs:
-            costs = self.costs_for(mode)
-            costs = costs if mode == "greedy" else costs.sampled
-            self._costs[mode, rows] = StepCosts(costs, rows, self.nodes, self.beams)
-        return self._costs[mode, rows]
+    def _step_costs(self, greedy: bool, rows: int) -> StepCosts:
+        if (greedy, rows) not in self._costs:
+            costs = self.costs if greedy else self.costs.sampled
+            self._costs[greedy, rows] = StepCosts(costs, rows, self.nodes, self.beams)
+        return self._costs[greedy, rows]

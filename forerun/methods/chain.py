@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, Parts, Sampling, at_least
+from forerun.methods.base import Method, Parts, Sampling, integer
 from forerun.methods.later import sampling, seeded, torch
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import Bounds, DraftState, Fixed, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,43 +35,36 @@ class Drafting(Method):
         return self.layer is None and not self.greedy_only  # layers and oracles know a pair of one tokenizer
 
     def policy(self, parts: Parts) -> LengthPolicy:
-        """What ends its drafts."""
+        """Return what ends its drafts."""
         raise NotImplementedError
 
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
-        block = self.verification == "block"
-        if parts.translation is not None:
-            from forerun.methods.translated import translated
+        made = parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block"
+        if parts.translation is None:
+            return ChainDrafter(*made)
+        from forerun.methods.translated import SharedDrafter, TextDrafter
 
-            assert self.any_tokenizer
-            return translated(parts.draft, self.policy(parts), parts.target.vocab_size, parts.translation, block)
-        return ChainDrafter(parts.draft, self.policy(parts), parts.target.vocab_size, block)
+        assert self.any_tokenizer
+        return (SharedDrafter if parts.translation.way == "shared" else TextDrafter)(parts.translation, *made)
 
 
 @dataclass(frozen=True)
 class SD(Sampling, Drafting):
     """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
 
-    gamma: int = 5
+    gamma: int = integer(5)
     name: ClassVar[str] = "sd"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("gamma", self.gamma, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return FixedLength(self.gamma)
 
 
-class FixedLength(LengthPolicy, StopRule):
+class FixedLength(Fixed):
     """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
-
-    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        return self
 
     def bounds(self) -> Bounds:
         return Bounds(self.gamma)
@@ -84,30 +78,35 @@ class FixedLength(LengthPolicy, StopRule):
 
 @dataclass
 class Chain:
-    """A draft in the making: at most `depth` tokens, and the distributions `q` that they were sampled from. `block`:
-    that of Draft."""
+    """A chain that is being drafted: at most `depth` tokens, and the distributions `q` that they were sampled from."""
 
     seq: Sequence
     depth: int
     tokens: list[int] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
-    block: bool = False
+    block: bool = False  # that of Draft
 
     @property
-    def is_drawn(self) -> bool:
+    def needs_q(self) -> bool:
         """Whether the acceptance rule needs the distributions."""
         return not self.seq.greedy and self.seq.seeded is None
 
+    def add(self, token: int, q: Tensor | None) -> None:
+        """Append a token that was sampled from `q` [V]; None for the most probable one."""
+        self.tokens.append(token)
+        if q is not None and self.needs_q:
+            self.q.append(q)
+
     def pending(self, length: int) -> list[int]:
-        """What a model has not run that has run `length` tokens."""
+        """Return the tokens that a model has not run that has run `length` of them."""
         return [*self.seq.tokens[length:], *self.tokens[max(0, length - len(self.seq.tokens)) :]]
 
     def text(self) -> list[int]:
         return self.seq.tokens + self.tokens
 
-    def draft(self) -> Draft:
+    def draft(self, origin: str = "draft") -> Draft:
         q = torch.stack(self.q) if self.q else None
-        return Draft.chain(self.seq.tokens[-1], self.tokens, q, block=self.block)
+        return Draft.chain(self.seq.tokens[-1], self.tokens, q, origin, self.block)
 
 
 class ChainDrafter(Drafter):
@@ -152,29 +151,29 @@ class ChainDrafter(Drafter):
         if not self._present:
             self.model.forget_prompt()
 
-    # What drafts with another tokenizer do otherwise (`forerun.methods.translated`).
+    # What `forerun.methods.translated` overrides:
 
     def _text(self, seq: Sequence) -> list[int]:
-        """A sequence's tokens, as the model has them."""
+        """Return a sequence's tokens, as the model has them."""
         return seq.tokens
 
     def _pending(self, chain: Chain) -> list[int]:
-        """What the model has not run of a draft in the making."""
+        """Return the tokens of a sequence and its draft that the model has not run."""
         return chain.pending(self.model.length(chain.seq.id))
 
     def _is_argmax(self, seq: Sequence) -> bool:
-        """Whether its drafts are what the model itself holds most probable."""
+        """Return whether its drafted tokens are the model's most probable ones."""
         return seq.sampler.is_argmax
 
     def _roll(
         self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """`CausalLM.roll`; tokens and logits are those of drafts."""
+        """Run `CausalLM.roll`; tokens and logits are those of drafts."""
         return self.model.roll(ids, pending, count, self.vocab_size, self.capture)
 
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
-        """Drafts all of a chain, a call for what the rule can bound; the seconds of the rule. None, with nothing done,
-        where there are no such calls (`CausalLM.chain`)."""
+        """Draft all of a chain, in one call for as much as the rule can bound; return the seconds of the rule. None,
+        with nothing done, without such calls (`CausalLM.chain`)."""
         bounds, seconds = rule.bounds(), 0.0
         if bounds is None or self.capture or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
             return None  # padding may be drafted
@@ -185,41 +184,40 @@ class ChainDrafter(Drafter):
                 return None
             asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.most, None
             if is_whole and self._goes_on(chain):
-                bounds = rule.bounds_after(chain.seq, chain.tokens, found.chances)
+                bounds = rule.bounds_after(chain.seq, chain.tokens, found.probabilities)
             seconds += perf_counter() - asked
         return seconds
 
     def _stretch(self, chain: Chain, bounds: Bounds) -> Drafted | None:
-        """Drafts within bounds in one call, where there is one."""
+        """Draft within bounds in one call, if possible."""
         most, seq, drawing = min(bounds.most, chain.depth - len(chain.tokens)), chain.seq, None
-        source = seq.generator if chain.is_drawn else None
+        source = seq.generator if chain.needs_q else None
         before = source.get_state() if source is not None else None
         if not self._is_argmax(seq):
-            if seq.sampler.law is None:
+            if seq.sampler.distribution is None:
                 return None
-            numbers = _numbers(source, most) if source is not None else None
+            numbers = uniforms(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
             keys = [race.key for race in map(seq.source, places) if isinstance(race, seeded.SeededSampler)]
-            drawing = sampling.Drawing(seq.sampler.law, numbers, keys, self.vocab_size)
+            drawing = sampling.Drawing(seq.sampler.distribution, numbers, keys, self.vocab_size)
         pending = self._pending(chain)
         found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
         count = 0 if found is None else len(found.tokens)
         if source is not None and before is not None and count < most:
             source.set_state(before)  # numbers that were not needed are still to come
-            _numbers(source, count)
+            uniforms(source, count)
         if found is None:
             return None
         chain.tokens += found.tokens
-        if found.laws is not None:
-            missing = self.vocab_size - self.model.vocab_size
-            chain.q += torch.nn.functional.pad(found.laws, (0, missing)) if missing else found.laws
+        if found.probs is not None:
+            chain.q += self._fitted(found.probs, 0.0)
         return found
 
     def _knows(self, tokens: abc.Sequence[int]) -> bool:
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
     def _depth(self, seq: Sequence) -> int:
-        """How many tokens may be drafted."""
+        """Return how many tokens may be drafted."""
         if seq.id not in self.model or not self._knows(seq.tokens[self.model.length(seq.id) :]):
             return 0
         context = self.model.context
@@ -230,7 +228,7 @@ class ChainDrafter(Drafter):
         return self._grow(chains, len(seqs))
 
     def _grow(self, chains: list[Chain], rows: int) -> Proposal:
-        """Drafts for all chains in step, one forward a token; `rows`: how many the target's forward will have."""
+        """Draft for all chains in step, one forward a token. `rows`: those of the target's forward."""
         going = [chain for chain in chains if chain.depth > 0]
         rule = self.policy.begin([chain.seq for chain in going], rows) if going else None
         self._open.update(chain.seq.id for chain in going)
@@ -274,9 +272,9 @@ class ChainDrafter(Drafter):
         hidden: Tensor | None,
         rule: StopRule,
     ) -> float:
-        """A token for each of the rows `live`, from which those that stop are removed; the seconds of the rule.
+        """Draft a token for each of the rows `live`, remove those that stop, and return the seconds of the rule.
 
-        `logits` [R, V], `argmax` [R] (where that is what tokens are) and `hidden` [R, d] are of all chains.
+        `logits` [R, V], `argmax` [R] (if that is what tokens are) and `hidden` [R, d] are of all chains.
         """
         fitted = self._fitted(logits if len(live) == len(chains) else logits[live])
         if argmax is not None:
@@ -286,9 +284,7 @@ class ChainDrafter(Drafter):
             if not live:
                 return 0.0
         for i, (row, token) in enumerate(zip(live, tokens, strict=True)):
-            chains[row].tokens.append(token)
-            if q is not None and chains[row].is_drawn:
-                chains[row].q.append(q[i])
+            chains[row].add(token, None if q is None else q[i])
         asked = perf_counter()
         now = [chains[row] for row in live]
         states = hidden if hidden is None or len(live) == len(chains) else hidden[live]
@@ -298,8 +294,8 @@ class ChainDrafter(Drafter):
         return seconds
 
     def _choose(self, chains: list[Chain], live: list[int], logits: Tensor) -> tuple[list[int], Tensor, Tensor | None]:
-        """`next_tokens` for the rows `live`, from which those are removed that end here: processors left no token that
-        this model has. Where one raises, it will do so for the target as well."""
+        """Return `next_tokens` for the rows `live`, and remove those that end here: processors left no token that this
+        model has. One that raises will do so for the target as well."""
         while live:
             now = [chains[row] for row in live]
             try:
@@ -326,19 +322,18 @@ class ChainDrafter(Drafter):
         self._crop(seqs)
 
     def _crop(self, seqs: list[Sequence]) -> None:
-        # What was run of the accepted path stays; the rest of the draft goes.
+        # Keep what was run of the accepted path.
         ids = {seq.id: len(seq.tokens) - 1 for seq in seqs if seq.id in self._open}
         if ids:
             self.model.crop(list(ids), [min(self.model.length(id), most) for id, most in ids.items()])
         self._open.difference_update(ids)
 
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """Logits [R, V] of the target's vocabulary from those of the draft's."""
-        missing = self.vocab_size - logits.shape[-1]
-        # A negative number cuts.
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    def _fitted(self, logits: Tensor, value: float = -inf) -> Tensor:
+        """Return logits [R, V] of the target's vocabulary for those of the draft's; missing ones are `value`."""
+        missing = self.vocab_size - logits.shape[-1]  # a negative number cuts
+        return torch.nn.functional.pad(logits, (0, missing), value=value) if missing else logits
 
 
-def _numbers(source: torch.Generator, count: int) -> Tensor:
-    """Those that `forerun.sampling.sampler.sample` would sample so many tokens by."""
+def uniforms(source: torch.Generator, count: int) -> Tensor:
+    """Return the numbers that `forerun.sampling.sampler.sample` would sample `count` tokens by."""
     return torch.rand(count, dtype=torch.float64, generator=source)

@@ -6,10 +6,10 @@ from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.methods.base import Parts, Sampling, at_least, between
+from forerun.methods.base import Parts, Sampling, integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.later import probabilities
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import Bounds, DraftState, Fixed, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Confidence(Sampling, Drafting):
-    """Drafts until a token's own probability falls below `threshold`."""
+    """Drafts until a token's own probability falls below `threshold`.
 
-    threshold: float = 0.4
-    most: int = 32
+    The rule of transformers' assistant_confidence_threshold. There the threshold starts at 0.4 and adapts, here it is
+    fixed. The probability of a greedy token is that under the softmax of its scores.
+    """
+
+    threshold: float = number(0.4, 0, 1)
+    most: int = integer(32)
     name: ClassVar[str] = "confidence"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("threshold", self.threshold, 0, 1)
-        at_least("most", self.most, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return ConfidenceStop(self.threshold, self.most)
@@ -34,33 +33,20 @@ class Confidence(Sampling, Drafting):
 
 @dataclass(frozen=True)
 class Cumulative(Sampling, Drafting):
-    """Drafts until the product of the tokens' own probabilities falls below `threshold`."""
+    """Drafts until the product of the tokens' own probabilities falls below `threshold`. The product is the draft's
+    estimate that its whole text is right."""
 
-    threshold: float = 0.3
-    most: int = 32
+    threshold: float = number(0.3, 0, 1)
+    most: int = integer(32)
     name: ClassVar[str] = "cumulative"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("threshold", self.threshold, 0, 1)
-        at_least("most", self.most, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return CumulativeStop(self.threshold, self.most)
 
 
-class ConfidenceStop(LengthPolicy, StopRule):
-    """Stops after a token whose draft probability is below `threshold`, and after `most` tokens.
-
-    The rule of transformers' assistant_confidence_threshold. There the threshold starts at 0.4 and adapts, here it is
-    fixed. The probability of a greedy token is that under the softmax of its scores.
-    """
-
+class ConfidenceStop(Fixed):
     def __init__(self, threshold: float, most: int) -> None:
         self.threshold, self.most = threshold, most
-
-    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        return self
 
     def bounds(self) -> Bounds:
         return Bounds(self.most, least=self.threshold)
@@ -73,9 +59,6 @@ class ConfidenceStop(LengthPolicy, StopRule):
 
 
 class CumulativeStop(LengthPolicy):
-    """Stops when the product of the draft's own probabilities of its tokens is below `threshold`, and after `most`
-    tokens. The product is the draft's estimate that its whole text is right."""
-
     def __init__(self, threshold: float, most: int) -> None:
         self.threshold, self.most = threshold, most
 
@@ -84,8 +67,8 @@ class CumulativeStop(LengthPolicy):
 
 
 class ProductRule(StopRule):
-    """`CumulativeStop` for one draft. With `together` above 1 that many rows stop together, by their mean product, in
-    which rows that have ended count as 0."""
+    """The rule of `cumulative` for one draft. With `together` above 1 that many rows stop together, by their mean
+    product, in which rows that have ended count as 0."""
 
     def __init__(self, threshold: float, most: int, together: int = 1) -> None:
         self.threshold, self.most, self.together = threshold, most, together

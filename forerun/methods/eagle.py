@@ -1,87 +1,62 @@
-"""Drafting with an EAGLE-like head (arXiv 2401.15077): states follow from the token after each."""
+"""Drafting with an EAGLE-like head (arXiv 2401.15077): a state is made from the one before and the token after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
-from forerun.methods.base import Parts
+from forerun.methods.base import Parts, integer
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
-from forerun.methods.later import torch
+from forerun.methods.later import budget, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.backends.heads import HiddenLM
-    from forerun.engine.costs import Costs
-    from forerun.engine.sequence import Mode, Sequence
-    from forerun.methods.budget import Budget
+    from forerun.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Eagle(Heads):
-    """Drafts with an EAGLE-like head (arXiv 2401.15077), which is given the token behind each state."""
+    """Drafts with an EAGLE-like head (arXiv 2401.15077). Every depth of a tree is a forward of the head on all
+    beams."""
 
     name: ClassVar[str] = "eagle"
     head: ClassVar[str | None] = "eagle"
 
     def build(self, parts: Parts) -> Drafter:
         assert parts.head is not None
-        return EagleDrafter(parts.head.fresh(), *self.shape, self.costs_for(parts), self.steps, self.drawing)
+        return EagleDrafter(self, parts.head.fresh(), parts.costs, self.width)
 
 
 @dataclass(frozen=True)
 class PacerEagle(Paced, Eagle):
-    """The EAGLE-like head with the rule of `pacer-lyanna`: `depth` and `nodes` are limits, and each step goes as deep
-    and takes as many tokens as they are worth. It asks every `block` depths, each of which is a forward of the head."""
+    """The EAGLE-like head with the rule of `pacer-lyanna`. It asks every `block` depths whether to go on."""
 
-    depth: int = 16
-    nodes: int = 16
-    block: int = 1
+    depth: int = integer(16)
+    nodes: int = integer(16)
+    block: int = integer(1)
     name: ClassVar[str] = "pacer-eagle"
 
 
 class EagleDrafter(HeadDrafter):
-    """Each state is made from the one before and the token behind it (arXiv 2401.15077). So every depth of a tree is a
-    forward of the head on all beams.
-
-    With `costs_for`, the costs of forwards by mode, each step chooses its depth and number of nodes by the rule of
-    Lyanna's (`Budget`); whether to go on is asked every `block` depths."""
-
-    def __init__(
-        self,
-        head: HiddenLM,
-        depth: int,
-        width: int,
-        nodes: int,
-        costs_for: Callable[[Mode], Costs] | None = None,
-        block: int = 1,
-        drawing: str | None = None,
-    ) -> None:
-        from forerun.methods.budget import Budgets
-
-        super().__init__(head, depth, width, nodes, drawing)
-        self.budgets = Budgets(head, costs_for, block, nodes, width) if costs_for is not None else None
-
     def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         # Sequences without a feature, or without room, sit out.
         live = [row for row, limit in enumerate(limits) if limit > 0]
         own = [seqs[row] for row in live]
-        limits, budget = [limits[row] for row in live], None
+        limits, plan = [limits[row] for row in live], None
         if self.budgets is not None:
-            budget = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
-        guessed = self.guess(own, limits, budget)
-        found = [guessed[0]] if guessed is not None else self._grown(own, limits, budget)
+            plan = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
+        guessed = self.guess(own, limits, plan)
+        found = [guessed[0]] if guessed is not None else self._grown(own, limits, plan)
         drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
         for row, draft in zip(live, found, strict=True):
             drafts[row] = draft
         return drafts
 
-    def _grown(self, own: list[Sequence], limits: list[int], budget: Budget | None) -> list[Draft]:
+    def _grown(self, own: list[Sequence], limits: list[int], plan: budget.Budget | None) -> list[Draft]:
         head, ids, begun = self.head, [seq.id for seq in own], perf_counter()
         states = self.run(own)[:, None]  # [B, w, d]
         self.seconds += perf_counter() - begun
@@ -105,6 +80,6 @@ class EagleDrafter(HeadDrafter):
             self.seconds += perf_counter() - begun
             return found
 
-        drafts = self.grow(own, logits, limits, budget)
+        drafts = self.grow(own, logits, limits, plan)
         head.crop(ids, lengths)
         return drafts

@@ -1,8 +1,8 @@
 """Never slower: drafts are left out while they do not pay, and tried again now and then.
 
-The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. Greedy output does not: a step
-without a draft is a plain one. What is sampled with a seed does not either (`forerun.sampling.seeded`). Without a seed
-every step keeps the target's distribution, but drafts use up random numbers of their own.
+The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. Greedy and seeded output does
+not: a step without a draft is a plain one. Without a seed every step keeps the target's distribution, but drafts use up
+random numbers of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHARE = 1 / 256  # of the time, for plain steps amid drafting
 
 
 class SpeedTracker:
-    """What the steps of an engine cost and brought, and whether the next one is to draft. It outlives sequences.
+    """Tracks what the steps of an engine cost and bring, and decides which ones draft. It outlives sequences.
 
     A drafting step of B rows that commits T tokens in s seconds earns T / B - s / p, where p is the time of a plain
     step of B rows: the median of the last three. Drafting goes on until it has lost `ALLOWANCE`, or what it had earned,
@@ -60,31 +60,31 @@ class SpeedTracker:
         return self.wait > 0
 
     def pause(self, steps: int) -> None:
-        """Begins a pause."""
+        """Begin a pause."""
         self.wait, self._spare = steps, steps // 2
 
     def begin(self, rows: int = 1) -> None:
-        """A new sequence has new text: of a pause that another text has earned it need not wait for the latter half, or
-        as one of many rows for its share of what is left of that half."""
+        """Shorten a pause for a new sequence, as another text has earned it: by its latter half, or as one of many rows
+        by a share of what is left of that half."""
         share = self._spare // rows
         self._spare -= share
         self.wait = max(self.wait - share, 0)
 
     def tick(self) -> None:
-        """A step that cannot be judged, in which drafts were left out."""
+        """Count a step without drafts that cannot be judged."""
         self.wait = max(self.wait - 1, 0)
 
     def drafts(self, rows: int) -> bool:
-        """Whether a step of that many rows is to draft."""
+        """Return whether a step of that many rows is to draft."""
         return not self.paused and self._looks >= LOOKS and rows in self._plain and not self._is_due()
 
     def _is_due(self) -> bool:
-        """Whether to look what a plain step costs now: more often where drafting gains little, and so loses little."""
+        """Return whether to measure a plain step now: more often if drafting gains little, as then it loses little."""
         gain = self._brought / self._spent if self._spent else 1.0
         return self._since * SHARE > max(1 - 1 / gain, 0.05)
 
     def charge(self, rows: int, seconds: float, late: bool) -> None:
-        """Time that drafts' prompts took. `late`: when a trial began, which may earn it before it is judged."""
+        """Charge the time of drafts' prompts. `late`: when a trial began, which may earn it before it is judged."""
         if rows not in self._plain:
             return
         cost = seconds / self._plain_seconds(rows)
@@ -94,7 +94,7 @@ class SpeedTracker:
             self._earned -= cost
 
     def record(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
-        """One step of all rows, which committed `tokens` altogether."""
+        """Record one step of all rows, which committed `tokens` altogether."""
         if not drafted:
             self._plain.setdefault(rows, deque(maxlen=3)).append(seconds)
             self._looks += 1
@@ -104,7 +104,7 @@ class SpeedTracker:
         if self._costs:  # a step that the machine interrupted says little
             cost = min(cost, 2 * median(self._costs))
         self._costs.append(cost)
-        # A draft on top makes no step cheaper: where it seems to, plain steps are faster now than they were.
+        # A draft makes no step cheaper: if it seems to, plain steps are faster now than they were.
         self._since += cost if cost > 0.75 else inf
         self._brought = 0.95 * self._brought + tokens / rows
         self._spent = 0.95 * self._spent + cost
@@ -133,10 +133,10 @@ class SpeedTracker:
 class Guarded(Drafter):
     """Any drafter, asked only when it pays.
 
-    The drafter is not called in the other steps: a sequence has simply grown. It admits a sequence as late as it is
-    wanted, after others have come and gone, so a request that is paused to its end never runs the draft's prompt. One
-    that wants the target's hidden states admits at once and observes every step, as they come only once: where it was
-    not asked, the draft is a bare root.
+    In the other steps the drafter is not called: a sequence has simply grown. It admits a sequence when it first
+    drafts for it, so a request that is paused to its end never runs the draft's prompt. A drafter that wants the
+    target's hidden states admits at once and observes every step, as they come only once: if it was not asked, the
+    draft is a bare root.
     """
 
     def __init__(self, drafter: Drafter, pace: SpeedTracker, sampled: SpeedTracker | None = None) -> None:
@@ -169,30 +169,24 @@ class Guarded(Drafter):
                 pace.charge(len(self._inside), seconds + pace.clock() - begun, late=False)
             self._inside[seq.id] = True
 
-    def rests(self, seqs: list[Sequence]) -> bool:
-        """Whether it is in a pause, of which a step then passes that is not judged: others may draft in it."""
-        pace = self.paces[all(seq.greedy for seq in seqs)]
-        if pace.paused:
-            pace.tick()
-            self._asked, self._judge = set(), None
-            return True
-        return False
-
-    def asked(self, seq: Sequence) -> bool:
-        """Whether the drafter was asked for a draft of it in this step."""
-        return seq.id in self._asked
+    @property
+    def is_measuring(self) -> bool:
+        """Whether this step shows what a plain step costs, so that nothing may be drafted in it."""
+        return self._judge is not None and not self._asked
 
     def propose(self, seqs: list[Sequence], among: int | None = None) -> Proposal:
-        """`among`: how many rows the step has altogether, where these are only some of them. Such a step is not judged:
-        it shows neither what a plain step costs nor what a draft of all rows brings."""
+        """`among`: the number of rows of the step, if another drafter drafts for rows of it. Such a step is not judged
+        if these are not all of its rows: it shows neither what a plain step costs nor what a draft of all rows brings.
+        Nor is a step of a pause."""
         pace = self.paces[all(seq.greedy for seq in seqs)]
-        self._judge = pace if among in (None, len(seqs)) else None
+        is_judged = among is None or (among == len(seqs) and not pace.paused)
+        self._judge = pace if is_judged else None
         drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
         if self._judge is None and not drafts:
             pace.tick()
         asked = list(seqs) if drafts else []
         late = [seq for seq in asked if not self._inside[seq.id]]
-        if late and self._admitting:  # they wait for that prompt, and nothing is learnt from this step
+        if late and self._admitting:  # they wait for that prompt, and this step is not judged
             asked = [seq for seq in asked if self._inside[seq.id]]
             late, self._judge = [], None
         self._asked = {seq.id for seq in asked}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log
 from time import perf_counter
@@ -12,96 +12,59 @@ from typing import TYPE_CHECKING
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Parts, Sampling, at_least, true_or_false
-from forerun.methods.later import torch
+from forerun.methods.base import Sampling, flag, integer
+from forerun.methods.later import beams, budget, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.backends.heads import HiddenLM
     from forerun.engine.acceptance import Verdict
-    from forerun.engine.sequence import Mode, Sequence
-    from forerun.methods.beams import Logits
-    from forerun.methods.budget import Budget
+    from forerun.engine.sequence import Sequence
 
-# Those of the embedded target, for where none were measured.
+# Those of the embedded target, if none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 LEAST = 1e-30  # the smallest probability of a token
 
 
 @dataclass(frozen=True)
 class Heads(Sampling):
-    """What methods with a head have in common: up to `depth` places ahead, `width` beams, the best `nodes` tokens of
-    what they find; for a `width` of 1 a chain.
+    """Drafts up to `depth` places ahead with `width` beams, the best `nodes` tokens of what they find; for a `width` of
+    1 a chain.
 
-    With `sampled`, the tokens of chains of sampled sequences are drawn as the target's are. Otherwise they are the most
-    probable ones.
+    Drafted tokens are the most probable ones. With `sampled`, chains of sampled sequences are sampled as the target's
+    tokens are.
     """
 
-    depth: int = 8
-    width: int = 1
-    nodes: int = 12
-    sampled: bool = False
+    depth: int = integer(8)
+    width: int = integer(1)
+    nodes: int = integer(12)
+    sampled: bool = flag(False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        true_or_false("sampled", self.sampled)
-        for name in ("depth", "width", "nodes"):
-            at_least(name, getattr(self, name), 1)
         if self.sampled and self.width > 1:
             raise ValueError(f"sampled is for chains: width must be 1, not {self.width}")
-        if self.sampled and isinstance(self, Paced):
-            # A token that was drawn and looked at must be sent.
-            raise ValueError("this method takes drafted tokens back where they do not pay, so sampled must be false")
-
-    @property
-    def drawing(self) -> str | None:
-        """How chains that were sampled are verified, None where all tokens are the most probable ones."""
-        return self.verification if self.sampled else None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Depth, width, and nodes at most."""
-        return self.depth, self.width, self.nodes if self.width > 1 else self.depth
-
-    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs] | None:
-        """The costs by mode that it chooses its drafts by, if any."""
-        return None
-
-    @property
-    def steps(self) -> int:
-        """How many states it makes before it asks whether to make more, where it asks."""
-        return self.depth
 
 
 class Paced(Heads):
-    """What methods have in common that choose each step's depth and number of nodes by costs and calibration."""
+    """Chooses each step's depth and number of nodes, of which `depth` and `nodes` are limits, by costs and calibration
+    (`Budget`). States are drafted in blocks of `block`."""
 
     block: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("block", self.block, 1)
-
-    @property
-    def steps(self) -> int:
-        return self.block
+        if self.sampled:  # a sampled token that was looked at must be sent
+            raise ValueError("this method takes drafted tokens back where they do not pay, so sampled must be false")
 
     @property
     def needs_costs(self) -> bool:
         return True
 
-    def costs_for(self, parts: Parts) -> Callable[[Mode], Costs]:
-        def costs(mode: Mode) -> Costs:
-            known = parts.costs
-            return known if known is not None and known.head else USUAL
-
-        return costs
-
 
 class HeadDrafter(Drafter):
-    """Drafts at most `depth` places ahead with `width` beams, at most `nodes` tokens. These are point masses. With a
-    `drawing`, "block" or "token", chains of sampled sequences are sampled, and verified in that way.
+    """Drafts with a head by the settings of its method. Tokens that are not sampled are point masses.
 
     Attributes:
         features: of each sequence, by id, [n, d]: the target's features that the head has not run yet. The last one is
@@ -112,12 +75,18 @@ class HeadDrafter(Drafter):
 
     wants_hidden = True
 
-    def __init__(self, head: HiddenLM, depth: int, width: int, nodes: int, drawing: str | None = None) -> None:
-        assert drawing is None or width == 1
-        self.head, self.depth, self.width, self.nodes, self.drawing = head, depth, width, nodes, drawing
-        self.spread, self.feature = nodes if width > 1 else 0, head.feature
+    def __init__(self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1) -> None:
+        """`costs`: those of paced methods. `beams`: states that the head makes at a depth."""
+        self.head, self.feature, self.depth, self.width = head, head.feature, settings.depth, settings.width
+        self.nodes = settings.nodes if settings.width > 1 else settings.depth
+        self.is_sampling, self.block = settings.sampled, settings.verification == "block"
+        self.spread = self.nodes if self.width > 1 else 0
         self.features: dict[int, Tensor] = {}
         self.seconds, self.forwards = 0.0, 0
+        self.budgets: budget.Budgets | None = None
+        if isinstance(settings, Paced):
+            known = costs if costs is not None and costs.head else USUAL
+            self.budgets = budget.Budgets(head, known, settings.block, self.nodes, beams)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         head = self.head
@@ -133,10 +102,10 @@ class HeadDrafter(Drafter):
         self.head.drop(seq.id)
 
     def run(self, seqs: list[Sequence]) -> Tensor:
-        """Runs all features that wait; the head's states [B, d] behind the last ones."""
+        """Run all features that wait; return the head's states [B, d] after the last ones."""
         features = [self.features[seq.id] for seq in seqs]
         tokens = None
-        if self.head.known:  # the one behind each feature: the last feature's is the last token
+        if self.head.known:  # the one after each feature: the last feature's is the last token
             tokens = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
         for seq, own in zip(seqs, features, strict=True):
             self.features[seq.id] = own[len(own) :]
@@ -152,37 +121,37 @@ class HeadDrafter(Drafter):
         return Proposal(drafts, self.forwards, self.seconds)
 
     def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """A draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
+        """Return a draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
         raise NotImplementedError
 
     def guess(
         self,
         seqs: abc.Sequence[Sequence],
         limits: abc.Sequence[int],
-        budget: Budget | None,
+        plan: budget.Budget | None,
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> tuple[Draft, Tensor] | None:
-        """A chain for a sequence alone and its logits (`Guess`), where the head makes these in calls of C: one, or with
-        a budget one a block. None where it does not."""
-        if len(seqs) > 1 or self.width > 1 or (self.drawing is not None and not seqs[0].greedy):
+        """Return a chain for a sequence alone and its logits (`Guess`), if the head makes these in calls of C: one, or
+        one a block by a plan. None if it does not."""
+        if len(seqs) > 1 or self.width > 1 or (self.is_sampling and not seqs[0].greedy):
             return None
         seq, depth = seqs[0], min(limits[0], self.nodes)
         features, root = self.features[seq.id], seq.tokens[-1]
         if not self.head.guesses(seq.id, len(features), depth):
             return None
-        behind = seq.tokens[len(seq.tokens) - len(features) :] if self.head.known else None
+        after = seq.tokens[len(seq.tokens) - len(features) :] if self.head.known else None
         begun, tokens = perf_counter(), list[int]()
         while True:
             start = len(tokens)
-            most = (depth if budget is None else min(budget.deep[0], depth)) - start
-            found = self.head.guess(seq.id, features, behind, root, most, start, old, weight)
+            most = (depth if plan is None else min(plan.deep[0], depth)) - start
+            found = self.head.guess(seq.id, features, after, root, most, start, old, weight)
             tokens += found.tokens
-            if budget is None:
+            if plan is None:
                 break
-            chances = [log(max(chance, LEAST)) for chance in found.chances]
-            if not budget.deeper_chains(start, [chances]) or len(tokens) == depth:
-                tokens = tokens[: budget.sizes()[0]]
+            logs = [log(max(each, LEAST)) for each in found.chances]
+            if not plan.deeper_chains(start, [logs]) or len(tokens) == depth:
+                tokens = tokens[: plan.sizes()[0]]
                 break
         self.features[seq.id] = features[len(features) :]
         self.forwards += len(found.logits)
@@ -192,20 +161,18 @@ class HeadDrafter(Drafter):
     def grow(
         self,
         seqs: abc.Sequence[Sequence],
-        logits: Logits,
+        logits: beams.Logits,
         limits: abc.Sequence[int],
-        budget: Budget | None = None,
+        plan: budget.Budget | None = None,
         origins: abc.Sequence[str] = (),
     ) -> list[Draft]:
-        """`beams.grow` with this drafter's settings, or chains that are sampled."""
+        """`beams.grow` by this drafter's settings, or chains that are sampled."""
         origins = origins or ["draft"] * len(seqs)
-        from forerun.methods import beams
-
-        if self.drawing is not None and not all(seq.greedy for seq in seqs):
-            depths, block = [min(limit, self.nodes) for limit in limits], self.drawing == "block"
-            return beams.sample_chains(seqs, logits, self.head.hot, self.head.vocab_size, depths, origins, block)
+        if self.is_sampling and not all(seq.greedy for seq in seqs):
+            depths = [min(limit, self.nodes) for limit in limits]
+            return beams.sample_chains(seqs, logits, self.head.hot, self.head.vocab_size, depths, origins, self.block)
         roots = [seq.tokens[-1] for seq in seqs]
-        return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, budget, origins)
+        return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, plan, origins)
 
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None

@@ -1,4 +1,4 @@
-"""Suffix drafts where they are likely to be right, another method's elsewhere."""
+"""Suffix drafts if they are likely to be right, else another method's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal, observe_rows
-from forerun.methods.base import Method, Parts, between
+from forerun.methods.base import Method, Parts, number
 from forerun.methods.guard import Guarded
 from forerun.methods.suffix import Suffix, SuffixDrafter
 
@@ -18,25 +18,24 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
 
-ALONE = ("ar", "suffix", "hybrid")  # methods that `hybrid` has no use for
+ALONE = ("ar", "suffix", "hybrid")  # no other methods for `hybrid`
 
 
 @dataclass(frozen=True)
 class Hybrid(Suffix):
-    """Suffix drafts where their score, the tokens of them that counts say are right, is at least `threshold`; else
-    those of the method `other`: its name, or name and settings as in "cumulative:threshold=0.2:most=8".
+    """Suffix drafts if their score, the number of their tokens that counts expect to be right, is at least `threshold`;
+    else those of the method `other`: its name, or name and settings as in "cumulative:threshold=0.2:most=8".
 
-    For "auto" that is the method of what is there: of a head, else of a draft model, with its pre-verifier or without.
-    Where nothing is there, suffixes draft alone.
+    "auto" is the method of a head, else of a draft model, with its pre-verifier or without. With neither, suffixes
+    draft alone.
     """
 
-    threshold: float = 6.0
+    threshold: float = number(6.0, 0, 1000)
     other: str = "auto"
     name: ClassVar[str] = "hybrid"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("threshold", self.threshold, 0, 1000)
         if self.other == "auto":
             return
         other = self._other()
@@ -53,7 +52,7 @@ class Hybrid(Suffix):
         return self.other == "auto" or self._other().any_tokenizer
 
     def _other(self) -> Method:
-        """The other method. Raises ValueError for one that is none, and for its settings."""
+        """Return the other method. Raises ValueError for an unknown one, and for its settings."""
         from forerun.methods import METHODS, method, parse_value
 
         name, *given = str(self.other).split(":")
@@ -86,10 +85,10 @@ class Hybrid(Suffix):
 
 
 class HybridDrafter(Drafter):
-    """Asks the suffixes first. The other drafter is asked for those sequences whose suffix draft scores below
-    `threshold`; to it, the others have simply grown. Where it has no draft, that of the suffixes stands.
+    """Asks the suffixes first, and the other drafter for those sequences whose suffix draft scores below `threshold`;
+    to it, the rest have simply grown. If it has no draft, that of the suffixes stands.
 
-    The other one may have a guard of its own, which then judges it by those steps that it drafted for all rows of. In a
+    The other drafter may have a guard of its own, which judges it by the steps in which it drafted for all rows. In a
     pause of the guard suffixes draft for all; its plain steps stay plain, as it measures what they cost.
     """
 
@@ -97,7 +96,7 @@ class HybridDrafter(Drafter):
         self.suffixes, self.other, self.threshold = suffixes, other, threshold
         self.wants_hidden, self.spread = other.wants_hidden, max(suffixes.spread, other.spread)
         self.feature = other.feature
-        self._asked: set[int] = set()  # the sequences that the other one drafted for in this step
+        self._asked: set[int] = set()  # the sequences that the other drafter was asked for in this step
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
@@ -110,24 +109,21 @@ class HybridDrafter(Drafter):
             drafts[seq.id], score = self.suffixes.find(seq)
             if score < self.threshold or not drafts[seq.id].drafted:
                 rest.append(seq)
-        guard = self.other if isinstance(self.other, Guarded) else None
-        if rest and guard is not None and guard.rests(rest):
-            rest = []
-        self._asked = {seq.id for seq in rest}
-        proposal = Proposal([])
-        if rest and guard is not None:
-            proposal = guard.propose(rest, len(seqs))
+        self._asked, proposal, is_measuring = {seq.id for seq in rest}, Proposal([]), False
+        if rest and isinstance(self.other, Guarded):
+            proposal = self.other.propose(rest, len(seqs))
+            is_measuring = self.other.is_measuring
         elif rest:
             proposal = self.other.propose(rest)
         for seq, draft in zip(rest, proposal.drafts, strict=True):
-            if draft.drafted or (guard is not None and not guard.asked(seq)):
+            if draft.drafted or is_measuring:
                 drafts[seq.id] = draft
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
 
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        # Hidden states come only once, so who wants them sees every step.
+        # Hidden states come only once, so a drafter that wants them sees every step.
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
         observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
         self._asked = set()

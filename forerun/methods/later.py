@@ -1,7 +1,7 @@
 """Modules that take long to import, imported when something of theirs is first used.
 
-A method's settings, its stop rule and its drafter stand in one file, and settings are to be refused before torch is
-there: it takes seconds, a bad setting a fifth of one. So these files take what brings torch or NumPy from here.
+Settings, stop rule and drafter of a method stand in one file. A bad setting is to be refused in a fifth of a second,
+and torch takes seconds to import. So these files take what imports torch or NumPy from here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from forerun.heads import pre_verifier, quick
-    from forerun.methods import pools
+    from forerun.methods import beams, budget, pools
     from forerun.sampling import probabilities, seeded
     from forerun.sampling import sampler as sampling
 else:
@@ -29,10 +29,10 @@ else:
             return found
 
     np, torch = _Later("numpy"), _Later("torch")
-    probabilities, seeded = _Later("forerun.sampling.probabilities"), _Later("forerun.sampling.seeded")
-    sampling = _Later("forerun.sampling.sampler")
-    pools, pre_verifier, quick = map(
-        _Later, ("forerun.methods.pools", "forerun.heads.pre_verifier", "forerun.heads.quick")
+    beams, budget, pools = (_Later(f"forerun.methods.{name}") for name in ("beams", "budget", "pools"))
+    pre_verifier, quick = _Later("forerun.heads.pre_verifier"), _Later("forerun.heads.quick")
+    sampling, probabilities, seeded = (
+        _Later(f"forerun.sampling.{name}") for name in ("sampler", "probabilities", "seeded")
     )
 
-__all__ = ["np", "pools", "pre_verifier", "probabilities", "quick", "sampling", "seeded", "torch"]
+__all__ = ["beams", "budget", "np", "pools", "pre_verifier", "probabilities", "quick", "sampling", "seeded", "torch"]

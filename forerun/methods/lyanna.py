@@ -1,19 +1,18 @@
 """Drafting at the level of hidden states (Lyanna, arXiv 2602.21224). States are drafted without looking at drafted
-tokens, and tokens are chosen from all of them at the end. So states behind a rejected token are still valid, and can be
+tokens, and tokens are chosen from all of them at the end. So states after a rejected token are still valid, and can be
 used again with the right token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
-from forerun.methods.base import Parts, at_least, between
+from forerun.methods.base import Parts, integer, number, one_of
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
-from forerun.methods.later import torch
+from forerun.methods.later import beams, budget, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,48 +20,34 @@ if TYPE_CHECKING:
     from forerun.backends.heads import HiddenLM
     from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
-    from forerun.engine.sequence import Mode, Sequence
-    from forerun.methods.budget import Budget
-
-REUSE = ("off", "add", "both", "free")
+    from forerun.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Lyanna(Heads):
     """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
-    else the best `nodes` of a tree that is so many beams wide.
+    else the best `nodes` of a tree of `width` beams. The tree of the paper's Figure 6 has 2.
 
-    `reuse` of what an earlier step left behind a rejected token: "add" gives it `weight` in the fresh draft, "both"
-    drafts from it beside the fresh draft, "free" drafts from it alone, without the head, where it holds `least` places
-    or more (the paper's Figure 6), "off" drops it. The figure's tree has a `width` of 2: the best children of all beams
-    go on, others end as leaves.
+    `reuse` of the logits that an earlier step drafted for places after a rejected token (modes of METHODS):
+        "add": added to the fresh ones with `weight` (mode A, ours). Their tokens count as reused.
+        "both": branches of their own beside the fresh draft, verified in the same target forward (mode B, the paper's
+            verification fusion). They are `nodes` more at most.
+        "free": the draft is made from them alone and the head does not run, if `least` or more are left (Figure 6; mode
+            D, for a `least` of 1 mode C). The new root's token information goes to the oldest row that is left, that of
+            the tokens after it to the next ones. Greedy sequences do so only if all of a step can, as the head runs
+            anyway.
+        "off": dropped.
     """
 
-    reuse: str = "add"
-    weight: float = 0.25
-    least: int = 2
+    reuse: str = one_of("add", "off", "add", "both", "free")
+    weight: float = number(0.25, 0, 10)
+    least: int = integer(2)
     name: ClassVar[str] = "lyanna"
     head: ClassVar[str | None] = "lyanna"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("least", self.least, 1)
-        between("weight", self.weight, 0, 10)
-        if self.reuse not in REUSE:
-            raise ValueError(f"reuse must be {', '.join(REUSE[:-1])} or {REUSE[-1]}, not {self.reuse!r}")
-
     def build(self, parts: Parts) -> Drafter:
         assert parts.head is not None
-        return LyannaDrafter(
-            parts.head.fresh(),
-            *self.shape,
-            self.reuse,
-            self.weight,
-            self.least,
-            self.costs_for(parts),
-            self.steps,
-            self.drawing,
-        )
+        return LyannaDrafter(self, parts.head.fresh(), parts.costs)
 
 
 @dataclass(frozen=True)
@@ -70,9 +55,9 @@ class PacerLyanna(Paced, Lyanna):
     """Lyanna, `depth` and `nodes` being limits: each step goes as deep, in blocks of `block` states, and takes as many
     tokens as its most probable paths are worth, by the head's calibration and what forwards cost here."""
 
-    depth: int = 16
-    nodes: int = 16
-    block: int = 4
+    depth: int = integer(16)
+    nodes: int = integer(16)
+    block: int = integer(4)
     name: ClassVar[str] = "pacer-lyanna"
 
     def __post_init__(self) -> None:
@@ -88,58 +73,29 @@ class OldLogits:
     """Logits that an earlier step drafted.
 
     Attributes:
-        places: [n, S], for the next place of the sequence, the one behind it, and so on.
-        ahead: how many places lay before the first of these when they were drafted.
+        places: [n, S], for the next places of the sequence.
+        ahead: the number of places that lay before these when they were drafted.
     """
 
     places: Tensor
     ahead: int = 0
 
-    def behind(self, count: int) -> OldLogits | None:
-        """What is left when the sequence has grown by so many tokens."""
+    def after(self, count: int) -> OldLogits | None:
+        """Return what is left when the sequence has grown by `count` tokens."""
         if count >= len(self.places):
             return None
         return OldLogits(self.places[count:], self.ahead + count)
 
 
 class LyannaDrafter(HeadDrafter):
-    """Drafts `depth` states a step and makes a chain or tree of tokens from them.
+    """Drafts `depth` states a step and makes a chain or tree of tokens from them."""
 
-    `reuse` of the logits that an earlier step drafted for places behind the new root:
-        "add": they are added to the new ones with `weight` (mode A of METHODS; ours). Their tokens count as reused.
-        "both": branches of their own beside the fresh draft, verified in the same target forward (mode B, the paper's
-            verification fusion). They are as many nodes again, at most.
-        "free": where `least` or more are left, the draft is made from them alone and the head does not run (Figure 6
-            of the paper; mode D, and for a `least` of 1 mode C, in which re-sampled tokens always get a target forward
-            of their own). The new root's token information goes to the oldest row that is left, that of the tokens
-            behind it to the next ones. Greedy sequences do so only where all of a step can, as the head runs anyway.
-        "off": they are dropped.
-
-    With `costs_for`, the costs of forwards by mode, each step chooses its depth and number of nodes (`Budget`), and
-    states are drafted in blocks of `block`.
-    """
-
-    def __init__(
-        self,
-        head: HiddenLM,
-        depth: int,
-        width: int,
-        nodes: int,
-        reuse: str,
-        weight: float = 0.25,
-        least: int = 2,
-        costs_for: Callable[[Mode], Costs] | None = None,
-        block: int = 1,
-        drawing: str | None = None,
-    ) -> None:
-        from forerun.methods.budget import Budgets
-
-        super().__init__(head, depth, width, nodes, drawing)
-        self.reuse, self.weight, self.least = reuse, weight, least
-        self.budgets = Budgets(head, costs_for, block, nodes) if costs_for is not None else None
+    def __init__(self, settings: Lyanna, head: HiddenLM, costs: Costs | None = None) -> None:
+        super().__init__(settings, head, costs)
+        self.reuse, self.weight, self.least = settings.reuse, settings.weight, settings.least
         self.old: dict[int, OldLogits] = {}  # by sequence
-        if reuse == "both":
-            self.spread += nodes
+        if self.reuse == "both":
+            self.spread += self.nodes
 
     def drop(self, seq: Sequence) -> None:
         super().drop(seq)
@@ -152,22 +108,20 @@ class LyannaDrafter(HeadDrafter):
         fresh = [row for row, limit in enumerate(limits) if limit > 0 and not free[row]]
         deep = [min(limit, left[row]) if free[row] else limit for row, limit in enumerate(limits)]
         ahead = [0 if row in fresh or each is None else each.ahead for row, each in enumerate(old)]
-        budget = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
+        plan = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
         if fresh and self.reuse != "both":
             added = old[0].places if old[0] is not None and self.reuse == "add" else None
-            guessed = self.guess(seqs, deep, budget, added, self.weight)
+            guessed = self.guess(seqs, deep, plan, added, self.weight)
             if guessed is not None:
                 self._keep(seqs[0], guessed[0], guessed[1], left[0])
                 return [guessed[0]]
-        logits = StepLogits(self, seqs, fresh, deep, old, budget)
+        logits = StepLogits(self, seqs, fresh, deep, old, plan)
         origins = ["reused" if is_free else "draft" for is_free in free]
-        drafts = self.grow(seqs, logits, deep, budget, origins)
+        drafts = self.grow(seqs, logits, deep, plan, origins)
         logits.close()
         for row in fresh:
             self._keep(seqs[row], drafts[row], logits.drafted(row), left[row])
         if self.reuse == "both" and any(left):
-            from forerun.methods import beams
-
             again = [min(pair) for pair in zip(limits, left, strict=True)]
             branches = StepLogits(self, seqs, [], again, old)
             roots = [seq.tokens[-1] for seq in seqs]
@@ -177,7 +131,7 @@ class LyannaDrafter(HeadDrafter):
         return drafts
 
     def _keep(self, seq: Sequence, draft: Draft, logits: Tensor, left: int) -> None:
-        """Keeps the logits [n, S] of a fresh draft, to which `left` old ones were added."""
+        """Keep the logits [n, S] of a fresh draft, to which `left` old ones were added."""
         if self.reuse == "add":
             for node, depth in enumerate(draft.depths):
                 if 0 < depth <= left:
@@ -186,7 +140,7 @@ class LyannaDrafter(HeadDrafter):
             self.old[seq.id] = OldLogits(logits)
 
     def _free(self, seqs: list[Sequence], limits: list[int], left: list[int]) -> list[bool]:
-        """Which rows draft from old logits alone."""
+        """Return which rows draft from old logits alone."""
         if self.reuse != "free":
             return [False] * len(seqs)
         free = [count >= self.least for count in left]
@@ -200,14 +154,14 @@ class LyannaDrafter(HeadDrafter):
         super().observe(seqs, drafts, verdicts, hidden)
         for seq, verdict in zip(seqs, verdicts, strict=True):
             old = self.old.pop(seq.id, None)
-            left = old.behind(len(verdict.path)) if old is not None else None
+            left = old.after(len(verdict.path)) if old is not None else None
             if left is not None:
                 self.old[seq.id] = left
 
 
 class StepLogits:
     """The logits of one step, for `grow`. Rows in `fresh` get new ones: the head drafts their states when a depth is
-    first asked for, all of them at once, or as far as a budget lets them go. Other rows take old ones."""
+    first asked for, all of them at once, or as far as a plan lets them go. Other rows take old ones."""
 
     def __init__(
         self,
@@ -216,10 +170,10 @@ class StepLogits:
         fresh: list[int],
         limits: list[int],
         old: list[OldLogits | None],
-        budget: Budget | None = None,
+        plan: budget.Budget | None = None,
     ) -> None:
         """`limits`: how deep each row may go."""
-        self.drafter, self.head, self.old, self.budget, self.limits = drafter, drafter.head, old, budget, limits
+        self.drafter, self.head, self.old, self.plan, self.limits = drafter, drafter.head, old, plan, limits
         self.seqs, self.fresh = [seqs[row] for row in fresh], {row: index for index, row in enumerate(fresh)}
         self.places: list[Tensor] = []  # new logits [F, S] of each place
         self._state: Tensor | None = None  # the last one [F, d]
@@ -233,24 +187,24 @@ class StepLogits:
         return found.repeat(1, tokens.shape[1], 1)  # whatever the token before, the logits are the same
 
     def drafted(self, row: int) -> Tensor:
-        """A fresh row's new logits [n, S], as many as it would have alone: its next draft must not depend on others."""
+        """Return a fresh row's new logits [n, S], as many as it would have alone: rows do not depend on each other."""
         return torch.stack([place[self.fresh[row]] for place in self.places[: self._deep(row)]])
 
     def close(self) -> None:
-        """Has the head forget the drafted states."""
+        """Drop the drafted states from the head's cache."""
         if self.fresh:
             self.head.crop([seq.id for seq in self.seqs], self._lengths)
 
     def _deep(self, row: int) -> int:
-        return self.limits[row] if self.budget is None else self.budget.deep[row]
+        return self.limits[row] if self.plan is None else self.plan.deep[row]
 
     def _reach(self, k: int) -> None:
-        """Has the head draft states where those of depth k are not there yet."""
+        """Draft states up to depth k, if they are not there yet."""
         if self.fresh and k == len(self.places):
             self._run(max(self._deep(row) for row in self.fresh) - k)
 
     def _summed(self, k: int, count: int) -> Tensor:
-        """Logits [B, S] of one place without token information, old ones added."""
+        """Return logits [B, S] of one place without token information, old ones added."""
         found = self._at(k, count)
         if self.drafter.reuse == "add":
             old = [(row, self.old[row]) for row in self.fresh]
@@ -262,7 +216,7 @@ class StepLogits:
         return found
 
     def _at(self, k: int, count: int) -> Tensor:
-        """Logits [B, S] of one place without token information; of any place in rows that have ended before."""
+        """Return logits [B, S] of one place without token information; of any place in rows that have ended before."""
         new = self.places[min(k, len(self.places) - 1)] if self.fresh else None
         if new is not None and len(new) == count:
             return new
@@ -277,7 +231,7 @@ class StepLogits:
         return torch.stack(rows)
 
     def _run(self, steps: int) -> None:
-        """Drafts so many more states, and all of their logits."""
+        """Draft `steps` more states, and all of their logits."""
         if steps < 1:
             return
         begun, ids = perf_counter(), [seq.id for seq in self.seqs]

@@ -8,20 +8,20 @@ draft's distributions one by one as in a plain chain; phrases only spare forward
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from random import Random
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Parts, Sampling, at_least, between, true_or_false
+from forerun.methods.base import Parts, Sampling, flag, integer, number, setting
 from forerun.methods.chain import Chain, ChainDrafter, Drafting, FixedLength
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.methods.window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,31 +35,25 @@ if TYPE_CHECKING:
 SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
 
 
+def _are_sources(value: Any) -> bool:
+    return isinstance(value, str) and {*value.split("+")} <= {*SOURCES, ""}
+
+
 @dataclass(frozen=True)
-class _Phrases(Sampling, Drafting):
+class Phrases(Sampling, Drafting):
     """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
-    tokens in a draft's forward, and up to `suffixes` of them behind the draft. `sources` are those of phrases, with +
-    between them. `warm`: phrases of greedy output outlive it."""
+    tokens in a draft's forward, and up to `suffixes` of them as branches after the draft, for which the draft model
+    does nothing. `sources` are those of phrases, with + between them.
 
-    window: int = 0
-    guesses: int = 1
-    ngram: int = 5
-    suffixes: int = 1
-    sources: str = "prompt+output+rejected+suffixes"
-    warm: bool = True
+    If it is `warm`, phrases of greedy output outlive it. Every other sequence has a pool of its own: phrases after a
+    draft use up random numbers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("window", self.window, 0)
-        at_least("guesses", self.guesses, 0)
-        at_least("ngram", self.ngram, 2)
-        at_least("suffixes", self.suffixes, 0)
-        true_or_false("warm", self.warm)
-        if not isinstance(self.sources, str):
-            raise ValueError(f"sources must be names with + between them, not {self.sources!r}")
-        for source in filter(None, self.sources.split("+")):
-            if source not in SOURCES:
-                raise ValueError(f"sources must be of {'+'.join(SOURCES)}, not {source!r}")
+    window: int = integer(0, 0)
+    guesses: int = integer(1, 0)
+    ngram: int = integer(5, 2)
+    suffixes: int = integer(1, 0)
+    sources: str = setting("+".join(SOURCES), _are_sources, f"of {'+'.join(SOURCES)}")
+    warm: bool = flag(True)
 
     @property
     def any_tokenizer(self) -> bool:
@@ -69,64 +63,44 @@ class _Phrases(Sampling, Drafting):
     def phrases(self) -> tuple[int, int]:
         return self.ngram - 1, max(self.guesses, self.suffixes, 1)
 
+    @property
+    def most_greedy(self) -> float:
+        """Greedy sequences of a step that are drafted by phrases, at most; none are if there are more."""
+        return inf
+
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
-        return OuroborosDrafter(
-            parts.draft,
-            self.policy(parts),
-            parts.target.vocab_size,
-            self.verification == "block",
-            width=self.window,
-            guesses=self.guesses,
-            shape=self.phrases,
-            suffixes=self.suffixes,
-            sources=self.sources.split("+"),
-            pool=parts.pool(self.phrases) if self.warm else None,
-            most_greedy=self.most_greedy,
-        )
-
-    @property
-    def most_greedy(self) -> int | None:
-        """Greedy sequences that are drafted by phrases beside each other, at most; None for any number."""
-        return None
+        pool = parts.pool(self.phrases) if self.warm else None
+        return OuroborosDrafter(self, parts.draft, self.policy(parts), parts.target.vocab_size, pool)
 
 
 @dataclass(frozen=True)
-class Ouroboros(_Phrases):
+class Ouroboros(Phrases):
     """Drafts `gamma` tokens, several a forward where phrases foresaw them (arXiv 2402.13720)."""
 
-    gamma: int = 10
+    gamma: int = integer(10)
     name: ClassVar[str] = "ouroboros"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("gamma", self.gamma, 1)
 
     def policy(self, parts: Parts) -> LengthPolicy:
         return FixedLength(self.gamma)
 
 
 @dataclass(frozen=True)
-class PacerOuroboros(_Phrases, Pacer):
+class PacerOuroboros(Phrases, Pacer):
     """Pacer's rule on drafts by phrases. Its costs assume `share` forwards for a drafted token.
 
     In steps of more than `rows` greedy sequences these go without phrases: each saves forwards at other places than its
     neighbours, and checking phrases makes forwards larger.
     """
 
-    ngram: int = 9
-    suffixes: int = 0  # a draft that the layer has ended is hardly ever accepted to its end
-    share: float = 0.3
-    rows: int = 3
+    ngram: int = integer(9, 2)
+    suffixes: int = integer(0, 0)  # a draft that the layer has ended is hardly ever accepted to its end
+    share: float = number(0.3, 0, 1)
+    rows: int = integer(3)
     name: ClassVar[str] = "pacer-ouroboros"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("share", self.share, 0, 1)
-        at_least("rows", self.rows, 1)
-
     @property
-    def most_greedy(self) -> int:
+    def most_greedy(self) -> float:
         return self.rows
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
@@ -137,19 +111,68 @@ class PacerOuroboros(_Phrases, Pacer):
         return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0)
 
 
+class Window:
+    """The lookahead window (arXiv 2402.02057): guesses of the tokens to come that a model corrects with every forward.
+
+    `span` rows of `width` guesses; row k, column j (both from 0) stands j + k + 1 tokens after the end of a text. Row 0
+    is a chain, and every column goes on below it. That is a tree, and needs no mask of its own. One forward gives a
+    token after every column. It makes a phrase of `span` tokens under the column's first, and the newest row. Ours:
+    guesses keep their places when the text grows by several tokens, or shrinks.
+    """
+
+    def __init__(self, width: int, span: int, text: abc.Sequence[int], random: Random) -> None:
+        self.width, self.random, self.text = width, random, list(text)
+        self.rows = [self._any(width) for _ in range(span)]
+        self.end = len(text)  # of the text
+        self.nodes: list[int] = []  # of the last row, where it was last planted
+
+    def _any(self, count: int) -> list[int]:
+        """Return tokens to begin with: some of the prompt."""
+        return self.random.choices(self.text, k=count)
+
+    def plant(self, tree: Tree, at: int, end: int, depth: int) -> None:
+        """Grow the window after the node `at` of a tree, with which a text of `end` tokens ends, at most `depth` tokens
+        deep; leave out the columns that do not fit."""
+        moved = max(-self.width, min(end - self.end, self.width))
+        if moved:
+            some = [self._any(abs(moved)) for _ in self.rows]
+            pairs = zip(self.rows, some, strict=True)
+            self.rows = [[*row[moved:], *any_] if moved > 0 else [*any_, *row[:moved]] for row, any_ in pairs]
+        self.end, self.nodes = end, []
+        for column in range(min(self.width, depth - len(self.rows) + 1)):
+            at = tree.add(at, self.rows[0][column], "window")
+            node = at
+            for row in self.rows[1:]:
+                node = tree.add(node, row[column], "window")
+            self.nodes.append(node)
+
+    def harvest(self, argmax: abc.Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Return keys and phrases from the most probable token after every node, and move the window on by a token."""
+        if not self.nodes:
+            return []
+        newest = [argmax[node] for node in self.nodes]
+        found = [
+            (key, [*(row[column] for row in self.rows[1:]), newest[column]])
+            for column, key in enumerate(self.rows[0][: len(newest)])
+        ]
+        self.rows = [*self.rows[1:], newest + self._any(self.width - len(newest))]
+        self.end, self.nodes = self.end + 1, []
+        return found
+
+
 @dataclass
 class _Row:
     """What belongs to one sequence.
 
     Attributes:
-        learnt: up to where its text is in the pool.
-        chain: how many tokens of the present draft come from the draft model; None where it was made without phrases.
-        suffixes: phrases behind it, and their nodes.
+        read: up to where its text is in the pool.
+        chain: tokens of the present draft from the draft model; None if it was made without phrases.
+        suffixes: phrases after it, and their nodes.
     """
 
     pool: PhrasePool
     window: Window | None
-    learnt: int
+    read: int
     chain: int | None = None
     suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
 
@@ -163,46 +186,31 @@ class _Phrased(Chain):
 
 
 class OuroborosDrafter(ChainDrafter):
-    """A chain from the draft model, as long as the policy says, several tokens a forward where phrases fit; up to
-    `suffixes` phrases hang behind its end as branches, for which the draft model does nothing.
-
-    Where a step has more than `most_greedy` greedy sequences, these are drafted in step without phrases: each would
-    save forwards at other places than its neighbours, and checking phrases makes forwards larger.
-
-    With a `pool` the phrases of greedy sequences outlive them. Every other sequence has a pool of its own: phrases
-    behind a draft use up random numbers.
-    """
+    """A chain from the draft model, as long as the policy says, several tokens a forward where phrases fit."""
 
     def __init__(
         self,
+        settings: Phrases,
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int | None = None,
-        block: bool = True,
-        *,
-        width: int,
-        guesses: int,
-        shape: tuple[int, int],
-        suffixes: int,
-        sources: Collection[str],
         pool: PhrasePool | None = None,
-        most_greedy: int | None = None,
     ) -> None:
-        """`width` of the window, 0 for none; `guesses`: phrases that a forward checks at most; `shape`: the length of
-        phrases, and how many a token has at most."""
-        super().__init__(model, policy, vocab_size, block)
-        self.width, self.guesses, self.shape = width, guesses, shape
-        self.suffixes, self.sources, self.pool, self.most_greedy = suffixes, sources, pool, most_greedy
-        self.slack, self.spread = (width + guesses) * shape[0], suffixes * shape[0]
+        """`pool`: of greedy sequences."""
+        super().__init__(model, policy, vocab_size, settings.verification == "block")
+        self.settings, self.pool, self.sources = settings, pool, settings.sources.split("+")
+        self.span = settings.phrases[0]
+        self.slack, self.spread = (settings.window + settings.guesses) * self.span, settings.suffixes * self.span
         self.rows: dict[int, _Row] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from super().admit(seq, hidden, chunk)
         shared = self.pool if seq.greedy and seq.shares else None
-        pool = shared if shared is not None else pools.PhrasePool(*self.shape)
-        window = Window(self.width, self.shape[0], seq.tokens, Random(0)) if self.width else None
-        learnt = pool.learn(seq.tokens) if "prompt" in self.sources else len(seq.tokens) - 1
-        self.rows[seq.id] = _Row(pool, window, learnt)
+        pool = shared if shared is not None else pools.PhrasePool(*self.settings.phrases)
+        width = self.settings.window
+        window = Window(width, self.span, seq.tokens, Random(0)) if width else None
+        read = pool.learn(seq.tokens) if "prompt" in self.sources else len(seq.tokens) - 1
+        self.rows[seq.id] = _Row(pool, window, read)
 
     def drop(self, seq: Sequence) -> None:
         super().drop(seq)
@@ -210,7 +218,7 @@ class OuroborosDrafter(ChainDrafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
-        wide = self.most_greedy is not None and greedy > self.most_greedy
+        wide = greedy > self.settings.most_greedy
         for seq in seqs:
             self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
         plain = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs if wide and seq.greedy]
@@ -225,7 +233,7 @@ class OuroborosDrafter(ChainDrafter):
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
-        """Drafts for all chains, each at its own pace."""
+        """Draft for all chains, each at its own pace."""
         going = [chain for chain in chains if chain.depth > 0]
         for chain in going:
             chain.rule = self.policy.begin([chain.seq], 1)
@@ -248,26 +256,25 @@ class OuroborosDrafter(ChainDrafter):
         return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))
 
     def _tree(self, chain: _Phrased) -> Tree:
-        """What the draft model has not run of a sequence and its draft, and guesses of how it goes on."""
+        """Return what the draft model has not run of a sequence and its draft, with guesses of how it goes on."""
         seq, row = chain.seq, self.rows[chain.seq.id]
         pending = chain.pending(self.model.length(seq.id))
         tree = Tree(Draft.chain(pending[0], pending[1:]))
         tip = len(pending) - 1
         left = chain.depth - len(chain.tokens) - 1  # as the forward gives one token more
-        for phrase in row.pool.get(pending[-1], self.guesses):
+        for phrase in row.pool.get(pending[-1], self.settings.guesses):
             tree.branch(tip, self._known(phrase[:left]), "phrase")
         if row.window is not None:
             row.window.plant(tree, tip, len(seq.tokens) + len(chain.tokens), left)
         return tree
 
     def _known(self, phrase: abc.Sequence[int]) -> abc.Sequence[int]:
-        """A phrase, or nothing where the draft model has no embeddings for it."""
+        """Return a phrase, or nothing if the draft model has no embeddings for it."""
         return phrase if self._knows(phrase or [0]) else ()
 
     def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor, hidden: Tensor | None) -> tuple[bool, list[int]]:
-        """Drafts as long as the tree foresaw it: whether to go on, and the nodes to keep.
-
-        `logits` [N, V] and `hidden` [N, d] of the tree's nodes."""
+        """Draft as long as the tree foresaw it; return whether to go on, and the nodes to keep. `logits` [N, V] and
+        `hidden` [N, d] are of the tree's nodes."""
         seq, sampler, row = chain.seq, chain.seq.sampler, self.rows[chain.seq.id]
         node = len(seq.tokens) + len(chain.tokens) - self.model.length(seq.id) - 1
         path = list(range(node + 1))
@@ -285,9 +292,7 @@ class OuroborosDrafter(ChainDrafter):
                     (token,), here, q = sampling.next_tokens([sampler], here, lambda _: chain.text(), [source])
                 except sampling.RowError:  # nothing is left to draft
                     return False, path
-            chain.tokens.append(token)
-            if q is not None and chain.is_drawn:
-                chain.q.append(q[0])
+            chain.add(token, None if q is None else q[0])
             assert chain.rule is not None
             asked = perf_counter()
             (more,) = chain.rule.more(
@@ -308,12 +313,13 @@ class OuroborosDrafter(ChainDrafter):
     def _with_suffixes(self, chain: _Phrased) -> Draft:
         draft, row, count = chain.draft(), self.rows[chain.seq.id], len(chain.tokens)
         row.chain = count
-        room = chain.seq.remaining - 1 - count
-        if not self.suffixes or room < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None:
+        remaining = chain.seq.remaining - 1 - count
+        is_over = remaining < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None
+        if is_over or not self.settings.suffixes:
             return draft
         tree = Tree(draft)
-        for phrase in row.pool.get(draft.tokens[-1], self.suffixes):
-            row.suffixes.append((phrase, tree.branch(count, phrase[:room], "phrase")))
+        for phrase in row.pool.get(draft.tokens[-1], self.settings.suffixes):
+            row.suffixes.append((phrase, tree.branch(count, phrase[:remaining], "phrase")))
         return tree.draft()
 
     def observe(
@@ -323,7 +329,7 @@ class OuroborosDrafter(ChainDrafter):
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             row = self.rows[seq.id]
             count = draft.drafted if row.chain is None else row.chain
-            # The policy answers for the chain, not for the phrases behind it.
+            # The policy answers for the chain, not for the phrases after it.
             of_chains.append(replace(verdict, rejected=verdict.rejected and verdict.accepted < count))
             if row.chain is None or not verdict.argmax:  # one whose processor raised has none
                 continue
@@ -331,23 +337,22 @@ class OuroborosDrafter(ChainDrafter):
             if verdict.accepted < count and "rejected" in self.sources:
                 self._learn_rejected(row, draft, verdict)
             if "output" in self.sources:
-                row.learnt = row.pool.learn(seq.tokens, row.learnt)
+                row.read = row.pool.learn(seq.tokens, row.read)
             row.chain, row.suffixes = None, []  # a step without a draft may follow
         self.policy.observe(seqs, drafts, of_chains, hidden)
         self._crop(seqs)
 
     def _learn_rejected(self, row: _Row, draft: Draft, verdict: Verdict) -> None:
-        """From the rejected token on, the target's tokens behind each token of the chain."""
+        """Add the target's tokens after each token of the chain, from the rejected one on."""
         assert row.chain is not None
-        span = self.shape[0]
-        for node in range(verdict.accepted + 1, row.chain - span + 2):
-            row.pool.add(draft.tokens[node], verdict.argmax[node : node + span])
+        for node in range(verdict.accepted + 1, row.chain - self.span + 2):
+            row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
 
     def _feed_back(self, row: _Row, draft: Draft, argmax: list[int]) -> None:
-        """Phrases behind the chain become the target's tokens there, whether or not it came so far (the original does
-        this where it did)."""
+        """Replace phrases after the chain by the target's tokens there, whether or not it came so far (the original
+        does this if it did)."""
         assert row.chain is not None
         for phrase, nodes in row.suffixes if "suffixes" in self.sources else ():
-            if len(nodes) == self.shape[0]:
+            if len(nodes) == self.span:
                 row.pool.drop(draft.tokens[row.chain], phrase)
                 row.pool.add(draft.tokens[row.chain], [argmax[node] for node in (row.chain, *nodes[:-1])])

@@ -13,7 +13,7 @@ from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.heads.echo import SIZES, Echo
-from forerun.methods.base import Parts, Sampling, at_least, between
+from forerun.methods.base import Parts, Sampling, integer, number, one_of
 from forerun.methods.chain import Drafting
 from forerun.methods.confidence import ProductRule
 from forerun.methods.later import np, pre_verifier, quick, torch
@@ -42,29 +42,19 @@ SCORES: dict[str, Callable[[Array], Array]] = {
 class Pacer(Sampling, Drafting):
     """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
 
-    A block of None ("auto") is the best size by the table of costs; 4 where a threshold is given.
+    A block of None ("auto") is the best size by the table of costs; 4 with a threshold.
 
-    It stops behind a block where the `score` of its tokens' survival, their last, mean or min, is below `threshold`; a
+    It stops after a block if the `score` of its tokens' survival, their last, mean or min, is below `threshold`; a
     threshold of None ("auto") is the best one by the table of costs.
     """
 
-    block: int | None = None
-    threshold: float | None = None
-    score: str = "last"
-    most: int = 32
+    block: int | None = integer(None)
+    threshold: float | None = number(None, 0, 1)
+    score: str = one_of("last", "last", "mean", "min")
+    most: int = integer(32)
     name: ClassVar[str] = "pacer"
     layer: ClassVar[str | None] = "pre-verifier"
     kind: ClassVar[str | None] = "survival"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block is not None:
-            at_least("block", self.block, 1)
-        if self.threshold is not None:
-            between("threshold", self.threshold, 0, 1)
-        if self.score not in ("last", "mean", "min"):
-            raise ValueError(f"score must be last, mean or min, not {self.score!r}")
-        at_least("most", self.most, 1)
 
     @property
     def needs_costs(self) -> bool:
@@ -72,18 +62,11 @@ class Pacer(Sampling, Drafting):
 
     def policy(self, parts: Parts) -> LengthPolicy:
         assert parts.draft is not None and parts.pre_verifier is not None
-        return PacerStop(
-            parts.pre_verifier,
-            parts.draft.model.get_input_embeddings(),
-            self.block,
-            self.most,
-            self.threshold,
-            self.score,
-            lambda mode, rows: self.costs(parts, mode, rows),
-        )
+        made = parts.pre_verifier, parts.draft.model.get_input_embeddings(), self.block, self.most
+        return PacerStop(*made, self.threshold, self.score, lambda mode, rows: self.costs(parts, mode, rows))
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
-        """The table for so many rows of a mode that stop together."""
+        """Return the table for `rows` rows of a mode that stop together."""
         return parts.costs
 
 
@@ -95,15 +78,15 @@ def best_threshold(
     rows: int = 1,
     evidence: Array | None = None,
 ) -> tuple[float, float]:
-    """The threshold under which decoding is fastest by a table of costs, and its tokens per ms.
+    """Return the threshold with which decoding is fastest by a table of costs, and its tokens per ms.
 
     `traces` [N, G] are a calibrated layer's survival of the tokens of drafts. A draft that stops after n of them is
     worth 1 + the sum of their survival tokens. It takes n draft forwards, n / block calls of the layer and a forward
     of the target on n + 1 tokens. The threshold with the largest ratio of the sums over all drafts solves the stopping
-    problem among rules of this form. `evidence` [N, G] is what the rule goes by in their place.
+    problem among rules of this form. The rule goes by `evidence` [N, G], if given, in their place.
 
-    Several `rows` are drafted and verified as long as the longest of them. So they stop together, by the mean of their
-    scores; here drafts are put together at random.
+    A step of several `rows` takes as long as its longest draft. So they stop together, by the mean of their scores;
+    here drafts are put together at random.
     """
     block = min(block, traces.shape[1])
     blocks = traces.shape[1] // block
@@ -135,7 +118,7 @@ class _Past:
         echo: its text.
         runs: lengths of its last runs of accepted tokens, the present one first.
         target: [D] the target's LM-head input that gave its last token.
-        law: entropy and top probability of the target's law that its last token was chosen from.
+        law: entropy and top probability of the target's distribution that its last token was chosen from.
         length: of the sequence, when that token was the last one.
     """
 
@@ -147,14 +130,13 @@ class _Past:
 
 
 class PacerStop(LengthPolicy):
-    """Drafts in blocks of `block` tokens, at most `most`; stops behind a block if the `score` of its tokens' survival
-    is below `threshold`.
+    """The rule of `pacer`; arguments are its settings.
 
     Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or sampled, by
-    the table of costs and the number of rows (`best_threshold`). Without a block as well it takes the best of BLOCKS.
-    Where even so the layer's calls would cost more than they bring, it goes by the product of the draft's own
-    probabilities, token by token. Greedy rows then stop together; sampled rows stop as they would alone. No clock is
-    read. Without costs the threshold is 0.5.
+    the table of costs and the number of rows (`best_threshold`); without costs 0.5. Without a block as well it takes
+    the best of BLOCKS. If even so the layer's calls cost more than they bring, it goes by the product of the draft's
+    own probabilities, token by token. Greedy rows then stop together; sampled rows stop as they would alone. No clock
+    is read.
     """
 
     def __init__(
@@ -167,7 +149,7 @@ class PacerStop(LengthPolicy):
         score: str = "last",
         costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
     ) -> None:
-        """`costs` gives the table for rows of a mode, so many of which stop together; None: there is none."""
+        """`costs` returns the table for a number of rows of a mode that stop together, if any."""
         self.layer, self.embeddings, self.most = quick.quick(layer), embeddings, most
         self.block, self.threshold, self.score, self.costs = block, threshold, score, costs
         inputs = layer.config.inputs
@@ -188,7 +170,7 @@ class PacerStop(LengthPolicy):
         # Greedy rows without a draft have their part of the costs as well.
         together = rows - sum(not seq.greedy for seq in seqs)
         # Whether the draft model may draft it in calls of C.
-        is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.law is not None)
+        is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.distribution is not None)
         rules = {mode: self._rule(mode, together if mode == "greedy" else 1, is_alone) for mode in modes}
         return rules[modes[0]] if len(modes) == 1 else _ByMode(rules)
 
@@ -199,8 +181,8 @@ class PacerStop(LengthPolicy):
         return BlockRule(self, block, threshold, count if together else 1)
 
     def settings(self, mode: Mode, count: int, is_alone: bool) -> tuple[int, float, bool]:
-        """Block (0: go by the draft's probabilities), threshold, and whether `count` rows of a mode stop together.
-        `is_alone`: no other row drafts."""
+        """Return the block (0: go by the draft's probabilities), the threshold, and whether `count` rows of a mode stop
+        together. `is_alone`: no other row drafts."""
         step = 1 << max(0, count.bit_length() - 3)
         count = -(-count // step) * step  # so that few numbers are in use
         key = mode, count, is_alone
@@ -244,32 +226,25 @@ class PacerStop(LengthPolicy):
                 past.runs = [0.0, *past.runs[:2]]
             else:
                 past.runs[0] += 1
-        if self.weighing:
-            self._weigh(seqs, verdicts)
-
-    def _weigh(self, seqs: abc.Sequence[Sequence], verdicts: list[Verdict]) -> None:
-        """Keeps the entropy and the top probability of the law behind each last token."""
-        rows = [row for row, verdict in enumerate(verdicts) if verdict.scores is not None]
-        if not rows:
-            return
-        scores = torch.stack([verdicts[row].scores.float() for row in rows])  # type: ignore[union-attr]
-        for row, (entropy, top) in zip(rows, pre_verifier.law_of(scores).tolist(), strict=True):
-            past = self.past[seqs[row].id]
-            past.law, past.length = (entropy, top), len(seqs[row].tokens)
+        known = [(seq, each.scores) for seq, each in zip(seqs, verdicts, strict=True) if each.scores is not None]
+        if self.weighing and known:
+            laws = pre_verifier.law_of(torch.stack([scores.float() for _, scores in known])).tolist()
+            for (seq, _), (entropy, top) in zip(known, laws, strict=True):
+                self.past[seq.id].law, self.past[seq.id].length = (entropy, top), len(seq.tokens)
 
     def law(self, seq: Sequence) -> tuple[float, float]:
-        """The law that a sequence's last token was chosen from: unknown behind its prompt, and where it has grown
-        unobserved, as in a guard's pause."""
+        """Return entropy and top probability of the distribution that a sequence's last token was chosen from: unknown
+        after its prompt, and if it has grown unobserved, as in a guard's pause."""
         past = self.past[seq.id]
         return past.law if past.length == len(seq.tokens) else pre_verifier.UNKNOWN
 
 
 class BlockRule(StopRule):
-    """Pacer's rule for one draft; so many rows as stop `together` go by the mean of their scores."""
+    """Pacer's rule for one draft. With `together` above 1 that many rows stop together, by the mean of their scores."""
 
     def __init__(self, policy: PacerStop, block: int, threshold: float, together: int) -> None:
         self.policy, self.block, self.threshold, self.together = policy, block, threshold, together
-        self.looks: list[DraftState] = []  # of this block
+        self.states: list[DraftState] = []  # of this block
         self.ids: list[int] = []  # of the rows of `state`
         self.state: QuickState | None = None
 
@@ -286,15 +261,13 @@ class BlockRule(StopRule):
         return Bounds(self.min_more(len(drafted))) if self._judged(output)[0] else None
 
     def more(self, state: DraftState) -> list[bool]:
-        self.looks.append(state)
-        if state.depth < self.policy.most and state.depth % self.block:
-            return [True] * len(state.tokens)
-        if state.depth >= self.policy.most:
-            return [False] * len(state.tokens)
+        self.states.append(state)
+        if state.depth >= self.policy.most or state.depth % self.block:
+            return [state.depth < self.policy.most] * len(state.tokens)
         return self._judged(self._ask(state))
 
     def _judged(self, output: Array) -> list[bool]:
-        """Whether rows draft on, by the layer's output [R, b] for their last blocks."""
+        """Return whether rows draft on, by the layer's output [R, b] for their last blocks."""
         least, score = self.threshold, SCORES[self.policy.score]
         if self.together > 1 or self.policy.score == "mean":
             output = 1 / (1 + np.exp(-output))
@@ -306,15 +279,11 @@ class BlockRule(StopRule):
         return found
 
     def _ask(self, state: DraftState) -> Array:
-        """The layer's output [R, b] for the last block of the rows that have come here."""
-        looks, ids = self.looks, [seq.id for seq in state.seqs]
-        self.looks = []
-        new = len(looks)
+        """Return the layer's output [R, b] for the last block of the rows that have come here."""
+        ids, new = {seq.id for seq in state.seqs}, len(self.states)
+        parts = [each.part([row for row, seq in enumerate(each.seqs) if seq.id in ids]) for each in self.states]
+        self.states = []
         tokens = torch.tensor([drafted[-new:] for drafted in state.tokens], device=state.scores.device)
-        parts = []
-        for each in looks:
-            place = {seq.id: row for row, seq in enumerate(each.seqs)} if len(each.seqs) > len(ids) else None
-            parts.append(each if place is None else each.part([place[id] for id in ids]))
         scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
         hidden = torch.stack([part.hidden for part in parts], 1) if self.policy.wants_draft else None  # type: ignore[misc]
         chances = probs.probabilities_of(scores, tokens).tolist()
@@ -328,7 +297,7 @@ class BlockRule(StopRule):
         hidden: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> Array:
-        """The layer's output [R, b] for the last b tokens, of which `chances` has the probabilities."""
+        """Return the layer's output [R, b] for the last b tokens, whose probabilities are `chances`."""
         policy, ids, new = self.policy, [seq.id for seq in seqs], len(chances[0])
         if self.state is None:
             self.state = self._begin(seqs)

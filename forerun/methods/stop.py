@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftState:
-    """What a rule sees after a drafted token: the sequences that still draft. All of them are at one depth.
+    """What a rule sees after a drafted token: the sequences that still draft, all of them at one depth.
 
     Attributes:
-        seqs: the sequences.
         tokens: [R][depth] what each has drafted so far.
-        scores: [R, V] processed scores that gave the last tokens.
-        hidden: [R, d] the draft's LM-head inputs that gave them, where the policy wants them.
+        scores: [R, V] processed scores that the last tokens were chosen by.
+        hidden: [R, d] the draft's LM-head inputs that gave them, if the policy wants them.
     """
 
     seqs: abc.Sequence[Sequence]
@@ -35,7 +34,7 @@ class DraftState:
         return len(self.tokens[0])
 
     def part(self, rows: list[int]) -> DraftState:
-        """Only these rows."""
+        """Return the state of these rows alone."""
         if len(rows) == len(self.tokens):
             return self
         hidden = self.hidden[rows] if self.hidden is not None else None
@@ -45,8 +44,8 @@ class DraftState:
 
 @dataclass(frozen=True)
 class Bounds:
-    """A rule in numbers: at most `most` tokens; it ends with one that is less probable than `least`, or with which all
-    are together less probable than `product`."""
+    """A rule in numbers: at most `most` tokens. The draft ends with a token less probable than `least`, or with one
+    that makes all of them together less probable than `product`."""
 
     most: int
     least: float = 0.0
@@ -61,24 +60,24 @@ class StopRule(Protocol):
     """
 
     def more(self, state: DraftState) -> list[bool]:
-        """Whether each row drafts on. A row that has stopped is not asked about again."""
+        """Return whether each row drafts on. A row that has stopped is not asked about again."""
         raise NotImplementedError
 
     def bounds(self) -> Bounds | None:
-        """What it says of the first tokens of one row, where numbers can say it."""
+        """Return the rule for the first tokens of one row, if numbers can express it."""
         return None
 
     def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
-        """What it says of the tokens after those of its bounds, by their probabilities; None: no more of them."""
+        """Return the rule for the tokens after those of its bounds, given their probabilities; None to stop."""
         return None
 
     def min_more(self, depth: int) -> int:
-        """How many more tokens, at least one, rows at `depth` draft whatever the tokens are."""
+        """Return how many more tokens, at least one, rows at `depth` draft whatever the tokens are."""
         return 1
 
 
 class LengthPolicy(Protocol):
-    """What is known of each sequence from draft to draft, keyed by its id; `begin` makes the rule of one draft.
+    """What is known of each sequence from draft to draft, by its id; `begin` makes the rule of one draft.
 
     Attributes:
         wants_draft, wants_target: whether it needs the draft's and the target's hidden states.
@@ -88,19 +87,26 @@ class LengthPolicy(Protocol):
     wants_target: bool = False
 
     def admit(self, seq: Sequence) -> None:
-        """A sequence joins."""
+        """Add a sequence."""
         return
 
     def drop(self, seq: Sequence) -> None:
-        """A sequence leaves; nothing happens where it never joined."""
+        """Remove a sequence, if it was added."""
         return
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        """The rule of a draft of these sequences, which grow in step. `rows`: how many the target's forward has."""
+        """Return the rule of a draft of these sequences, which grow in step. `rows`: those of the target's forward."""
         raise NotImplementedError
 
     def observe(
         self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        """The verdicts on drafts; arguments as for a drafter."""
+        """Record the verdicts on drafts; arguments as for a drafter."""
         return
+
+
+class Fixed(LengthPolicy, StopRule):
+    """A policy with one rule for every draft: itself."""
+
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
+        return self

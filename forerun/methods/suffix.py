@@ -1,4 +1,4 @@
-"""Suffix drafting: what followed the longest stretch that the text ends with, where it occurred before.
+"""Suffix drafting: what followed earlier occurrences of the longest stretch that the text ends with.
 
 The method is SuffixDecoding's (arXiv 2411.04975; Arctic Inference has an implementation). The length of a draft follows
 from the length of the match, its tokens from counts, and of this text and earlier outputs the one with the higher score
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.automaton import Automaton
-from forerun.methods.base import Method, Parts, at_least, between, true_or_false
+from forerun.methods.base import Method, Parts, flag, integer, number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LONGEST = 64  # tokens that are looked up in earlier outputs
 LEAD = 8  # of a prompt's last tokens that are kept with its output, so that its first tokens are found again
-PART = 4096  # tokens of a prompt that are read at once: a few milliseconds
+PART = 4096  # prompt tokens that are read at once: a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -33,41 +33,30 @@ class Suffix(Method):
     or in earlier outputs.
 
     At most `factor` * match + `offset` tokens and at most `most`, the best `width` of each place (1: a chain), none
-    whose path is less probable than `least` by its counts. Earlier outputs have up to `memory` tokens together, and are
-    there where it is `warm`.
+    whose path is less probable than `least` by its counts. Earlier outputs have up to `memory` tokens together; they
+    are used if it is `warm`, except by and from salted requests.
 
     The defaults are ours, for a CPU: there every token that is verified costs. Where it is free, longer drafts pay.
     """
 
-    factor: float = 1.0
-    offset: float = 0.0
-    most: int = 16
-    width: int = 1
-    least: float = 0.3
-    memory: int = 65536
-    warm: bool = True
+    factor: float = number(1.0, 0, 100)
+    offset: float = number(0.0, 0, 100)
+    most: int = integer(16)
+    width: int = integer(1)
+    least: float = number(0.3, 0, 1)
+    memory: int = integer(65536)
+    warm: bool = flag(True)
     name: ClassVar[str] = "suffix"
-
-    def __post_init__(self) -> None:
-        between("factor", self.factor, 0, 100)
-        between("offset", self.offset, 0, 100)
-        at_least("most", self.most, 1)
-        at_least("width", self.width, 1)
-        between("least", self.least, 0, 1)
-        at_least("memory", self.memory, 1)
-        true_or_false("warm", self.warm)
 
     @property
     def phrases(self) -> tuple[int, int]:
-        """A memory: its texts have no fixed length, hence the 0."""
         return 0, self.memory
 
     def build(self, parts: Parts) -> Drafter:
         return self.suffixes(parts)
 
     def suffixes(self, parts: Parts) -> SuffixDrafter:
-        kept = parts.memory(self.memory) if self.warm else None
-        return SuffixDrafter(self.factor, self.offset, self.most, self.width, self.least, kept)
+        return SuffixDrafter(self, parts.pool(self.phrases) if self.warm else None)
 
 
 @dataclass
@@ -78,7 +67,7 @@ class _Text:
     last: int = 0
     known: int = 0
 
-    def learn(self, tokens: list[int], end: int) -> None:
+    def read(self, tokens: list[int], end: int) -> None:
         extend, last = self.automaton.extend, self.last
         for token in tokens[self.known : end]:
             last = extend(last, token)
@@ -86,29 +75,17 @@ class _Text:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts at most `factor` * match + `offset` tokens behind a match, and at most `most`: the best `width` of each
-    place, as a tree, none whose path is less probable than `least` by its counts. Drafts are point masses.
+    """Drafts point masses by the settings of its method. Outputs go to the `memory` when they end."""
 
-    With a `memory`, outputs go there when they end, and are drafted from, those of salted requests excepted.
-    """
-
-    def __init__(
-        self,
-        factor: float,
-        offset: float,
-        most: int,
-        width: int,
-        least: float,
-        memory: SuffixMemory | None = None,
-    ) -> None:
-        self.factor, self.offset, self.most, self.width, self.least = factor, offset, most, width, least
-        self.memory, self.spread = memory, most if width > 1 else 0
+    def __init__(self, settings: Suffix, memory: SuffixMemory | None = None) -> None:
+        self.settings, self.memory = settings, memory
+        self.spread = settings.most if settings.width > 1 else 0
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         row = self.rows[seq.id] = _Text()
         for end in range(PART, len(seq.tokens), PART):
-            row.learn(seq.tokens, end)
+            row.read(seq.tokens, end)
             yield 0
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
@@ -121,9 +98,9 @@ class SuffixDrafter(Drafter):
             self.memory.add(seq.tokens[max(0, seq.prompt_length - LEAD) :])
 
     def find(self, seq: Sequence) -> tuple[Draft, float]:
-        """A draft and its score: how many of its tokens are right, if counts are probabilities."""
+        """Return a draft and its score: how many of its tokens are right, if counts are probabilities."""
         row, tokens = self.rows[seq.id], seq.tokens
-        row.learn(tokens, len(tokens))
+        row.read(tokens, len(tokens))
         state = row.automaton.links[row.last]
         best = self._grow(row.automaton, state, row.automaton.longest[state], seq)
         if self.memory is not None and seq.shares:
@@ -138,12 +115,13 @@ class SuffixDrafter(Drafter):
         return self._draft(seq, found, parents), score
 
     def _grow(self, automaton: Automaton, state: int, match: int, seq: Sequence) -> tuple[list[int], list[int], float]:
-        """Tokens, parents and score of what followed a match of so many tokens."""
-        nodes, depth = min(self.most, int(self.factor * match + self.offset)), seq.remaining - 1
+        """Return tokens, parents and score of what followed a match of `match` tokens."""
+        asked, depth = self.settings, seq.remaining - 1
+        nodes = min(asked.most, int(asked.factor * match + asked.offset))
         if not match or min(nodes, depth) < 1:
             return [], [], 0.0
-        tokens, parents, chances = automaton.grow(state, nodes, depth, self.least, self.width, seq.eos)
-        return tokens, parents, sum(chances)
+        tokens, parents, probs = automaton.grow(state, nodes, depth, asked.least, asked.width, seq.eos)
+        return tokens, parents, sum(probs)
 
     def _draft(self, seq: Sequence, tokens: list[int], parents: list[int]) -> Draft:
         root, sampler = seq.tokens[-1], seq.sampler

@@ -1,8 +1,8 @@
 """Drafting with a model of another tokenizer (Timor et al., arXiv 2502.05202): by shared tokens, or by text.
 
-The paper's TLI draws from the draft's distribution at the tokens that both have, its SLEM cuts the draft's text into
-the target's tokens. Both leave the target's distribution as it is: the acceptance rule gets the distribution that was
-drawn from, and tokens made of text are point masses. So what the draft misreads can cost acceptance, and nothing else.
+The paper's TLI samples from the draft's distribution at the tokens that both have, its SLEM cuts the draft's text into
+the target's tokens. Both keep the target's distribution: the acceptance rule gets the distribution that was sampled
+from, and tokens made of text are point masses. So what the draft misreads can cost acceptance, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,10 +26,9 @@ from forerun.text.vocabularies import REACH, Translation
 
 
 class Reader:
-    """What a target has committed of a sequence, in the draft's tokens.
+    """The committed tokens of a sequence, translated to the draft's tokens.
 
-    As long as the target's tokens are the draft's as well, each is read as that. Where one is not, the text is cut anew
-    from the beginning of its word.
+    A token that both have is read as such. For others the text is cut anew from the beginning of its word.
 
     Attributes:
         tokens: the draft's tokens for all that was read.
@@ -38,11 +38,11 @@ class Reader:
         self.translation = translation
         self.tokens: list[int] = list(translation.draft.front)
         self._own: list[int] = []  # the target's tokens that were read
-        self._ends = [len(self.tokens)]  # how many of ours stand for the first i of them; -1 where none ends there
+        self._ends = [len(self.tokens)]  # the number of ours for the first i of them; -1 if none ends there
 
     def read(self, tokens: abc.Sequence[int]) -> bool:
-        """Reads the target's tokens, in place of those that it has read and that differ. False where they end in half a
-        character that the draft has no tokens for; then that is not read, nor what goes with it."""
+        """Read the target's tokens, in place of those that differ from what was read. Return False if they end in half
+        a character that the draft has no tokens for; then its word is not read."""
         count = len(self._own)
         self._cut(count if list(tokens[:count]) == self._own else common(self._own, tokens))
         while len(self._own) < len(tokens):
@@ -51,14 +51,14 @@ class Reader:
         return True
 
     def _cut(self, count: int) -> None:
-        """Keeps the first `count` of the target's tokens, or fewer, up to where one of the draft's ends."""
+        """Keep the first `count` of the target's tokens, or fewer, up to where one of the draft's ends."""
         while self._ends[count] < 0:
             count -= 1
         del self._own[count:], self._ends[count + 1 :]
         del self.tokens[self._ends[count] :]
 
     def _read_one(self, token: int) -> bool:
-        """Reads a token for which one of the draft's stands, or none: it has no text."""
+        """Read a token that is one of the draft's, or none as it has no text. Return whether it is."""
         one, front = self.translation.reads.get(token), self.translation.draft.front
         if one is None and self.translation.target.of(token):
             return False
@@ -70,37 +70,31 @@ class Reader:
         return True
 
     def _read_on(self, tokens: abc.Sequence[int]) -> bool:
-        """Reads all tokens up to the next one without text, from the beginning of a word on."""
+        """Read all tokens up to the next one without text, from the beginning of a word on."""
         target, draft = self.translation.target, self.translation.draft
         here = stop = len(self._own)
         while stop < len(tokens) and target.of(tokens[stop]):
             stop += 1
         self._cut(self._word(tokens, here))
         span = tokens[len(self._own) : stop]
-        sizes = [len(target.of(token) or b"") for token in span]
         text = target.spell(span)
         found = self.translation.read(text)
         if found is None and stop < len(tokens):  # that character will never be whole
             found = draft.encode(text.decode("utf-8", "replace"))
         if found is None:
             return False
-        ends = {}
+        ends: dict[int, int] = {}
         if draft.spell(found) == text:
-            size = 0
-            for count, token in enumerate(found, len(self.tokens) + 1):
-                size += len(draft.of(token) or b"")
-                ends[size] = count
-        size = 0
-        for each in sizes:
-            size += each
-            self._ends.append(ends.get(size, -1))
+            sizes = accumulate(len(draft.of(token) or b"") for token in found)
+            ends = {size: count for count, size in enumerate(sizes, len(self.tokens) + 1)}
+        self._ends += [ends.get(size, -1) for size in accumulate(len(target.of(token) or b"") for token in span)]
         self.tokens += found
         self._own += span
         self._ends[-1] = len(self.tokens)
         return True
 
     def _word(self, tokens: abc.Sequence[int], here: int) -> int:
-        """Where the word begins that the token `here` belongs to; `here` itself where that is too far back."""
+        """Return where the word begins that the token `here` belongs to; `here` itself if that is too far back."""
         target = self.translation.target
         for at in range(here, max(here - REACH, 0) - 1, -1):
             if at < here and not target.of(tokens[at]):
@@ -115,12 +109,7 @@ class TranslatedDrafter(ChainDrafter):
     model would cut otherwise, its row is cropped to what is still right."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        policy: LengthPolicy,
-        vocab_size: int,
-        translation: Translation,
-        block: bool = True,
+        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
     ) -> None:
         assert not policy.wants_draft and not policy.wants_target  # such a layer belongs to a pair of one tokenizer
         super().__init__(model, policy, vocab_size, block)
@@ -152,8 +141,8 @@ class TranslatedDrafter(ChainDrafter):
         return min(seq.remaining - 1, context - len(self._text(seq)) + 1 if context else seq.remaining)
 
     def _settle(self, seq: Sequence) -> bool:
-        """Reads what the target has committed, and keeps as much of the model's row as is still right, but not the last
-        token, which is to be run. Whether there is anything to draft behind."""
+        """Read what the target has committed, and keep as much of the model's row as is still right, but not the last
+        token, which is to be run. Return whether there is anything to draft after."""
         reader, held = self._readers[seq.id], self._held[seq.id]
         is_read = reader.read(seq.tokens)
         right = len(held) if reader.tokens[: len(held)] == held else common(held, reader.tokens)
@@ -174,10 +163,10 @@ class TranslatedDrafter(ChainDrafter):
         return [*text[length:], *self._own(chain.tokens[max(0, length - len(text)) :])]
 
     def _at_once(self, chain: Chain, rule: StopRule) -> None:
-        """Never: what the model says is not yet what is drafted."""
+        """Return None: the model's tokens are not those that are drafted."""
 
     def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
-        """Drafted tokens, as the model has them."""
+        """Return drafted tokens, as the model has them."""
         raise NotImplementedError
 
     def _ran(self, ids: abc.Sequence[int], chains: abc.Sequence[abc.Sequence[int]]) -> None:
@@ -190,9 +179,9 @@ class SharedDrafter(TranslatedDrafter):
     tokens, and a length policy, sees that distribution, at the target's tokens."""
 
     def __init__(
-        self, model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool = True
+        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
     ) -> None:
-        super().__init__(model, policy, vocab_size, translation, block)
+        super().__init__(translation, model, policy, vocab_size, block)
         known = sorted(translation.shared.items())
         self._ids = {ours: theirs for ours, theirs in known if ours < vocab_size and theirs < model.vocab_size}
         self._ours = torch.tensor([*self._ids], device=model.device)
@@ -202,7 +191,7 @@ class SharedDrafter(TranslatedDrafter):
         return [self._ids[token] for token in tokens]
 
     def _goes_on(self, chain: Chain) -> bool:
-        token = chain.tokens[-1]  # a processor may have forced one that the draft has not got
+        token = chain.tokens[-1]  # a processor may have forced one that the draft lacks
         return len(chain.tokens) < chain.depth and token not in chain.seq.eos and token in self._ids
 
     def _roll(
@@ -226,16 +215,16 @@ class TextDrafter(TranslatedDrafter):
     length policy sees the draft's own tokens; a draft's verdict counts the target's."""
 
     def __init__(
-        self, model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool = True
+        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
     ) -> None:
-        super().__init__(model, policy, model.vocab_size, translation, block)
+        super().__init__(translation, model, policy, model.vocab_size, block)
         self.target_size = vocab_size
 
     def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
         return tokens
 
     def _goes_on(self, chain: Chain) -> bool:
-        # Behind a special token there is no text to go on with.
+        # After a special token there is no text to go on with.
         return len(chain.tokens) < chain.depth and self.translation.draft.of(chain.tokens[-1]) is not None
 
     def _is_argmax(self, seq: Sequence) -> bool:
@@ -254,15 +243,7 @@ class TextDrafter(TranslatedDrafter):
         drafts = [self._written(seq, draft.tokens[1:]) for seq, draft in zip(seqs, proposal.drafts, strict=True)]
         return replace(proposal, drafts=drafts)
 
-    def _written(self, seq: Sequence, said: abc.Sequence[int]) -> Draft:
-        chain = self.translation.write(seq.tokens, said)[: max(0, seq.remaining - 1)] if said else []
+    def _written(self, seq: Sequence, drafted: abc.Sequence[int]) -> Draft:
+        chain = self.translation.write(seq.tokens, drafted)[: max(0, seq.remaining - 1)] if drafted else []
         known = next((i for i, token in enumerate(chain) if token >= self.target_size), len(chain))
         return Draft.chain(seq.tokens[-1], seq.sampler.fitting(seq.tokens, chain[:known]))
-
-
-def translated(
-    model: CausalLM, policy: LengthPolicy, vocab_size: int, translation: Translation, block: bool
-) -> TranslatedDrafter:
-    """The chain drafter of a translation's way."""
-    kind = SharedDrafter if translation.way == "shared" else TextDrafter
-    return kind(model, policy, vocab_size, translation, block)

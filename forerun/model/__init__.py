@@ -1,1 +1,3 @@
-"""A Hugging Face model with its KV cache: one layout of a batch, one forward."""
+"""A Hugging Face model with its KV cache: rows, prompts, the flat inputs that every backend takes.
+
+`Forward` is the protocol of backends; `eager` is transformers' own."""

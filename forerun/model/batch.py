@@ -104,7 +104,7 @@ def pad(
     window: int | None = None,
     kinds: Sequence[str] | None = None,
 ) -> PaddedBatch:
-    """Lays out entries with padding, for a model of this device and dtype. Tells the cache where they will go.
+    """Lays out entries with padding, for a model of this device and dtype. Notes in the cache where they will go.
 
     `window`: how far attention sees back, None for everything; with `kinds`, layer types, only in sliding ones, and the
     mask is a dictionary by type.

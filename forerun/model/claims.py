@@ -1,4 +1,4 @@
-"""Whether a folder's weights have the sizes that its configuration claims, told from the files' headers.
+"""Whether a folder's weights have the sizes that its configuration claims, by the files' headers.
 
 Loading takes memory for what a configuration says, whatever the files hold. So the two are compared before.
 """
@@ -22,7 +22,7 @@ from forerun.model.support import context_of
 QUANTISED = "model.quantised.safetensors"  # the embedded pair's weights (`forerun.zoo.quantise`)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYERS, NAMES = 10_000, ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # most, and what they go by
-RENAMED = 2  # so many times the weights of its files may a model have whose weights go by other names there
+RENAMED = 2  # a model whose weights go by other names may have this many times the weights of its files
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -30,8 +30,8 @@ Shapes = dict[str, tuple[int, ...]]
 def stored_shapes(folder: Path) -> Shapes | None:
     """The shape of every tensor in a folder's safetensors files, of quantised ones as they are when they are restored.
 
-    Only headers are read. None where there are no such files or they are broken: who loads them says what is wrong.
-    Who loads quantised ones begins with the model: raises ValueError where those are broken.
+    Only headers are read. None if there are no such files or they are broken: loading them says what is wrong.
+    Loading quantised ones begins with the model: raises ValueError if those are broken.
     """
     if (folder / QUANTISED).is_file():
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-BLOCK = 256  # buffers hold a multiple of so many positions
+BLOCK = 256  # buffers hold a multiple of this many positions
 MAPPED = 2**20  # bytes from which on buffers on a CPU take memory page by page
 
 # Keys and values [G, n, D] of n positions, by layer; None for layers without buffers.
@@ -22,7 +22,7 @@ Buffers = tuple[Tensor, Tensor, Tensor | None]
 class KVCache(Cache):
     """Keys and values of sequences, one a row, in buffers [rows capacity, G, capacity, D] a layer.
 
-    A forward writes its new tokens behind each row's committed positions, provisionally. `commit` keeps a path of them.
+    A forward writes its new tokens after each row's committed positions, provisionally. `commit` keeps a path of them.
     The next forward overwrites the rest. A sliding window drops nothing, as masks do its work: a rollback is a smaller
     number. Buffers are allocated when they are first needed, and live as long as the cache. Where memory for them
     cannot be had, what asked for it raises, and rows, lengths and buffers are what they were.
@@ -57,7 +57,7 @@ class KVCache(Cache):
     # Rows.
 
     def row(self, id: int) -> int:
-        """The row of a sequence; raises KeyError where there is none."""
+        """The row of a sequence; raises KeyError if it has none."""
         return self._rows[id]
 
     def __contains__(self, id: object) -> bool:
@@ -69,7 +69,7 @@ class KVCache(Cache):
         return 0 if row is None else self.lengths[row]
 
     def add(self, id: int, reserve: int = 0) -> None:
-        """An empty row behind the others, with room for `reserve` positions."""
+        """An empty row after the others, with room for `reserve` positions."""
         if id in self._rows:
             raise ValueError(f"sequence {id} has a row already")
         self.reserve(len(self.ids) + 1, max([reserve, *self._reserves]))
@@ -80,7 +80,7 @@ class KVCache(Cache):
         self._reaches.append(0)
 
     def drop(self, id: int) -> None:
-        """Forgets a row. The last row takes its place. Nothing happens where there is none."""
+        """Forgets a row. The last row takes its place. Nothing happens if it has none."""
         if id not in self._rows:
             return
         self.mend(id)
@@ -106,7 +106,7 @@ class KVCache(Cache):
             for part in parts:
                 part.zero_()
             return False
-        self._reaches[row] = 0  # what is behind its length is known now
+        self._reaches[row] = 0  # what is after its length is known now
         return True
 
     def reset(self) -> None:
@@ -118,7 +118,7 @@ class KVCache(Cache):
         self._rows.clear()
 
     def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keeps the provisional entries `paths[r]` of each sequence, in that order, behind its committed ones."""
+        """Keeps the provisional entries `paths[r]` of each sequence, in that order, after its committed ones."""
         rows, sources, places = [], [], []
         for id, path in zip(ids, paths, strict=True):
             row = self._rows[id]
@@ -232,7 +232,7 @@ class KVCache(Cache):
         return (rows + 1) * longest * (position_bytes or self.position_bytes or 0) <= budget
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Has the buffers hold so many rows and positions; they are moved where they do not. What is committed stays,
+        """Has the buffers hold this many rows and positions; they are moved if they do not. What is committed stays,
         provisional entries may be lost. Nothing is allocated before the first forward. While buffers move, the old and
         the new ones take memory."""
         if rows <= self.rows_capacity and positions <= self.capacity:
@@ -306,7 +306,7 @@ class KVLayer(CacheLayerMixin):
         return first, second, both
 
     def moved(self, rows: int, positions: int) -> Buffers:
-        """What is committed, in new buffers for so many rows and positions, which the layer does not have yet."""
+        """What is committed, in new buffers of these sizes, which the layer does not have yet."""
         buffers = self._allocated(self.keys, self.values, rows, positions)
         for new, old in zip(buffers, (self.keys, self.values), strict=False):
             assert new is not None

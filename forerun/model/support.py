@@ -11,7 +11,7 @@ from forerun.model.compat import cache_argument
 POSITIONS = 1 << 24  # most of a model: tables of rotations are made for all of them
 _ATTENTION = {"full_attention", "sliding_attention"}
 # Their attention does not follow from `position_ids` and the mask alone, or they are encoders that count positions in
-# their own way or see what comes behind a token.
+# their own way or see what comes after a token.
 _OWN_POSITIONS = {"gpt_neo", "moshi"} | {
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -19,7 +19,7 @@ _OWN_POSITIONS = {"gpt_neo", "moshi"} | {
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """The longest sequence that a model's positions allow, None where its configuration names none.
+    """The longest sequence that a model's positions allow, None if its configuration names none.
 
     longrope ends where its short factors do: longer ones would change every position of a sequence, and drafts and
     other rows would decide when. Raises ValueError for more positions than POSITIONS.

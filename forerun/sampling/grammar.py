@@ -1,10 +1,10 @@
 """Output that follows a JSON schema, a regular expression or a grammar, by llguidance.
 
-A grammar changes the target's law and nothing else: behind every text it leaves the tokens that may follow there. It is
-a logits processor, so the draft model's law and the target's at every node of a draft go through it, and the acceptance
-rule is what it always was. Output follows the target's law, restricted to what the grammar allows and renormalised,
-step by step, whatever is drafted. Repetition penalties and biases come before it; temperature, top-k, top-p and min-p
-see what it left.
+A grammar changes the target's distribution and nothing else: after every text it leaves the tokens that may follow
+there. It is a logits processor, so the draft model's distribution and the target's at every node of a draft go through
+it, and the acceptance rule stays the same. Output follows the target's distribution, restricted to what the grammar
+allows and renormalised at each step, whatever is drafted. Repetition penalties and biases come before it; temperature,
+top-k, top-p and min-p see what it left.
 
 What "allows" means is llguidance's: a token whose text can go on to something whole, but where the grammar leaves one
 text only, the tokens in which the tokenizer would write it. Special tokens are never text; end tokens may come where
@@ -125,13 +125,13 @@ class _State:
 
 
 class Grammar(Constraint):
-    """Leaves the tokens that a grammar allows behind the output of one prompt.
+    """Leaves the tokens that a grammar allows after the output of one prompt.
 
     What it gives depends on its arguments alone. It remembers llguidance's state at the last text and what may follow
     the last `KEPT` texts, so that a node of a draft costs one step and not the whole text again.
 
-    Behind a text that the grammar forbids scores stay as they are. Such a node of a draft is never reached: its token
-    has the probability 0. `complete` is asked behind each token that has come, and raises where that is not so.
+    After a text that the grammar forbids scores stay as they are. Such a node of a draft is never reached: its token
+    has the probability 0. `complete` is asked after each token that has come, and raises where that is not so.
     """
 
     def __init__(self, matcher: LLMatcher, tokens: _Tokens, start: int) -> None:
@@ -143,7 +143,7 @@ class Grammar(Constraint):
         self._lock = Lock()  # a request may be given to several engines
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores [R, V] behind ids [R, n]: -inf for tokens that are not allowed, the vocabulary's padding too."""
+        """Scores [R, V] after ids [R, n]: -inf for tokens that are not allowed, the vocabulary's padding too."""
         size = scores.shape[-1]
         forbidden = np.zeros((len(scores), size), dtype=bool)
         for row, text in enumerate(input_ids[:, self._start :].tolist()):
@@ -153,7 +153,7 @@ class Grammar(Constraint):
         return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """How many tokens of a chain behind the tokens are allowed; those behind an end token are not."""
+        """How many tokens of a chain after the tokens are allowed; those after an end token are not."""
         text = list(tokens[self._start :])
         for count, token in enumerate(chain):
             allowed = self._state(text).allowed
@@ -170,7 +170,7 @@ class Grammar(Constraint):
         """
         state = self._state(list(ids[self._start :]))
         if state.wrong is not None:
-            raise FormError(f"the response_format cannot be kept behind {len(ids) - self._start} tokens: {state.wrong}")
+            raise FormError(f"the response_format cannot be kept after {len(ids) - self._start} tokens: {state.wrong}")
         return state.last
 
     def stop(self, other: _Stop | None) -> _Stop:
@@ -179,7 +179,7 @@ class Grammar(Constraint):
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
     def wrong(self, text: Sequence[int]) -> str | None:
-        """Why output cannot go on, None where it can."""
+        """Why output cannot go on, None if it can."""
         return self._state(text).wrong
 
     def forget(self) -> None:

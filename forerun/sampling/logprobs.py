@@ -1,4 +1,4 @@
-"""What the target's own law said about tokens, before any processor."""
+"""Log probabilities of tokens by the target's own distribution, before any processor."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob
     """The log probabilities of tokens [n] under logits [n, V], each with the `top` best in its place."""
     if not tokens:
         return []
-    law = logits.float().log_softmax(-1)
-    own = law.gather(1, torch.tensor(tokens, device=law.device)[:, None])[:, 0].tolist()
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
     if not top:
         return [Logprob(token, each) for token, each in zip(tokens, own, strict=True)]
-    best, ids = law.topk(min(top, law.shape[-1]), -1)
+    best, ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
     return [
         Logprob(token, each, tuple(zip(row, values, strict=True)))
         for token, each, row, values in zip(tokens, own, ids.tolist(), best.tolist(), strict=True)

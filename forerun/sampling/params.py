@@ -29,7 +29,7 @@ class SamplingParams:
             output, once and for every time. The prompt does not count.
         logit_bias: what is added to the scores of some token ids, from -100 to 100.
         stop: strings that end the text; none of them appears in it.
-        ignore_eos: go on behind the end token.
+        ignore_eos: go on after the end token.
         seed: what is sampled then follows from it, the model and the prompt alone: the same tokens by every method, and
             beside any neighbours (`forerun.sampling.seeded`). Row i of a batch uses stream i of the seed; streams of
             neighbouring seeds have nothing in common. None: from torch's own state, by the rule that accepts most

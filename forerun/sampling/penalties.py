@@ -1,5 +1,5 @@
 """OpenAI's penalties and biases as logits processors. They depend on their arguments alone, so that drafts may be
-judged with them: they are part of the target's law."""
+judged with them: they are part of the target's distribution."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
-from forerun.sampling.penalties import LogitBias
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.penalties import LogitBias, Penalties
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.seeded import SeededSampler
 
@@ -74,10 +75,10 @@ _PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, Logi
 
 
 class Constraint(LogitsProcessor):
-    """A processor that forbids tokens behind some texts, and can say so beforehand (`forerun.sampling.grammar`)."""
+    """A processor that forbids tokens after some texts, and can say so beforehand (`forerun.sampling.grammar`)."""
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """How many tokens of a chain behind the tokens are allowed."""
+        """How many tokens of a chain after the tokens are allowed."""
         raise NotImplementedError
 
 
@@ -97,10 +98,11 @@ class SamplingDistribution:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How a chain is sampled: each token from `law`, by its own of the `numbers` [n] (float64, in [0, 1)), or where
-    there are none by its race among the target's `size` tokens, of which `keys` has the key."""
+    """How a chain is sampled: each token from `distribution`, by its own of the `numbers` [n] (float64, in [0, 1)), or
+    without them by the seeded sampler of its position, of which `keys` has the key, among the target's `size` tokens.
+    """
 
-    law: SamplingDistribution
+    distribution: SamplingDistribution
     numbers: Tensor | None
     keys: Sequence[int] = ()
     size: int = 0
@@ -110,13 +112,13 @@ class Drafted(NamedTuple):
     """A chain that was drafted in one call (`forerun.model.causal_lm.CausalLM.chain`).
 
     Attributes:
-        laws: [n, V] that the tokens were sampled from, where that was by numbers.
-        chances: how probable each token was.
+        probs: [n, V] that the tokens were sampled from, if that was by numbers.
+        probabilities: of each token.
     """
 
     tokens: list[int]
-    laws: Tensor | None
-    chances: list[float]
+    probs: Tensor | None
+    probabilities: list[float]
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,40 @@ class Sampler:
     def __post_init__(self) -> None:
         if self.processors:
             object.__setattr__(self, "processors", LogitsProcessorList(map(_quickened, self.processors)))
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, prompt_length: int, vocab_size: int, extra: Iterable[LogitsProcessor] = ()
+    ) -> Sampler:
+        """Return the sampler of parameters. It does what transformers' `generate` does: `extra` processors come after
+        penalties and biases and before temperature, and one of a penalty's own class replaces it.
+
+        Raises ValueError for a bias on a token that is not in the vocabulary.
+        """
+        found: list[LogitsProcessor] = []
+        extra = list(extra)
+        repetition = logits_process.RepetitionPenaltyLogitsProcessor
+        if params.repetition_penalty != 1.0:
+            given = next((each for each in extra if type(each) is repetition), None)
+            found.append(given or repetition(float(params.repetition_penalty)))
+            extra = [each for each in extra if each is not given]
+        if params.presence_penalty or params.frequency_penalty:
+            found.append(Penalties(params.presence_penalty, params.frequency_penalty, prompt_length))
+        if params.logit_bias:
+            if max(params.logit_bias) >= vocab_size:
+                raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
+            found.append(LogitBias(params.logit_bias))
+        found += extra
+        if params.temperature > 0:
+            if params.temperature != 1.0:
+                found.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
+            if params.top_k:
+                found.append(logits_process.TopKLogitsWarper(int(params.top_k)))
+            if params.top_p < 1.0:
+                found.append(QuickTopP(float(params.top_p)))
+            if params.min_p:
+                found.append(logits_process.MinPLogitsWarper(float(params.min_p)))
+        return cls(not params.temperature, LogitsProcessorList(found))
 
     def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
         """Processed float32 scores [N, V] of logits [N, V]; `prefix(i)` gives the tokens before the i-th choice.
@@ -154,11 +190,11 @@ class Sampler:
         return scores
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
-        """The beginning of a chain of point masses behind the tokens that no grammar forbids.
+        """The beginning of a chain of point masses after the tokens that no grammar forbids.
 
-        To leave out the rest is exact: the target's law has nothing for a forbidden token, so it is never accepted and
-        takes nothing from what is left of the law. For a token that was sampled from `q` this would not do, as the
-        residual lacks `q`; but such tokens come from laws that went through the same grammar.
+        To leave out the rest is exact: the target gives a forbidden token no probability, so it is never accepted and
+        takes nothing from the residual. For a token sampled from `q` this would not do, as the residual lacks `q`; but
+        such tokens come from distributions that went through the same grammar.
         """
         for processor in self.processors or ():
             if isinstance(processor, Constraint):
@@ -171,16 +207,17 @@ class Sampler:
         return self.greedy and not self.processors
 
     @cached_property
-    def law(self) -> SamplingDistribution | None:
-        """What its tokens are sampled from, where that is all that processors do."""
-        warm, best = logits_process.TemperatureLogitsWarper, QuickTopP
-        kinds = [type(processor) for processor in self.processors or ()]
-        if self.greedy or kinds not in ([], [warm], [best], [warm, best]):
-            return None
-        facts = {name: value for each in self.processors or () for name, value in vars(each).items()}
-        if facts.get("min_tokens_to_keep", 1) > 1:
-            return None
-        return SamplingDistribution(*(float(facts.get(name, 1.0)) for name in ("temperature", "top_p")))
+    def distribution(self) -> SamplingDistribution | None:
+        """What its tokens are sampled from; None if processors do more than temperature and top-p, in this order."""
+        found, last = SamplingDistribution(), ""
+        for each in self.processors or ():
+            if type(each) is logits_process.TemperatureLogitsWarper and not last:
+                found, last = replace(found, temperature=float(each.temperature)), "temperature"
+            elif type(each) is QuickTopP and last != "top-p" and each.min_tokens_to_keep == 1:
+                found, last = replace(found, top_p=float(each.top_p)), "top-p"
+            else:
+                return None
+        return None if self.greedy else found
 
     @property
     def prefix_free(self) -> bool:
@@ -275,8 +312,8 @@ def _at(number: float, p: np.ndarray) -> int:
         return _last(p)
     first = block * _BLOCK
     tokens = p[first : first + _BLOCK]
-    behind = at - (below[block - 1] if block else 0.0)
-    index = int(tokens.cumsum(dtype=np.float64).searchsorted(behind, "right"))
+    rest = at - (below[block - 1] if block else 0.0)
+    index = int(tokens.cumsum(dtype=np.float64).searchsorted(rest, "right"))
     return first + (index if index < len(tokens) else _last(tokens))
 
 

@@ -26,12 +26,12 @@ _REST = 2**32  # the first number of no token
 
 @dataclass(frozen=True)
 class SeededSampler:
-    """The races of one position.
+    """Seeded sampling of the token at one position.
 
     Attributes:
         key: 64 bits that belong to it alone.
         names: [n] the tokens that probabilities are of, where these are those of a part of
-        size: so many tokens.
+        size: tokens of the whole vocabulary.
     """
 
     key: int
@@ -78,7 +78,7 @@ class SeededSampler:
 
 @dataclass(frozen=True)
 class SeededStream:
-    """The races of a sequence: those of one stream of a seed. Streams of neighbouring seeds have nothing in common."""
+    """Seeded sampling of a sequence, by one stream of a seed. Streams of neighbouring seeds have nothing in common."""
 
     seed: int
     stream: int = 0

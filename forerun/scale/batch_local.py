@@ -16,6 +16,7 @@ from forerun.api.decoder import Decoder
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
 from forerun.server.app import Settings, create_app
+from forerun.server.backend import until_ready
 from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.model.batch")
@@ -45,7 +46,7 @@ class Answerer:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._app.router.lifespan_context(self._app))
-            await self.worker.wait()
+            await until_ready(self.worker)
             self._open = stack.pop_all()
         return self
 

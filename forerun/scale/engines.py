@@ -23,7 +23,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from forerun.api.decoder import Decoder
 from forerun.scale.fleet import LostError
 from forerun.scale.parts import Face, Found, Part, decoded
+from forerun.server.backend import until_ready
 from forerun.server.errors import ApiError
+from forerun.server.readers import Readers
 from forerun.server.worker import Worker
 
 routers: dict[str, RequestRouter] = {}  # of this process, by application
@@ -33,9 +35,9 @@ class Engine:
     """What a replica is: a worker with its engine. It is there when its model is loaded."""
 
     async def __init__(self, make: Callable[[], Decoder]) -> None:  # type: ignore[misc]  # Serve awaits it
-        self.worker = Worker(make)
+        self.worker, self.readers = Worker(make), Readers()
         self.worker.start()
-        await self.worker.wait()
+        await until_ready(self.worker)
 
     async def face(self) -> Face:
         assert self.worker.decoder is not None
@@ -44,7 +46,7 @@ class Engine:
     async def decode(self, parts: list[Part], to: str) -> AsyncGenerator[Found | tuple[Any, ...], None]:
         """`decoded`, and what it raises for the client as a tuple. `to` is for the router."""
         try:
-            async with aclosing(decoded(self.worker, parts)) as stream:
+            async with aclosing(decoded(self.worker, self.readers, parts)) as stream:
                 async for found in stream:
                     yield found
         except ApiError as error:

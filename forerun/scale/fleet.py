@@ -6,20 +6,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, groupby
+from itertools import groupby
 from secrets import randbits
 from time import monotonic, perf_counter
 from typing import Protocol
 
+from forerun.api.decoder import Decoder
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request
 from forerun.scale.parts import Face, Found, Part
 from forerun.scale.routing import beginning, choose
-from forerun.server.errors import ApiError, decoding_failed, queue_full, shutting_down
-from forerun.server.metrics import Load
-from forerun.server.worker import Job, Worker
+from forerun.server.backend import Job, Load
+from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
 
 _LOG = logging.getLogger("forerun.server")
 
@@ -58,8 +58,8 @@ class Replicas(Protocol):
 class _Group:
     """The requests of a body with one prompt. They stay together: the first one has the prompt's log probabilities."""
 
-    def __init__(self, parts: dict[int, Part], ids: dict[int, int]) -> None:
-        self.parts, self.ids = parts, ids  # by index of the choice
+    def __init__(self, parts: dict[int, Part]) -> None:
+        self.parts = parts  # by index of the choice
         self.emitted: dict[int, list[int]] = {index: [] for index in parts}
         self.key = beginning(next(iter(parts.values())).tokens)
         self.name: str | None = None  # the replica that has it
@@ -71,8 +71,8 @@ class _Group:
         return [replace(part, emitted=tuple(self.emitted[index])) for index, part in self.parts.items()]
 
 
-class Fleet(Worker):
-    """A worker whose engines are elsewhere.
+class Fleet:
+    """The server's `Backend` whose engines are elsewhere.
 
     Attributes:
         resumed: answers, or their parts with one prompt, that went on with another replica.
@@ -80,32 +80,40 @@ class Fleet(Worker):
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        super().__init__(lambda: self.face.decoder())
         self._replicas = replicas
-        self.face: Face
+        self.decoder: Decoder | None = None
+        self.ready = asyncio.Event()
+        self.failed: BaseException | None = None
+        self.on_step: Callable[[Step, float], None] = lambda step, at: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._face: Face | None = None
         self.loads: Counter[str] = Counter()  # requests in flight
         self.resumed, self.recovered = 0, deque[float](maxlen=1000)
         self._away: dict[str, float] = {}  # until when one is not asked
         self._hits: dict[str, int] = {}
-        self._new_ids, self._tasks = count(), dict[Job, list[asyncio.Task[None]]]()
+        self._jobs: dict[Job, list[asyncio.Task[None]]] = {}
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._connecting = self._loop.create_task(self._connect())
+        self._connecting = asyncio.ensure_future(self._connect())
 
     async def _connect(self) -> None:
         try:
-            self.face = await self._replicas.face()
-            self.decoder = self.face.decoder()
+            self._face = await self._replicas.face()
+            self.decoder = self._face.decoder()
             self.ready.set()
         except Exception as error:
             self.failed = error
             self.on_failure()
 
-    async def stop(self, seconds: float = 4) -> None:
+    async def stop(self) -> None:
         self._connecting.cancel()
         self.give_up(shutting_down())
-        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def face(self) -> Face:
+        if self._face is None:
+            raise loading()
+        return self._face
 
     def load(self) -> Load:
         """Sum up what is known of the replicas."""
@@ -115,10 +123,6 @@ class Fleet(Worker):
             self._hits[name] = int(figures.get("hits", 0))  # also of those that are gone: it is a counter
         return Load(**{**total, "hits": sum(self._hits.values())})
 
-    @property
-    def ended(self) -> bool:
-        return not self._calls
-
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
         job, room, face = Job(begun), self.face.room, self.face
         if room is not None and len(requests) > room:
@@ -127,27 +131,30 @@ class Fleet(Worker):
             if face.positions is not None and face.reserve(request) > face.positions:
                 message = f"the prompt and its new tokens need {face.reserve(request)} positions of keys and values"
                 raise ApiError(400, f"{message}; a replica holds {face.positions}", "max_tokens")
-        if room is not None and len(self._jobs) + len(requests) > room * max(1, len(self._there())):
+        running = sum(len(each.open) for each in self._jobs)
+        if room is not None and running + len(requests) > room * max(1, len(self._there())):
             raise queue_full()
         seed, tasks = randbits(61), []
         for _, same in groupby(enumerate(requests), key=lambda each: list(each[1].tokens)):
-            parts = {index: Part.of(request, seed) for index, request in same}
-            ids = {index: next(self._new_ids) for index in parts}
-            job.open |= {id: index for index, id in ids.items()}
-            self._jobs |= dict.fromkeys(ids.values(), job)
-            group = _Group(parts, ids)
+            group = _Group({choice: Part.of(request, seed) for choice, request in same})
             self._place(group)  # at once, so that the next one sees it
             tasks.append(asyncio.ensure_future(self._follow(job, group)))
-        self._tasks[job] = tasks
+        self._jobs[job], job.open = tasks, {choice: choice for choice in range(len(requests))}
         return job
 
     def cancel(self, job: Job) -> None:
-        for id in job.open:
-            self._jobs.pop(id, None)
         job.open.clear()
-        for task in self._tasks.pop(job, ()):
+        for task in self._jobs.pop(job, ()):
             if task is not asyncio.current_task():
                 task.cancel()
+
+    def give_up(self, error: ApiError) -> None:
+        for job in [job for job in self._jobs if job.open]:
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: ApiError) -> None:
+        job.fail(error)
+        self.cancel(job)
 
     def _there(self) -> dict[str, int]:
         """What is in flight on each replica that can be asked."""
@@ -176,7 +183,7 @@ class Fleet(Worker):
                     self._place(group)
                     continue
                 try:
-                    await self._read(group)
+                    await self._read(job, group)
                     continue
                 except LostError as error:
                     self._lose(group, str(error))
@@ -190,10 +197,10 @@ class Fleet(Worker):
                 self._release(group, len(group.parts))
                 group.name = None
         except ApiError as error:
-            self.fail(job, error)
+            self._fail(job, error)
         except Exception as error:
             _LOG.exception("a request failed")
-            self.fail(job, decoding_failed(error))
+            self._fail(job, to_api_error(error))
         finally:
             self._release(group, len(group.parts))
 
@@ -207,7 +214,7 @@ class Fleet(Worker):
             raise ApiError(500, f"decoding failed: {group.lost} replicas were lost with it", code="replica_lost")
         self.resumed += 1
 
-    async def _read(self, group: _Group) -> None:
+    async def _read(self, job: Job, group: _Group) -> None:
         """Takes what a replica gives."""
         assert group.name is not None
         order, stream = list(group.parts), self._replicas.decode(group.name, group.rest())
@@ -225,15 +232,21 @@ class Fleet(Worker):
                     self.recovered.append(at - resumed_from)
                     resumed_from = None
                 for which, step in found:
-                    self._take(group, order[which], step, at)
+                    self._take(job, group, order[which], step, at)
         finally:
             await stream.aclose()
         if group.parts:
             raise LostError("its answer broke off")
 
-    def _take(self, group: _Group, index: int, step: Step, at: float) -> None:
-        group.emitted[index] += step.tokens
+    def _take(self, job: Job, group: _Group, choice: int, step: Step, at: float) -> None:
+        group.emitted[choice] += step.tokens
         if step.finish_reason is not None:
             self._release(group, 1)
-            del group.parts[index]
-        self._deliver([replace(step, id=group.ids[index])], at)
+            del group.parts[choice]
+        self.on_step(step, at)
+        if step.error is not None:
+            raise to_api_error(step.error)
+        if job in self._jobs:
+            job.put(choice, step, at)
+            if step.finish_reason is not None:
+                del job.open[choice]

@@ -9,7 +9,7 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
 
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from forerun.api.decoder import Decoder
 from forerun.api.requests import requests
@@ -17,6 +17,7 @@ from forerun.engine.engine import Engine, Step
 from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError
+from forerun.server.readers import Readers
 from forerun.server.worker import Worker
 
 BEAT = 2.0  # seconds without a step, behind which a replica says that it is there
@@ -67,14 +68,14 @@ def remade(parts: Sequence[Part], decoder: Decoder) -> list[Request]:
     return found
 
 
-async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
+async def decoded(worker: Worker, readers: Readers, parts: Sequence[Part]) -> AsyncGenerator[Found, None]:
     """The steps of parts with one prompt, and empty lists at the beginning and in between.
 
     Raises ApiError for what ends the body, and what the worker failed with where it can do no more.
     """
     yield []
     assert worker.decoder is not None
-    reading = asyncio.ensure_future(worker.call(remade, parts, worker.decoder))  # a grammar may take seconds
+    reading = asyncio.ensure_future(readers.call(remade, parts, worker.decoder))  # a grammar may take seconds
     try:
         while not (await asyncio.wait([reading], timeout=BEAT))[0]:
             yield []
@@ -88,7 +89,7 @@ async def decoded(worker: Worker, parts: Sequence[Part]) -> AsyncGenerator[Found
     try:
         while not job.ended:
             try:
-                found = await job.take(BEAT)
+                found = await job.wait(BEAT)
             except ApiError as error:
                 raise worker.failed or error from None
             yield [(index, step) for index, step, _ in found]
@@ -129,16 +130,11 @@ class Face:
         return cls(decoder.tokenizer, config, target.context, target.vocab_size, room, positions, spread)
 
     def decoder(self) -> Decoder:
-        """What reads bodies in the app's place of a Decoder. It cannot decode."""
-
-        def processors(config: Any, prompt_length: int, extra: Any = None) -> LogitsProcessorList:
-            return LogitsProcessorList(extra or [])
-
+        """Return what reads bodies in place of a Decoder. It cannot decode."""
         target = SimpleNamespace(
             context=self.context,
             vocab_size=self.vocab_size,
             model=SimpleNamespace(generation_config=self.config),
-            processors=processors,
         )
         return cast(Decoder, SimpleNamespace(target=target, tokenizer=self.tokenizer))
 

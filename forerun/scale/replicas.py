@@ -77,11 +77,12 @@ def app(args: Args) -> serve.Application:
     most = args.max_replicas or args.replicas
     if most < args.replicas:
         raise ValueError(f"max_replicas must be at least replicas, {args.replicas}, not {most}")
-    options = {"max_queue": 256} | args.load
+    shares = not args.load.keys().isdisjoint(("warm", "phrases"))
+    options = {"max_queue": 256, "share_outputs": shares} | args.load
     method = options.pop("method", None)
     rows = options.get("max_rows", 64)
     made = engines(
-        Loader(args.target, method, options, args.threads, is_shared=options.keys().isdisjoint(("warm", "phrases"))),
+        Loader(args.target, method, options, args.threads),
         least=args.replicas,
         most=most,
         rows=rows,

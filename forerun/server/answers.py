@@ -8,52 +8,56 @@ from typing import Any
 from uuid import uuid4
 
 from forerun.engine.engine import Step
+from forerun.engine.sequence import Request
+from forerun.server.backend import Job
 from forerun.server.errors import ApiError, timed_out
 from forerun.server.logprobs import LogprobsJson, TokenTexts, as_json
 from forerun.server.metrics import AnswerCounts
-from forerun.server.requests import Prepared
-from forerun.server.schemas import ChatBody, Message
-from forerun.server.worker import Job
+from forerun.server.schemas import ChatBody, SamplingBody
 from forerun.text.stop_strings import TextStream
 
 KEEP_ALIVE = 15.0  # seconds without a chunk
 
 
-class Choice:
-    """One of an answer's texts, with its log probabilities where they are wanted."""
+class _Choice:
+    """One of an answer's texts, with its log probabilities if the request asks for them."""
 
-    def __init__(self, text: TextStream, logprobs: LogprobsJson | None) -> None:
-        self.stream, self.logprobs = text, logprobs
-        self.parts: list[str] = []
+    def __init__(self, request: Request, stop: tuple[str, ...], texts: TokenTexts, is_chat: bool) -> None:
+        self.request, self.stream = request, TextStream(texts.tokenizer, request.tokens, stop)
+        self.logprobs = None if request.logprobs is None else LogprobsJson(texts, is_chat)
+        self.text = ""
         self.begun = False
         self.finish_reason: str | None = None
 
 
 class Answer:
-    """Takes the steps of a body's job, gives JSON.
+    """Takes the steps of a body's job and writes JSON.
 
     Attributes:
         counts: of all choices.
-        ended_by: why choices ended that have no reason of their own: "abort" where the reader has gone.
+        ended_by: the finish reason of choices without their own: "abort" if the reader has gone.
     """
 
-    def __init__(self, prepared: Prepared, job: Job, texts: TokenTexts, model: str) -> None:
-        self.prepared, self.job, self._texts = prepared, job, texts
-        self.body = prepared.body
-        self.is_chat = isinstance(self.body, ChatBody)
-        self.counts = AnswerCounts(job.begun, job.queued, sum(map(len, prepared.prompts)))
+    def __init__(
+        self,
+        body: SamplingBody,
+        requests: list[Request],
+        echo: list[str] | None,
+        job: Job,
+        texts: TokenTexts,
+        model: str,
+    ) -> None:
+        """`echo`: the texts of the prompts, if answers begin with them."""
+        self.body, self.job, self._echo, self._texts = body, job, echo, texts
+        self.prompts = [each.tokens for each in requests[:: body.n or 1]]
+        self._is_chat = isinstance(self.body, ChatBody)
+        self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=sum(map(len, self.prompts)))
         self.ended_by = "abort"
-        self.choices = [
-            Choice(
-                TextStream(texts.tokenizer, each.tokens, self.body.stop),
-                None if each.logprobs is None else LogprobsJson(texts, self.is_chat),
-            )
-            for each in prepared.requests
-        ]
-        self._scored: dict[int, LogprobsJson] = {}  # of each prompt, from its first choice for the other ones
-        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
+        self.choices = [_Choice(each, self.body.stop, texts, self._is_chat) for each in requests]
+        self._scored: dict[int, LogprobsJson] = {}  # of each prompt, from its first choice for the next ones
+        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"
-        if self.is_chat:
+        if self._is_chat:
             kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
         self._head = as_json({"object": kind, "id": self.id, "created": int(time()), "model": model})[:-1]
         options = self.body.stream_options
@@ -61,7 +65,7 @@ class Answer:
         self._usage_always = bool(options and options.continuous_usage_stats)
 
     async def whole(self, until: float) -> bytes:
-        """Return all of it. Raises ApiError where decoding ends with one, or `until` (perf_counter) has come."""
+        """Return all of it. Raises the ApiError that ends the job, or that of `until` (perf_counter)."""
         try:
             async for steps in _steps(self.job, until):
                 for index, step, at in steps:
@@ -71,13 +75,12 @@ class Answer:
             raise
         choices = []
         for index, choice in enumerate(self.choices):
-            text = "".join(choice.parts)
-            content = {"message": Message(content=text)} if self.is_chat else {"text": text}
-            choices.append(self._choice(index, content, choice.logprobs))
-        return self._json(choices, dict(self.counts.statistics()))
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            choices.append(self._choice(index, {"message": message} if self._is_chat else {"text": choice.text}))
+        return self._json(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
 
     async def chunks(self, until: float) -> AsyncIterator[bytes]:
-        """Yield server-sent events; an error is one of them. The last one is [DONE]."""
+        """Yield server-sent events. An error is one of them, and [DONE] is the last one."""
         try:
             async for steps in _steps(self.job, until):
                 if not steps:
@@ -86,7 +89,7 @@ class Answer:
                     for chunk in await self._chunks(index, step, at):
                         yield _event(chunk)
             if self._usage_at_end:
-                yield _event(self._json([], dict(self.counts.statistics())))
+                yield _event(self._json([], {"usage": self.counts.usage(), **self.counts.statistics()}))
         except Exception as error:
             self._failed(error)
             if not isinstance(error, ApiError):
@@ -100,42 +103,42 @@ class Answer:
     async def _take(self, index: int, step: Step, at: float) -> list[tuple[str, str]]:
         """Add a step to its choice; return the new pieces of text."""
         choice = self.choices[index]
-        self.counts.add(step, at)
+        self.counts.add(index, step, at)
         choice.finish_reason = step.finish_reason
         if not choice.begun:
             choice.begun = True
-            if self.prepared.echo is not None:
-                await self._echo(index, step, self.prepared.echo)
+            if self._echo is not None:
+                await self._begin_with_prompt(choice, step, index // (self.body.n or 1), self._echo)
         if choice.logprobs is not None:
             await choice.logprobs.add(step.logprobs)
         pieces = choice.stream.push(step.tokens, step.origins, step.finish_reason is not None)
-        choice.parts += [text for text, _ in pieces]
+        choice.text += "".join(text for text, _ in pieces)
         return pieces
 
-    async def _echo(self, index: int, step: Step, texts: list[str]) -> None:
-        """Begin a choice with its prompt. Of choices with one prompt only the first one's step has its log
-        probabilities, and comes first, as the engine takes requests in their order."""
-        choice, prompt = self.choices[index], index // (self.body.n or 1)
-        choice.parts.append(texts[prompt])
+    async def _begin_with_prompt(self, choice: _Choice, step: Step, prompt: int, texts: list[str]) -> None:
+        """The engine takes requests in order, so the first choice of a prompt comes first. Only its step has the
+        prompt's log probabilities."""
+        choice.text = texts[prompt]
         if choice.logprobs is None:
             return
         if step.prompt_logprobs is not None:
-            await choice.logprobs.add([self.prepared.requests[index].tokens[0], *step.prompt_logprobs])
+            await choice.logprobs.add([choice.request.tokens[0], *step.prompt_logprobs])
             self._scored[prompt] = choice.logprobs.copy()
         else:
             choice.logprobs = self._scored[prompt].copy()
 
     async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
-        """Return what a step brings: nothing where its text is held back, and nobody asked for steps."""
+        """Return the chunks of a step: none if its text is held back, unless the request asks for steps."""
         choice, found = self.choices[index], []
-        if self.is_chat and not choice.begun:
-            found.append(self._json([self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None)], {}))
+        if self._is_chat and not choice.begun:
+            first = {"delta": {"role": "assistant", "content": ""}}
+            found.append(self._json([self._choice(index, first, False)], {}))
         pieces = await self._take(index, step, at)
-        text, choice.parts = "".join(choice.parts), []
+        text, choice.text = choice.text, ""
         if not (text or self.body.forerun or choice.logprobs or choice.finish_reason):
             return found
         content: dict[str, Any] = {"text": text}
-        if self.is_chat:
+        if self._is_chat:
             content = {"delta": {"content": text} if text or not choice.finish_reason else {}}
         more: dict[str, Any] = {}
         if self.body.forerun:
@@ -147,29 +150,28 @@ class Answer:
                 "rejected": [self._texts.text(token) for token in step.rejected],
             }
         if not self._usage_at_end and all(each.finish_reason for each in self.choices):
-            statistics = self.counts.statistics()
-            more |= {"metrics": statistics.metrics, "timings": statistics.timings}
-        return [*found, self._json([self._choice(index, content, choice.logprobs)], more)]
+            more |= self.counts.statistics()
+        return [*found, self._json([self._choice(index, content)], more)]
 
-    def _choice(self, index: int, content: dict[str, Any], logprobs: LogprobsJson | None) -> bytes:
-        """A choice with the log probabilities that were not given out yet."""
-        found = {"index": index, **content, "finish_reason": self.choices[index].finish_reason}
-        return as_json(found)[:-1] + b',"logprobs":' + (b"null" if logprobs is None else logprobs.take()) + b"}"
+    def _choice(self, index: int, content: dict[str, Any], has_logprobs: bool = True) -> bytes:
+        """Return a choice, with the log probabilities that no chunk has had."""
+        choice = self.choices[index]
+        logprobs = choice.logprobs.take() if choice.logprobs is not None and has_logprobs else b"null"
+        found = as_json({"index": index, **content, "finish_reason": choice.finish_reason})
+        return found[:-1] + b',"logprobs":' + logprobs + b"}"
 
     def _json(self, choices: list[bytes], more: dict[str, Any]) -> bytes:
-        """A whole answer or a chunk. Choices may be large, so they are put in as they are."""
-        if self._usage_always:
-            more = {"usage": self.counts.usage()} | more
-        elif self._usage_at_end:
-            more = {"usage": None} | more
+        """Return an answer or a chunk. Choices may be large, so they are not encoded again."""
+        if self._usage_always or self._usage_at_end:
+            more = {"usage": self.counts.usage() if self._usage_always else None} | more
         rest = b"," + as_json(more)[1:] if more else b"}"
         return b"".join((self._head, b',"choices":[', b",".join(choices), b"]", rest))
 
 
 async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, float]]]:
-    """Yield a job's steps as they come, those that are there together; an empty list where none came for long."""
+    """Yield a job's steps as they come, and an empty list after `KEEP_ALIVE` seconds without any."""
     while not job.ended:
-        yield await job.take(max(0.0, min(KEEP_ALIVE, until - perf_counter())))
+        yield await job.wait(max(0.0, min(KEEP_ALIVE, until - perf_counter())))
         if job.open and perf_counter() >= until:  # what came in time is given out, however late it is read
             raise timed_out()
 

@@ -1,4 +1,4 @@
-"""The endpoints, and what is done with a body between its request and its answer."""
+"""The app: its endpoints, and the way of a body from its request to its answer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from forerun import __version__
 from forerun.api.decoder import Decoder
 from forerun.server import requests, schemas
 from forerun.server.answers import Answer
-from forerun.server.errors import ApiError, add_handlers, shutting_down, timed_out
+from forerun.server.backend import Backend
+from forerun.server.errors import ApiError, add_handlers, loading, shutting_down, timed_out
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
 from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
-from forerun.server.worker import Worker
-from forerun.text.chat import turn_ends
+from forerun.server.readers import Readers
 
 _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")
@@ -46,7 +46,7 @@ class Settings:
 
     Attributes:
         model: its name for clients.
-        max_body: bytes of a body; body_seconds: until it has to be there.
+        max_body: bytes of a body; body_seconds: until all of it must have come.
         max_seconds: of a request, from its headers to its last token.
         log_prompts: whether the log may hold prompts.
     """
@@ -75,30 +75,29 @@ class _Stream(StreamingResponse):
 
 
 class Service:
-    """An app's state.
+    """The state of an app.
 
     Attributes:
-        draining: no request is taken any more.
+        draining: no more requests are taken.
         open: bodies that are being answered.
     """
 
-    def __init__(self, worker: Worker, settings: Settings) -> None:
-        self.worker, self.settings = worker, settings
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        self.backend, self.settings, self.readers = backend, settings, Readers()
         self.draining = False
         self.open = 0
         self.began = int(time())
-        self.metrics = Metrics(worker.load)
-        worker.on_step = self.metrics.step
-        self._ends: frozenset[int] | None = None
+        self.metrics = Metrics(backend.load)
+        backend.on_step = self.metrics.step
         self._texts: TokenTexts | None = None
 
     def decoder(self) -> Decoder:
-        """Return the decoder. Raises ApiError while no request can be taken."""
+        """Return the backend's decoder. Raises ApiError while no request can be taken."""
         if self.draining:
             raise shutting_down()
-        if self.worker.decoder is None or not self.worker.ready.is_set():
-            raise ApiError(503, "the model is being loaded", code="loading")
-        return self.worker.decoder
+        if self.backend.decoder is None or not self.backend.ready.is_set():
+            raise loading()
+        return self.backend.decoder
 
     def check(self, body: schemas.Body, request: Request) -> Decoder:
         """Return the decoder for a body. Raises ApiError for another model's and for unsupported fields."""
@@ -116,13 +115,14 @@ class Service:
         if name is not None and name != self.settings.model:
             raise ApiError(404, f"there is no model {name[:100]!r} here", "model", "model_not_found")
 
-    async def call(self, request: Request, function: Callable[..., _T], *args: Any) -> _T:
-        """Call what takes long, in a thread for that, for as long as somebody waits for it. Raises ApiError."""
+    async def read(self, request: Request, function: Callable[..., _T], body: schemas.Body) -> _T:
+        """Check a body, and call a function with it and the decoder in a reader's thread. Raises ApiError."""
+        decoder = self.check(body, request)
 
         async def in_time() -> _T:
             try:
                 async with asyncio.timeout(self._until(request) - perf_counter()):
-                    return await self.worker.call(function, *args)
+                    return await self.readers.call(function, body, decoder)
             except TimeoutError:
                 raise timed_out() from None
 
@@ -131,20 +131,14 @@ class Service:
     def _until(self, request: Request) -> float:
         return float(request.state.arrived) + self.settings.max_seconds
 
-    async def answer(self, body: schemas.ChatBody | schemas.CompletionBody, request: Request) -> Response:
-        decoder = self.check(body, request)
-        if isinstance(body, schemas.ChatBody):
-            if self._ends is None:
-                self._ends = await self.call(request, turn_ends, decoder.tokenizer)
-            prepared = await self.call(request, requests.prepare_chat, body, decoder, self._ends)
-        else:
-            prepared = await self.call(request, requests.prepare_completion, body, decoder)
-        self.decoder()  # it may have begun to shut down meanwhile
-        if self._texts is None:
-            assert decoder.tokenizer is not None
-            self._texts = TokenTexts(decoder.tokenizer)
-        job = self.worker.submit(prepared.requests, request.state.arrived)
-        answer = Answer(prepared, job, self._texts, self.settings.model)
+    async def answer(self, body: schemas.SamplingBody, request: Request) -> Response:
+        prepare: Any = requests.prepare_chat if isinstance(body, schemas.ChatBody) else requests.prepare_completion
+        asked, echo = await self.read(request, prepare, body)
+        tokenizer = self.decoder().tokenizer  # raises if the server has begun to shut down meanwhile
+        assert tokenizer is not None
+        self._texts = self._texts or TokenTexts(tokenizer)
+        job = self.backend.submit(asked, request.state.arrived)
+        answer = Answer(body, asked, echo, job, self._texts, self.settings.model)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)
         at_end, until = partial(self._end, answer, request), self._until(request)
@@ -156,9 +150,9 @@ class Service:
             at_end()
 
     def _end(self, answer: Answer, request: Request) -> None:
-        """Count and log an answer that was given, or that nobody waits for any more."""
+        """Count and log an answer that is complete, or whose reader has gone."""
         self.open -= 1
-        self.worker.cancel(answer.job)
+        self.backend.cancel(answer.job)
         reasons = [choice.finish_reason or answer.ended_by for choice in answer.choices]
         counts = answer.counts
         self.metrics.answer(counts, reasons)
@@ -168,21 +162,21 @@ class Service:
             "n": answer.body.n or 1,
             "choices": len(answer.choices),
             "prompt": counts.prompt_tokens,
-            "tokens": counts.counts.tokens,
-            "tau": round(counts.counts.tau, 2),
+            "tokens": counts.tokens,
+            "tau": round(counts.tau, 2),
             "queue_ms": round(1000 * counts.waited, 1),
             "first_ms": round(1000 * counts.to_first, 1),
             "total_ms": round(1000 * (perf_counter() - counts.begun), 1),
             "reason": ",".join(sorted(set(reasons))),
         }
         if self.settings.log_prompts:
-            decoder: Any = self.worker.decoder
-            line["prompts"] = [requests.text_of(decoder, each) for each in answer.prepared.prompts]
+            decoder: Any = self.backend.decoder
+            line["prompts"] = [requests.text_of(decoder, each) for each in answer.prompts]
         _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()), extra={"line": line})
 
 
 async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T]) -> _T:
-    """Return what is wanted, given up when its reader has gone: then nobody sees the ApiError that is raised."""
+    """Return a result, or give it up when the reader has gone: nobody sees the ApiError that is raised then."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -200,15 +194,15 @@ async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.gather(found, left, return_exceptions=True)
 
 
-def create_app(worker: Worker, settings: Settings) -> FastAPI:
-    """Return the app; its lifespan starts and stops the worker."""
-    service = Service(worker, settings)
+def create_app(backend: Backend, settings: Settings) -> FastAPI:
+    """Return the app; its lifespan starts and stops the backend."""
+    service = Service(backend, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        backend.start()
         yield
-        await worker.stop()
+        await backend.stop()
 
     errors: dict[int | str, dict[str, Any]] = {each: {"model": schemas.ErrorBody} for each in ("4XX", "5XX")}
     app = FastAPI(
@@ -217,10 +211,17 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     app.state.service = service
     add_handlers(app)
     _add_api(app, service)
-    paths = _add_page(app)
+    page = {f"/{path.name}": path for path in sorted(STATIC.glob("*.*"))}
+    page["/"] = STATIC / "index.html"
+
+    async def page_file(request: Request) -> Response:
+        return FileResponse(page[request.url.path], headers=PAGE_HEADERS)
+
+    for path in page:
+        app.add_route(path, page_file, include_in_schema=False)
     app.add_middleware(BodyLimit, limit=settings.max_body, seconds=settings.body_seconds)
     if settings.api_key is not None:
-        app.add_middleware(ApiKey, key=settings.api_key, open_paths=frozenset(["/health", *paths]))
+        app.add_middleware(ApiKey, key=settings.api_key, open_paths=frozenset(["/health", *page]))
     app.add_middleware(RequestIds, on_status=service.metrics.status)
     if settings.allow_origin:
         app.add_middleware(
@@ -236,58 +237,42 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 def _add_api(app: FastAPI, service: Service) -> None:
     streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
-    # Answers are not put through their models: large ones are made piece by piece.
-    @app.post("/v1/chat/completions", response_model=schemas.ChatCompletion, responses=streams)
+    @app.post("/v1/chat/completions", responses=streams)
     async def chat_completions(body: schemas.ChatBody, request: Request) -> Response:
         return await service.answer(body, request)
 
-    @app.post("/v1/completions", response_model=schemas.TextCompletion, responses=streams)
+    @app.post("/v1/completions", responses=streams)
     async def completions(body: schemas.CompletionBody, request: Request) -> Response:
         return await service.answer(body, request)
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> schemas.Model:
+    async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        context = service.decoder().target.context
-        return schemas.Model(id=name, created=service.began, max_model_len=context)
+        about = {"created": service.began, "owned_by": "forerun", "max_model_len": service.decoder().target.context}
+        return {"id": name, "object": "model", **about}
 
     @app.get("/v1/models")
-    async def models() -> schemas.Models:
-        return schemas.Models(data=[await one_model(service.settings.model)])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [await model(service.settings.model)]}
 
     @app.post("/tokenize")
-    async def tokenize(body: schemas.TokenizeBody, request: Request) -> schemas.Tokens:
-        decoder = service.check(body, request)
-        tokens = await service.call(request, requests.tokenize, body, decoder)
-        return schemas.Tokens(count=len(tokens), max_model_len=decoder.target.context, tokens=tokens)
+    async def tokenize(body: schemas.TokenizeBody, request: Request) -> dict[str, Any]:
+        tokens = await service.read(request, requests.tokenize, body)
+        return {"count": len(tokens), "max_model_len": service.decoder().target.context, "tokens": tokens}
 
     @app.post("/detokenize")
-    async def detokenize(body: schemas.DetokenizeBody, request: Request) -> schemas.Text:
-        return schemas.Text(prompt=await service.call(request, requests.detokenize, body, service.check(body, request)))
+    async def detokenize(body: schemas.DetokenizeBody, request: Request) -> dict[str, str]:
+        return {"prompt": await service.read(request, requests.detokenize, body)}
 
     @app.get("/health")
-    async def health() -> schemas.Health:
+    async def health() -> dict[str, str]:
         service.decoder()
-        return schemas.Health()
+        return {"status": "ok"}
 
     @app.get("/version")
-    async def version() -> schemas.Version:
-        return schemas.Version(version=__version__)
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _add_page(app: FastAPI) -> list[str]:
-    """Add the files of the page, where they are there; return their paths."""
-    files = {f"/{path.name}": path for path in sorted(STATIC.glob("*.*"))}
-    if "/index.html" in files:
-        files["/"] = files["/index.html"]
-
-    async def page(request: Request) -> Response:
-        return FileResponse(files[request.url.path], headers=PAGE_HEADERS)
-
-    for path in files:
-        app.add_route(path, page, include_in_schema=False)
-    return list(files)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them. Texts are short, whatever a request holds."""
+"""Errors as OpenAI's clients read them, with short texts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from forerun.sampling.grammar import FormError
+
 LONGEST = 300  # characters of a message
-RETRY = 5  # seconds, for Retry-After
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-# What goes wrong with 500 and 504 would go wrong again, and OpenAI's clients try twice more.
+# OpenAI's clients try twice more; what gave 500 or 504 would go wrong again.
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     500: {"x-should-retry": "false"},
-    503: {"Retry-After": str(RETRY)},
+    503: {"Retry-After": "5"},
     504: {"x-should-retry": "false"},
 }
 
@@ -41,8 +42,8 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, _HEADERS.get(self.status, {}) | headers)
 
 
-def timed_out() -> ApiError:
-    return ApiError(504, "the answer took too long", code="timeout")
+def loading() -> ApiError:
+    return ApiError(503, "the model is being loaded", code="loading")
 
 
 def queue_full() -> ApiError:
@@ -53,12 +54,19 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
-def decoding_failed(error: BaseException) -> ApiError:
+def timed_out() -> ApiError:
+    return ApiError(504, "the answer took too long", code="timeout")
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Return what a client gets for an error of its request's steps."""
+    if isinstance(error, FormError):
+        return ApiError(400, str(error), "response_format")
     return ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding")
 
 
 def bounded(text: str) -> str:
-    """Return one line of at most `LONGEST` characters, which any encoding can hold."""
+    """Return one line of at most `LONGEST` characters that every encoding can hold."""
     line = " ".join(text[: 4 * LONGEST].split()).encode("utf-8", "replace").decode()
     return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
 
@@ -73,7 +81,7 @@ def blame(param: str | None) -> Iterator[None]:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give everything that goes wrong the one shape; 422 never appears."""
+    """Give all errors the one shape. No response has status 422."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -94,10 +102,9 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _from_pydantic(error: RequestValidationError) -> ApiError:
-    """Name the first thing that is wrong, without the input that pydantic would echo."""
+    """Name the first mistake, without the input that pydantic would echo."""
     first = error.errors()[0]
-    where = [str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int)]
-    param = ".".join(where) or "body"
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", "body", "invalid_json")
+    param = ".".join(str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int)) or "body"
     return ApiError(400, f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param)

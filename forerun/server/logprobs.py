@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from asyncio import sleep
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
-from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from forerun.sampling.logprobs import Logprob
 from forerun.text.stop_strings import StopStrings
 
-LEAST = -9999.0  # stands for minus infinity, which JSON has not
-CACHED = 1 << 16  # tokens whose text is remembered
-SLICE = 16  # tokens that are written at once; between two slices the event loop does what else there is
+LEAST = -9999.0  # for minus infinity, which JSON lacks
+CACHED = 1 << 16  # tokens whose text is kept
+SLICE = 16  # tokens that are written at once, before the event loop does other work
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=BaseModel.model_dump).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def as_json(content: Any) -> bytes:
@@ -26,22 +25,18 @@ def as_json(content: Any) -> bytes:
 
 
 class TokenTexts:
-    """Texts and bytes of one tokenizer's tokens. One is enough for all answers, as it remembers them."""
+    """Texts and bytes of a tokenizer's tokens, cached for all answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._stops = tokenizer, StopStrings(tokenizer, ())
         self.text = lru_cache(CACHED)(self._text)
         self.both = lru_cache(CACHED)(self._both)
-
-    @cached_property
-    def _bytes(self) -> Callable[[int], bytes]:
-        return StopStrings(self.tokenizer, ()).bytes_of
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _both(self, token: int) -> tuple[str, list[int]]:
-        return self.text(token), list(self._bytes(token))
+        return self.text(token), list(self._stops.bytes_of(token))
 
 
 class LogprobsJson:
@@ -55,7 +50,7 @@ class LogprobsJson:
         self._parts: dict[str, list[bytes]] = {name: [] for name in names}
 
     async def add(self, logprobs: Sequence[Logprob | int]) -> None:
-        """Go on with these. The first token of a prompt is given as its id: nothing came before it."""
+        """Append log probabilities. The first token of a prompt has none, and is given as its id."""
         for start in range(0, len(logprobs), SLICE):
             some = logprobs[start : start + SLICE]
             rows = [self._chat(each) if self._is_chat else self._plain(each) for each in some]
@@ -80,12 +75,12 @@ class LogprobsJson:
         logprob, top = max(LEAST, each.logprob), None
         if each.top:
             top = {text: logprob}  # the token itself is always named
-            for token, best in reversed(each.top):  # where texts are the same, the best one stays
+            for token, best in reversed(each.top):  # if two texts are the same, the best one stays
                 top[self._texts.text(token)] = max(LEAST, best)
         return text, logprob, top, offset
 
     def copy(self) -> LogprobsJson:
-        """Another choice's, with the same so far."""
+        """Return the same for another choice."""
         other = LogprobsJson(self._texts, self._is_chat)
         other._offset, other._parts = self._offset, {name: list(each) for name, each in self._parts.items()}
         return other

@@ -1,5 +1,5 @@
-"""What stands before the app: names for requests, the key, and bodies of bounded size. Plain ASGI: what wraps a
-response would hide that its reader has gone."""
+"""Plain ASGI middleware: ids of requests, the key, and bodies of bounded size. Middleware that wraps responses, as
+`@app.middleware("http")` does, would hide that a reader has gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun.server.errors import ApiError
 
 
 class RequestIds:
-    """Gives x-request-id back, or makes one, and notes when the request came. `on_status` gets each status."""
+    """Sends x-request-id back, or makes one, and notes when the request came. `on_status` gets each status."""
 
     def __init__(self, app: ASGIApp, on_status: Callable[[int], None]) -> None:
         self.app, self.on_status = app, on_status
@@ -39,7 +39,7 @@ class RequestIds:
 
 
 class ApiKey:
-    """Refuses who does not know the key. The time that takes says nothing about the key."""
+    """Refuses requests without the key. The time that takes says nothing about the key."""
 
     def __init__(self, app: ASGIApp, key: str, open_paths: frozenset[str]) -> None:
         self.app, self.open_paths = app, open_paths
@@ -55,7 +55,7 @@ class ApiKey:
 
 
 class BodyLimit:
-    """Reads a body to its end before the app is called. Refuses those that are too large or take too long."""
+    """Reads a body to its end before the app is called. Refuses bodies that are too large or take too long."""
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
         self.app, self.limit, self.seconds = app, limit, seconds
@@ -66,30 +66,29 @@ class BodyLimit:
         try:
             async with asyncio.timeout(self.seconds):
                 body = await self._read(Headers(scope=scope).get("content-length", ""), receive)
-        except (ApiError, TimeoutError) as error:
-            if not isinstance(error, ApiError):
-                error = ApiError(408, f"the body did not end within {self.seconds:g} seconds")
-            return await error.response(Connection="close")(scope, receive, send)  # the rest of the body is not read
-        messages: list[Message] = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
+        except TimeoutError:
+            error = ApiError(408, f"the body did not end within {self.seconds:g} seconds")
+            return await error.response(Connection="close")(scope, receive, send)
+        except ApiError as error:  # the rest of the body is not read
+            return await error.response(Connection="close")(scope, receive, send)
+        if body is None:
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_body() -> Message:
             return messages.pop() if messages else await receive()
 
-        if messages:
-            await self.app(scope, receive_body, send)
+        await self.app(scope, receive_body, send)
 
     async def _read(self, length: str, receive: Receive) -> bytes | None:
-        """Return the body; None where its sender has gone."""
-        too_large = ApiError(413, f"a body may have {self.limit} bytes")
-        if length.isdecimal() and (len(length) > 18 or int(length) > self.limit):
-            raise too_large
+        """Return the body, or None if its sender has gone."""
         body, more = bytearray(), True
-        while more:
+        while more and len(body) <= self.limit and not (length.isdecimal() and int(length[:18]) > self.limit):
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > self.limit:
-                raise too_large
             more = message.get("more_body", False)
+        if more or len(body) > self.limit:
+            raise ApiError(413, f"a body may have {self.limit} bytes")
         return bytes(body)

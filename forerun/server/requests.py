@@ -1,4 +1,4 @@
-"""From bodies to requests of the engine. Runs in threads for that, as texts may be long."""
+"""From bodies to requests of the engine. Runs in the readers' threads, as texts may be long."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,95 +19,80 @@ from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError, blame
 from forerun.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
-from forerun.text.chat import chat_prompt
+from forerun.text.chat import chat_prompt, turn_ends
 
-CHAT_TOKENS = 1024  # new tokens of an answer in a chat, where no number is given; OpenAI's for plain prompts is 16
+CHAT_TOKENS = 1024  # new tokens by default; OpenAI's for plain prompts is 16
 COMPLETION_TOKENS = 16
 MOST_CHOICES = 256  # answers of one request
-CHARACTERS = 32  # of a text for each token of the context; to tokenize more than that would hold up other requests
+CHARACTERS = 32  # most of a text for each token of the context; to tokenize more would hold up other requests
 
-# Names that a chat template cannot be given anew: what is said elsewhere in a body or is ours to say, and tools.
-_TAKEN = {"messages", "system", "tokenizer", "template_args", "functions", "tool_choice"}
-_TAKEN |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-# Fields that SamplingParams have under the same names.
-_SAME = [
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-    "response_format",
-]
+# Names that `chat_template_kwargs` cannot have: other fields of a body, names that the server gives, and tools.
+_RESERVED = {"messages", "system", "tokenizer", "template_args", "functions", "tool_choice"}
+_RESERVED |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAME_NAME = ("top_p", "min_p", "seed", *_PENALTIES, "ignore_eos", "response_format")  # as in SamplingParams
 _PROMPT = "prompt must be text, a list of texts, token ids, or a list of them"
 
-
-@dataclass(frozen=True)
-class Prepared:
-    """A body, ready for the engine.
-
-    Attributes:
-        prompts: token ids of each.
-        requests: one a choice, those of a prompt side by side.
-        echo: the text of each prompt, where answers are to begin with it.
-    """
-
-    body: SamplingBody
-    prompts: list[list[int]]
-    requests: list[Request]
-    echo: list[str] | None = None
+_turn_ends = lru_cache(1)(turn_ends)
 
 
-def prepare_chat(body: ChatBody, decoder: Decoder, ends: frozenset[int]) -> Prepared:
-    """Turn a chat into requests. `ends`: tokens that end a turn. Raises ApiError."""
-    given = body.chat_template_kwargs or {}
+# A body's requests: for each prompt, one for each of its `n` answers. And the texts of its prompts, if answers begin
+# with them.
+Prepared = tuple[list[Request], list[str] | None]
+
+
+def prepare_chat(body: ChatBody, decoder: Decoder) -> Prepared:
+    """Return the requests of a chat. Raises ApiError."""
+    template = body.chat_template_kwargs or {}
     with blame("chat_template_kwargs"):
-        for name in given:
-            if not name.isidentifier() or name in _TAKEN:
+        for name in template:
+            if not name.isidentifier() or name in _RESERVED:
                 raise ValueError(f"chat_template_kwargs cannot have the name {name[:40]!r}")
-        _check_length(len(json.dumps(given)) if given else 0, decoder)
+        _check_length(len(json.dumps(template)), decoder)
     with blame("messages"):
-        prompt = _render(body.messages, decoder, **given)
-        _, rows = encode(prompt, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
+        row = _render(body.messages, decoder, **template)
+        encode(row, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return _prepare(body, rows, decoder, CHAT_TOKENS, top, frozenset() if body.ignore_eos else ends)
+    ends = frozenset[int]() if body.ignore_eos else _turn_ends(decoder.tokenizer)
+    return _requests(body, [row], decoder, CHAT_TOKENS, top, ends), None
 
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
-    """Turn plain prompts into requests. Raises ApiError."""
+    """Return the requests of plain prompts. Raises ApiError."""
     with blame("prompt"):
         rows = encode_prompts(body.prompt, decoder)
-    prepared = _prepare(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, frozenset())
+    found = _requests(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, frozenset())
     if not body.echo:
-        return prepared
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    texts = [
-        each if isinstance(each, str) else text_of(decoder, row)
-        for each, row in zip(given if len(given) == len(rows) else rows, rows, strict=True)
-    ]
-    found, copies = list(prepared.requests), body.n or 1
+        return found, None
+    given = zip(_prompts(body.prompt), rows, strict=True)
+    echo = [each if isinstance(each, str) else text_of(decoder, row) for each, row in given]
     if body.logprobs is not None:  # of each prompt once
+        copies = body.n or 1
         found[::copies] = [replace(each, prompt_logprobs=True) for each in found[::copies]]
-    return replace(prepared, echo=texts, requests=found)
+    return found, echo
 
 
 def encode_prompts(prompt: Any, decoder: Decoder) -> list[list[int]]:
     """Return token ids of a string, a list of strings, tokens, or a list of token lists. Raises ValueError."""
-    is_tokens = isinstance(prompt, list) and bool(prompt) and _is_token(prompt[0])
-    many = [prompt] if isinstance(prompt, str) or is_tokens else prompt
-    if not isinstance(many, list) or not many:
+    prompts = _prompts(prompt)
+    if not prompts:
         raise ValueError(_PROMPT)
-    if len(many) > MOST_CHOICES:
+    if len(prompts) > MOST_CHOICES:
         raise ValueError(f"at most {MOST_CHOICES} prompts")
-    for each in many:
+    for each in prompts:
         if isinstance(each, str):
             _check_text(each, decoder)
         elif not isinstance(each, list) or not all(map(_is_token, each)):
             raise ValueError(_PROMPT)
-    return encode(many, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
+    return encode(prompts, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """Return the prompts of a body, which may be one; an empty list for other types."""
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_token(prompt[0]))
+    return [prompt] if is_one else prompt if isinstance(prompt, list) else []
 
 
 def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
@@ -141,25 +127,17 @@ def _is_token(value: Any) -> bool:
 
 
 def _render(messages: Any, decoder: Decoder, **template: Any) -> list[int]:
-    """Return the tokens of messages, which may have any form. Raises ValueError.
-
-    What clients send along is left out: nulls, and names of speakers. The newer name of the system's role is known.
-    """
-    size, cleaned = 0, messages
+    """Return the tokens of messages, which may have any form. Raises ValueError."""
+    _check_length(len(json.dumps(messages, ensure_ascii=False)), decoder)
     if isinstance(messages, list):
-        cleaned = []
-        for message in messages:
-            if isinstance(message, dict):
-                message = {key: each for key, each in message.items() if each is not None and key != "name"}
-                if message.get("role") == "developer":
-                    message["role"] = "system"
-                content = message.get("content")
-                parts = content if isinstance(content, list) else [content]
-                texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-                size += sum(len(text) for text in texts if isinstance(text, str))
-            cleaned.append(message)
-    _check_length(size, decoder)
-    return chat_prompt(decoder.tokenizer, cleaned, **template)
+        messages = [_known_keys(each) if isinstance(each, dict) else each for each in messages]
+    return chat_prompt(decoder.tokenizer, messages, **template)
+
+
+def _known_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """Leave out nulls and names of speakers, which clients send; the role `developer` is `system`."""
+    found = {key: each for key, each in message.items() if each is not None and key != "name"}
+    return found | {"role": "system"} if found.get("role") == "developer" else found
 
 
 def _check_length(characters: int, decoder: Decoder) -> None:
@@ -178,33 +156,33 @@ def _check_text(text: str, decoder: Decoder) -> None:
         raise ValueError("prompt has half of a surrogate pair, which is no character") from None
 
 
-def _prepare(
+def _requests(
     body: SamplingBody,
     rows: list[list[int]],
     decoder: Decoder,
-    default: int,
+    max_tokens: int,
     logprobs: int | None,
     ends: frozenset[int],
-) -> Prepared:
+) -> list[Request]:
     copies = body.n or 1
     if len(rows) * copies > MOST_CHOICES:
         raise ApiError(400, f"n times prompts is {len(rows) * copies}; at most {MOST_CHOICES}", "n")
-    given: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    given = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
     try:
         params = SamplingParams(
-            max_new_tokens=body.max_completion_tokens or body.max_tokens or default,
+            max_new_tokens=body.max_completion_tokens or body.max_tokens or max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_k=max(0, body.top_k or 0),
             stop=body.stop,
             logit_bias=body.logit_bias,
             **given,
         )
-        each = requests([row for row in rows for _ in range(copies)], params, decoder.target, decoder.tokenizer)
-    except ValueError as error:  # their first word is the field, but for what a grammar's compiler says
+        made = requests([row for row in rows for _ in range(copies)], params, decoder.target, decoder.tokenizer)
+    except ValueError as error:  # the first word is the field, except in messages of a grammar's compiler
         named = re.match(r"\w+", str(error))
         param = named[0] if named and named[0] in SamplingBody.model_fields else None
         if param is None and body.response_format is not None:
             param = "response_format"
         raise ApiError(400, str(error), param) from None
-    more: dict[str, Any] = {"plain": body.forerun_method == "ar", "logprobs": logprobs, "salt": body.cache_salt or ""}
-    return Prepared(body, rows, [replace(one, eos=one.eos | ends, **more) for one in each])
+    is_plain, salt = body.forerun_method == "ar", body.cache_salt or ""
+    return [replace(each, eos=each.eos | ends, plain=is_plain, logprobs=logprobs, salt=salt) for each in made]

@@ -1,8 +1,9 @@
-"""Listening, signals, and the end."""
+"""The process: the socket, signals, and the end."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
@@ -16,58 +17,52 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.server.app import Service, Settings, create_app
+from forerun.server.backend import Backend
 from forerun.server.errors import shutting_down
-from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")
 
 IDLE = 15  # seconds of a connection without a request
-STALLED = 60.0  # seconds that a reader may take nothing while there is more than fits into its buffers
-FLUSH = 5  # seconds for the last bytes when the server ends
-SWITCH = 0.0002  # seconds that the engine's thread waits for the loop's, and the other way round; 0.005 is Python's
+STALLED = 60.0  # seconds that a reader may take nothing while its buffers are full
+FLUSH = 5  # seconds for the last bytes at the end
+SWITCH = 0.0002  # seconds until the engine's thread and the loop's give way to each other; 0.005 is Python's
 
 
-class _Protocol(H11Protocol):
-    """uvicorn's own, which also closes connections that never ask or whose headers never end, and those of readers that
-    have stopped reading."""
+class Protocol(H11Protocol):
+    """uvicorn's own. It also closes connections without a request, connections whose headers never end, and those of
+    readers that have stopped reading."""
 
-    _stalled: asyncio.TimerHandle | None = None
-    _heading: asyncio.TimerHandle | None = None  # runs while headers are half there
+    _timer: asyncio.TimerHandle | None = None
+
+    def _abort_after(self, seconds: float | None) -> None:
+        """Close the connection after some time, unless this is called again before; None is never."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._abort_after(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unset_keepalive_if_required()
-        self._resumed()
-        self._headed()
+        self._abort_after(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._headed()
-        elif self._heading is None:
-            self._heading = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
-
-    def _headed(self) -> None:
-        if self._heading is not None:
-            self._heading.cancel()
-            self._heading = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():  # headers are incomplete
+            if self._timer is None:
+                self._abort_after(self.timeout_keep_alive)
+        elif not self.flow.write_paused:
+            self._abort_after(None)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self._stalled or self.loop.call_later(STALLED, self.transport.abort)
+        self._abort_after(STALLED)
 
     def resume_writing(self) -> None:
-        self._resumed()
+        self._abort_after(None)
         super().resume_writing()
-
-    def _resumed(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
 
 
 class Server(uvicorn.Server):
@@ -76,8 +71,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
         self.service, self.drain = service, drain
-        self._draining: asyncio.Task[None] | None = None
-        service.worker.on_failure = self._stop
+        service.backend.on_failure = self._stop
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -86,21 +80,18 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:
             self.force_exit = self.should_exit = True
+            return
         self.service.draining = True
-        self._loop.call_soon_threadsafe(self._begin_drain)
-
-    def _begin_drain(self) -> None:
-        if not self.should_exit and self._draining is None:
-            _LOG.info("shutting down; running requests have %g seconds", self.drain)
-            self._draining = self._loop.create_task(self._drain())
+        self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def _drain(self) -> None:
+        _LOG.info("shutting down; running requests have %g seconds", self.drain)
         try:
             async with asyncio.timeout(self.drain):
                 while self.service.open:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            self.service.worker.give_up(shutting_down())
+            self.service.backend.give_up(shutting_down())
         self._stop()
 
     def _stop(self) -> None:
@@ -108,24 +99,24 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    worker: Worker,
+    backend: Backend,
     settings: Settings,
-    found: socket.socket,
+    listening: socket.socket,
     *,
     drain: float = 30,
     log_level: str = "info",
     log_json: bool = False,
 ) -> None:
-    """Serve on a socket until a signal ends it. The worker gets its decoder after the first answers of /health.
+    """Serve on a socket until a signal ends it. The backend loads its models after the first answers of /health.
 
-    Raises what the worker fails with.
+    Raises what the backend fails with.
     """
     set_up_log(log_level, log_json)
     sys.setswitchinterval(SWITCH)
-    app = create_app(worker, settings)
+    app = create_app(backend, settings)
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -134,20 +125,18 @@ def serve(
         timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=FLUSH,
     )
-    address = found.getsockname()
+    address = listening.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     _LOG.info("http://%s:%d", host, address[1])
-    Server(config, app.state.service, drain).run(sockets=[found])
-    if worker.failed is not None:
-        raise worker.failed
+    Server(config, app.state.service, drain).run(sockets=[listening])
+    if backend.failed is not None:
+        raise backend.failed
 
 
-def leave(worker: Worker) -> None:
-    """End the process where its worker is in a long step, or still loading: nothing is lost, and Python would wait or
-    crash."""
-    if not worker.ended:
-        sys.stderr.flush()
-        os._exit(0)
+def leave() -> None:
+    """End the process at once: for a thread in a long step, or one that loads or reads, Python would wait, or crash."""
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def set_up_log(level: str, as_json: bool) -> None:

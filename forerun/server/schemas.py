@@ -1,13 +1,13 @@
-"""Bodies of requests and of answers; /openapi.json is made from them.
+"""Bodies of requests. /openapi.json is made from them.
 
-null means absent. Unknown fields are accepted, for the log to name.
+null means absent. Unknown fields are accepted, and the log names them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SkipValidation
 
 from forerun.server.errors import ApiError
 
@@ -41,28 +41,21 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Requests.
-
-
 def _as_tuple(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(value)
     return () if value is None else (value,)
 
 
-def _bias(value: Any) -> dict[int, float]:
+def _bias(value: Any) -> Any:
+    """Turn keys into token ids; SamplingParams check the values."""
     if value is None:
         return {}
     if not isinstance(value, dict) or len(value) > MOST_BIASES:
         raise ValueError(f"must be an object of at most {MOST_BIASES} numbers by token id")
-    found = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise ValueError("its keys must be token ids")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError("its values must be numbers between -100 and 100")
-        found[int(key)] = float(bias)
-    return found
+    if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in value):
+        raise ValueError("its keys must be token ids")
+    return {int(key): bias for key, bias in value.items()}
 
 
 def _encodable(text: str) -> str:
@@ -71,11 +64,6 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("has half of a surrogate pair, which is no character") from None
     return text
-
-
-def _unchecked(value: Any) -> Any:
-    """Leave a value to `forerun.server.requests`, whose messages say better what is wrong."""
-    return value
 
 
 class ChatMessage(BaseModel):
@@ -91,19 +79,16 @@ Stop = Annotated[
     BeforeValidator(_as_tuple, json_schema_input_type=str | list[str] | None),
 ]
 Bias = Annotated[Any, PlainValidator(_bias, json_schema_input_type=dict[str, float] | None)]
-Prompt = Annotated[
-    Any, PlainValidator(_unchecked, json_schema_input_type=str | list[str] | list[Token] | list[list[Token]])
-]
-Messages = Annotated[
-    Any, PlainValidator(_unchecked, json_schema_input_type=Annotated[list[ChatMessage], Field(min_length=1)])
-]
-TokenIds = Annotated[Any, PlainValidator(_unchecked, json_schema_input_type=list[Token])]
+# `forerun.server.requests` checks these; its messages are clearer.
+Prompt = SkipValidation[str | list[str] | list[Token] | list[list[Token]]]
+Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
+TokenIds = SkipValidation[list[Token]]
 Salt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT), AfterValidator(_encodable)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """Fields that all bodies have."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -127,7 +112,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingBody(Body):
-    """How to decode, the same for chats and for plain prompts. Other bounds are those of SamplingParams."""
+    """Fields that chats and plain prompts share. SamplingParams check the other bounds."""
 
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -176,169 +161,13 @@ class DetokenizeBody(Body):
     tokens: TokenIds
 
 
-# Answers.
-
-Reason = Literal["stop", "length"]
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class ErrorBody(BaseModel):
-    error: ErrorDetail
+    """The shape of every error."""
 
+    class Detail(BaseModel):
+        message: str
+        type: str
+        param: str | None
+        code: str | None
 
-class TokenDetails(BaseModel):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(BaseModel):
-    """OpenAI's."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    completion_tokens_details: TokenDetails
-
-
-class SpeculativeDecoding(BaseModel):
-    """Index j of the histogram counts the steps that accepted exactly j drafted tokens; their sum is
-    `num_spec_steps`. `tested_acceptance_rate` is accepted / tested, `draft_acceptance_rate` accepted / drafted."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    tested_acceptance_rate: float
-    acceptance_histogram: list[int]
-    num_spec_steps: int
-    num_draft_tokens: int
-    num_tested_draft_tokens: int
-    num_accepted_draft_tokens: int
-    num_spec_tokens: int
-
-
-class AnswerMetrics(BaseModel):
-    """vLLM's."""
-
-    time_to_first_token_ms: float
-    queue_time_ms: float
-    generation_time_ms: float
-    mean_itl_ms: float
-    tokens_per_second: float
-    speculative_decoding: SpeculativeDecoding
-
-
-class Timings(BaseModel):
-    """llama.cpp's."""
-
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
-
-
-class Statistics(BaseModel):
-    """What an answer says of itself, in three shapes."""
-
-    usage: Usage
-    metrics: AnswerMetrics
-    timings: Timings
-
-
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class TextLogprobs(BaseModel):
-    """Of the first token of a prompt there is none."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class Message(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: Message
-    logprobs: ChatLogprobs | None
-    finish_reason: Reason
-
-
-class TextChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Reason
-
-
-class _Answer(Statistics):
-    id: str
-    created: int
-    model: str
-
-
-class ChatCompletion(_Answer):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class TextCompletion(_Answer):
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "forerun"
-    max_model_len: int | None
-
-
-class Models(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class Tokens(BaseModel):
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-
-
-class Text(BaseModel):
-    prompt: str
-
-
-class Health(BaseModel):
-    status: Literal["ok"] = "ok"
-
-
-class Version(BaseModel):
-    version: str
+    error: Detail

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant")
-_ANSWER = "forerunAnswer"  # stands for an answer, to see what a template writes behind one
+_ANSWER = "forerunAnswer"  # stands for an answer, to see what a template writes after one
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
@@ -76,7 +76,7 @@ def checked(messages: Any) -> list[dict[str, str]]:
 
 
 def with_system(messages: list[dict[str, str]], system: str | None) -> list[dict[str, str]]:
-    """The messages behind a system prompt. Raises ValueError where they begin with one."""
+    """The messages after a system prompt. Raises ValueError if they begin with one."""
     if system is None:
         return messages
     if messages[0]["role"] == "system":
@@ -85,8 +85,8 @@ def with_system(messages: list[dict[str, str]], system: str | None) -> list[dict
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The special token that the template writes behind an answer. Models that were trained on it end with it, even
-    where their generation config does not say so. Empty where there is none."""
+    """The special token that the template writes after an answer. Models that were trained on it end with it, even
+    where their generation config does not say so. Empty if it has none."""
     if tokenizer is None or not has_template(tokenizer):
         return frozenset()
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
@@ -94,10 +94,10 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template that wants other messages: the model's own end tokens have to do
         return frozenset()
-    behind = text.rpartition(_ANSWER)[2].lstrip()
+    after = text.rpartition(_ANSWER)[2].lstrip()
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     special |= {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    found = [token for token in special if token and behind.startswith(token)]
+    found = [token for token in special if token and after.startswith(token)]
     return frozenset([special[max(found, key=len)]] if found else [])
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CONTEXT = 4  # prompt tokens to decode along, so that a first word keeps its space
-LATE = 16  # tokens without new text, behind which no more are gathered: all of them are decoded with each one
+LATE = 16  # tokens without new text, after which no more are gathered: all of them are decoded with each one
 HALF = "\ufffd"  # what part of a character is decoded to
 _BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # byte-level vocabularies spell bytes like this
 
@@ -27,7 +27,7 @@ class StopStrings:
         self.tokenizer, self.strings = tokenizer, [text.encode() for text in strings]
         self._longest = max(map(len, self.strings), default=0)
         self._bytes: dict[int, bytes] = {}
-        # Behind another token, so that decoders neither add nor strip a space.
+        # After another token, so that decoders neither add nor strip a space.
         self._base = list(tokenizer.convert_ids_to_tokens(tokenizer.encode("abcdef", add_special_tokens=False)))
         self._skip = len(tokenizer.convert_tokens_to_string(self._base))
 
@@ -84,9 +84,9 @@ class TextStream:
         self.stopped = False
         self._given: list[str] = []
         reach = max((len(text.encode()) for text in stop), default=0)
-        behind = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
-        self._prompt = len(behind)  # characters of the prompt that are held
-        self._held: list[tuple[str, str | None]] = [(behind, None)]  # without an origin: not to be given out
+        tail = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
+        self._prompt = len(tail)  # characters of the prompt that are held
+        self._held: list[tuple[str, str | None]] = [(tail, None)]  # without an origin: not to be given out
 
     @property
     def text(self) -> str:

@@ -39,7 +39,7 @@ class Vocabulary:
         spelled: [V] the bytes that each token stands for in the middle of a text. None for special tokens, and for ids
             that are no token.
         special: ids of special tokens by their names.
-        end: the token that ends a text, None where there is none.
+        end: the token that ends a text, None if it has none.
         front: the tokens that it puts before every text.
     """
 
@@ -56,7 +56,7 @@ class Vocabulary:
         self.special = {names[id]: id for id in hidden if id in names}
         self.end: int | None = tokenizer.eos_token_id
         self.front: list[int] = tokenizer("")["input_ids"]
-        if self.front and self.front[-1] == self.end:  # some put an end behind every text
+        if self.front and self.front[-1] == self.end:  # some put an end after every text
             self.front = self.front[:-1]
         # Of tokens with the same bytes an added one counts first, and a byte's last: tokenizers choose like this.
         self.ids = {own: id for id, own in reversed(list(enumerate(self.spelled))) if own}
@@ -96,7 +96,7 @@ class Vocabulary:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     def begins_word(self, tokens: Sequence[int], at: int) -> bool:
-        """Whether no tokenizer merges what stands before a place with what stands behind it, as far as one can tell:
+        """Whether no tokenizer merges what stands before a place with what stands after it, as far as one can tell:
         there is one space or a new line between two words."""
         here = self.of(tokens[at])
         before = self.of(tokens[at - 1]) if at else None
@@ -198,7 +198,7 @@ class Translation:
         return [*self.draft.encode(text.decode("utf-8", "replace")), *known] if len(known) == len(left) else None
 
     def write(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The target's tokens, behind its `tokens`, for what the draft says; half a character at the end is left out.
+        """The target's tokens, after its `tokens`, for what the draft says; half a character at the end is left out.
         Where the target would not have cut its text like this, they are those of what the draft says alone."""
         ended = bool(drafted) and drafted[-1] == self.draft.end
         said = b""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from forerun.api.loading import config_file, load_head
+from forerun.api.layers import config_file, load_head
 from forerun.backends.heads import head_rows
 from forerun.backends.panels import BLOCK
 from forerun.heads.heads import HiddenConfig, HiddenDrafter, hot_set

@@ -22,7 +22,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks" / "embedded"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "embedded"))
     yield importlib.import_module("pair")
     sys.modules.pop("pair")
 

@@ -1,0 +1,129 @@
+"""Trained layers from their folders, for just the models that they belong to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from forerun.api.loading import loading
+from forerun.backends.heads import HiddenLM
+from forerun.heads.heads import HiddenConfig, HiddenDrafter
+from forerun.heads.pre_verifier import PreVerifier
+from forerun.methods import Method
+from forerun.model.causal_lm import CausalLM, context_of
+from forerun.model.claims import check_layer
+from forerun.model.fingerprint import same_model
+from forerun.zoo.quantise import WEIGHTS, restore
+
+_Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
+
+
+def layers_for(
+    methods: list[Method],
+    target: CausalLM,
+    draft: CausalLM | None,
+    pre_verifier: str | Path | PreVerifier | None,
+    head: str | Path | HiddenDrafter | HiddenLM | None,
+) -> tuple[PreVerifier | None, HiddenLM | None]:
+    """Return the layer and the head that methods need. One that is given as an object and not needed is kept.
+
+    Raises ValueError for those that do not fit. A missing one is found before (`forerun.api.resolve`).
+    """
+    layer = pre_verifier if isinstance(pre_verifier, PreVerifier) else None
+    hidden = head if isinstance(head, HiddenLM) else None
+    for method in methods:
+        if method.layer is not None:
+            assert draft is not None and pre_verifier is not None
+            layer = load_pre_verifier(layer or pre_verifier, target, draft, method.kind)
+        if method.head is not None:
+            if hidden is None:
+                assert head is not None and not isinstance(head, HiddenLM)
+                hidden = HiddenLM(load_head(head, target, method.head), target)
+            if hidden.kind != method.head:
+                raise ValueError(f"the head is of the kind {hidden.kind!r}; the method needs {method.head!r}")
+    return layer, hidden
+
+
+def load_pre_verifier(
+    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, output: str | None = None
+) -> PreVerifier:
+    """Load the trained layer of a folder, for just this target and draft.
+
+    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
+    layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or draft.
+    """
+    name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
+    layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
+    if layer.config.kind not in ((output,) if output is not None else ("survival", "acceptance")):
+        needed = output or "survival or acceptance"
+        raise ValueError(f"{name} gives {layer.config.kind!r}; the method needs {needed!r}")
+    for part, model in (("target", target), ("draft", draft)):
+        if not same_model(getattr(layer.config, part), model.fingerprint):
+            trained = layer.config.recipe.get(part)
+            raise ValueError(
+                f"{name} belongs to another {part}: it was trained for {trained!r}; train one for this pair"
+            )
+    return nn.Module.to(layer, target.device).eval()
+
+
+def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | None = None) -> HiddenDrafter:
+    """Load the head over hidden states of a folder, for just this target; of any form if none is named.
+
+    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
+    head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, and one that was trained for
+    another target.
+    """
+    name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
+    head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
+    if form is not None and head.config.kind != form:
+        raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {form!r}")
+    if not same_model(head.config.target, target.fingerprint):
+        trained = head.config.recipe.get("target")
+        raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
+    hot, known = head.hot.tolist(), min(head.config.vocab_size, target.vocab_size)
+    if len(set(hot)) < len(hot) or not all(0 <= token < known for token in hot):
+        raise ValueError(f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}")
+    return nn.Module.to(head, target.device).eval()
+
+
+def config_file(folder: Path, name: str) -> Path:
+    """Return the configuration file of a trained layer's folder. Raises ValueError if there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"cannot load {name}: there is no {path}")
+    return path
+
+
+def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
+    """Load a trained layer of ours from its folder, in float32. Raises ValueError for missing and broken parts."""
+    folder = Path(source)
+    path = config_file(folder, name)
+    config: Any = cls.config_class
+    with loading(f"{name}: config.json"):
+        settings = json.loads(path.read_text())
+        known = set(config().to_dict()) | {"architectures", "dtype", "heads", "states"}  # the last two of older files
+        unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
+    if settings.get("model_type") != config.model_type:
+        raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
+    with loading(name):
+        made = config(**settings)
+        context_of(made)  # raises for too long ones
+        blocks = made.num_hidden_layers if isinstance(made, HiddenConfig) else made.layers
+        check_layer(folder, blocks, lambda: cls(made))
+        if (folder / WEIGHTS).is_file():  # the embedded target's
+            stored = cls(made)
+            restore(stored, folder)
+            return stored
+        loaded: Any = cls.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    layer: _Layer = loaded[0]
+    found: dict[str, Any] = loaded[1]
+    if found["missing_keys"] or found.get("unexpected_keys"):
+        first = sorted([*found["missing_keys"], *found["unexpected_keys"]])[0]
+        raise ValueError(f"cannot load {name}: its weights do not fit its configuration ({first})")
+    return layer
