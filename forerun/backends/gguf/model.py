@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,8 @@ from forerun.backends.panels import FORMATS as KNOWN
 from forerun.backends.panels import Rows, check_inputs, pack
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
 from forerun.kinds import KINDS
+
+_LOG = logging.getLogger("forerun")
 
 # The file's names for modules, by what they are called in transformers.
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -59,6 +62,10 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
         raise ValueError(f"unknown weights {kind!r}; there are {', '.join(KINDS)}")
     file = open_gguf(path)
     config = configuration(file)
+    size = sum(int(tensor.n_bytes) for tensor in file.tensors.values())
+    _LOG.info(
+        f"reading {file.path.name}: about {1.04 * size / 1e6:,.0f} MB of memory, more where it is stored otherwise"
+    )
     with torch.device("meta"):
         model: Any = model_class(config)(config)
     modules = {
