@@ -1,8 +1,7 @@
 """`forerun` as a user runs it, in processes that are forked where torch and transformers are imported already.
 
-These imports take five seconds, which is most of what a short command takes. Each run has a process, arguments,
-standard streams, an environment and an exit status of its own, as with `python -m forerun`. Some test runs each command
-by an interpreter of its own as well.
+These imports take most of a short command's time. Each run has a process, arguments, standard streams, an environment
+and an exit status of its own, as with `python -m forerun`. Some test runs each command by an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _IMPORTS = ("torch", "transformers", "forerun.api.load", "forerun.bench.session"
 def run(
     *arguments: str, stdin: str = "", program: str | None = None, env: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `forerun` with these arguments, or a program's text; returns its exit status and what it wrote."""
+    """Run `forerun` with these arguments, or a program's text; return its exit status and output."""
     if program is not None:
         program = f"import sys; sys.path.insert(0, {os.getcwd()!r})\n{program}"  # benchmarks/ is not installed
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +48,7 @@ def run(
 
 @cache
 def _server(pid: int) -> subprocess.Popen[str]:
-    """It ends with the process `pid`, whose end of its standard input is then closed."""
+    """Start the process that forks. It ends with the process `pid`, which holds its standard input."""
     return subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -173,7 +173,7 @@ def layer(
     weight, gain)."""
     inputs = sorted({unit[0] for unit in units}) or inputs
     width = max(len(units), 4)
-    config = PreVerifierConfig(SIZE, SIZE, SIZE, width=width, inputs=inputs, kind=kind)
+    config = PreVerifierConfig(SIZE, width=width, inputs=inputs, kind=kind)
     config.target, config.draft = fingerprint(target), fingerprint(draft)
     made = PreVerifier(config).eval()
     for parameter in made.parameters():

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 import forerun
+from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun import Decoder, EngineOptions, ModelOptions
 from forerun.methods import METHODS, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-from forerun.train.tokenizer import train_tokenizer
 
 LINES = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "class A:\n    pass\n"] * 4
 SAMPLED = [name for name in METHODS if "oracle" not in name]  # oracles are for greedy output alone

@@ -109,7 +109,7 @@ def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
         ("hybrid", {"other": "sd:depth=2"}, "method 'sd' has no setting 'depth'; it has verification, gamma"),
         ("hybrid", {"other": "sd:name=x"}, "method 'sd' has no setting 'name'"),
         ("hybrid", {"other": "sd:gamma=x"}, "sd.gamma must be of type int, not 'x'"),
-        ("hybrid", {"other": "sd:gamma"}, "sd.gamma must be of type int, not ''"),
+        ("hybrid", {"other": "sd:gamma"}, "method 'sd:gamma': the module 'sd' cannot be imported"),
         ("hybrid", {"other": "sd:gamma=2:gamma=9"}, "other gives gamma twice"),
         ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
         ("pacer", {"score": "max"}, "score must be last, mean or min, not 'max'"),

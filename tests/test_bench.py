@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from toys import noisy_copy, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
+from benchmarks.embedded.tokenizer import END_OF_TEXT
 from forerun.api import profiles
 from forerun.api.load import Decoder
 from forerun.bench import report, runners
@@ -38,7 +39,6 @@ from forerun.engine.stats import Stats, Times, summarise, times, total, work
 from forerun.methods import AR, SD, Method, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-from forerun.train.tokenizer import END_OF_TEXT
 
 PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]
 

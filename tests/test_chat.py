@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,9 @@ from forerun.api.decoder import Decoder
 from forerun.bench.datasets import Prompt, read_prompts, tokenised
 from forerun.bench.models import load_prompts
 from forerun.bench.plan import Plan, parse_methods
-from forerun.cli.generate import chat, generate
+from forerun.cli.generate import chat
 from forerun.cli.talk import Talk, ask
 from forerun.cli.writing import Answer, Reading
-from forerun.files import home
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
 
@@ -54,7 +54,7 @@ def decoder(loaded: Decoder) -> Decoder:
 
 
 class Ends(LogitsProcessor):
-    """Only the end of a turn, behind so many tokens."""
+    """Only the end of a turn, after `length` tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -191,8 +191,6 @@ def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pyte
     options: Any = {"target": str(file), "system": "the", "max_new_tokens": 8}
     chat("hello", **options)
     assert capsys.readouterr() == (wanted.text + "\n", "")
-    generate("hello", chat=True, **options)
-    assert capsys.readouterr() == (wanted.text + "\n", "")
     (file.parent / "in.txt").write_text("hello\n")
     with (file.parent / "in.txt").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -203,19 +201,17 @@ def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pyte
 
 
 def test_mistakes_on_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="--system is for --chat"):
-        generate("x", system="y")
-    with pytest.raises(ValueError, match="the embedded model has no chat template; `forerun fetch smollm2` gets one"):
-        chat("x", target="embedded")
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        chat("", target=str(file))
-    with pytest.raises(ValueError, match="needs a draft model"):
-        chat("x", target=str(file), method="sd")
-    with pytest.raises(ValueError, match="has a NUL character"):
-        chat("x", target=str(file), system="\0")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    with pytest.raises(ValueError, match="--json is for one answer"):
-        chat(None, target=str(file), as_json=True)
+    for prompt, options, message in (
+        ("x", {"target": "embedded"}, "the embedded model has no chat template; `forerun fetch smollm2` gets one"),
+        ("", {}, "the prompt is empty"),
+        ("x", {"method": "sd"}, "needs a draft model"),
+        ("x", {"system": "\0"}, "has a NUL character"),
+        ("x" * 3000, {}, "leaves room for at most 2047"),
+        (None, {"as_json": True}, "--json is for one answer"),
+    ):
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        with pytest.raises(ValueError, match=message):
+            chat(prompt, **{"target": str(file), **options})
 
 
 # Conversations.
@@ -223,10 +219,7 @@ def test_mistakes_on_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def talk(decoder: Decoder, capsys: Any) -> Any:
-    def make(method: Any) -> Decoder:
-        raise ValueError(f"method {method.name!r} needs a draft model: give a draft")
-
-    return Talk(decoder, make, SamplingParams(max_new_tokens=6))
+    return Talk(decoder, SamplingParams(max_new_tokens=6))
 
 
 def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
@@ -235,48 +228,32 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
     assert first[0] == USER and first[1]["role"] == "assistant"
     out, err = capsys.readouterr()
     assert out.rstrip("\n") == first[1]["content"].rstrip("\n")
-    assert "tau 1.00" in err and "tokens/s, first after" in err and " ar, context" in err
+    assert "6 tokens, tau 1.00" in err and "tokens/s, ar, context" in err
     assert "cut at 6 tokens" in err and len(err.splitlines()) == 1
     talk.take("the")
     wanted = talk.decoder.chat([*first, {"role": "user", "content": "the"}], max_new_tokens=6).text
     assert talk.messages[2:] == [{"role": "user", "content": "the"}, {"role": "assistant", "content": wanted}]
-    talk.take("/stats")
-    assert "2 answers, 12 tokens, tau 1.00" in capsys.readouterr().err
     talk.take("/undo")
     assert talk.messages == first
-    talk.take("/retry")
-    assert talk.messages == first  # greedy
     talk.take(" /etc is a folder")
     assert talk.messages[2]["content"] == "/etc is a folder"
     talk.take("/clear")
     assert talk.messages == []
+    talk.take("/system the low")
+    talk.take("hello")
+    assert talk.messages[1]["content"] == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
+    talk.take("/system")
+    assert talk.system is None
 
 
-def test_a_retry_samples_anew(talk: Any) -> None:
+def test_each_answer_has_a_seed(talk: Any) -> None:
     talk.params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
-    talk.take("hello")
-    first = [*talk.messages]
-    talk.take("/retry")
-    assert talk.messages != first and talk.messages[0] == USER
-    again = Talk(talk.decoder, talk.make, talk.params)  # and the whole conversation can be had again
-    again.take("hello")
-    assert again.messages == first
-    again.take("/retry")
-    assert again.messages == talk.messages
-
-
-def test_answers_follow_a_form_until_it_is_taken_back(talk: Any) -> None:
-    pytest.importorskip("llguidance")
-    talk.take("/form regex (low|lower)")
-    talk.take("hello")
-    assert talk.messages[1]["content"] in ("low", "lower")
-    before = [*talk.messages]
-    for command, message in (("xml x", "one of json-schema, regex, grammar, not 'xml'"), ("regex (", "use --regex: ")):
-        with pytest.raises(ValueError, match=message):
-            talk.take(f"/form {command}")
-    assert talk.messages == before and talk.params.response_format is not None
-    talk.take("/form")
-    assert talk.params.response_format is None
+    answers = []
+    for who in (talk, Talk(talk.decoder, talk.params)):  # and the whole conversation can be had again
+        for command in ("hello", "/undo", "hello"):
+            who.take(command)
+            answers.append([*who.messages])
+    assert answers[:3] == answers[3:] and answers[0] != answers[2]
 
 
 def test_tokens_are_tinted_and_nothing_steers_the_terminal() -> None:
@@ -290,64 +267,23 @@ def test_tokens_are_tinted_and_nothing_steers_the_terminal() -> None:
     assert answer.text == chunk.text and answer.finish_reason == "stop"
 
 
-def test_methods_and_system_prompts_change(talk: Any) -> None:
-    talk.take("/method suffix")
-    assert talk.method == "suffix"
-    with pytest.raises(ValueError, match="unknown method 'turbo'"):
-        talk.take("/method turbo")
-    with pytest.raises(ValueError, match="'sd' needs a draft model"):
-        talk.take("/method sd")
-    assert talk.method == "suffix"
-    talk.take("/system the low")
-    talk.take("hello")
-    assert talk.messages[1]["content"] == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
-    talk.take("/system")
-    assert talk.system is None
-
-
-def test_a_conversation_is_kept_in_a_file(talk: Any, tmp_path: Path) -> None:
-    path = tmp_path / "talk.json"
-    with pytest.raises(ValueError, match="nothing to save"):
-        talk.take(f"/save {path}")
-    talk.take("/system the")
-    talk.take("hello")
-    kept = [*talk.messages]
-    talk.take(f"/save {path}")
-    assert json.loads(path.read_text())["messages"] == [{"role": "system", "content": "the"}, *kept]
-    talk.take(f"/save {path}")  # over itself
-    talk.take("/clear")
-    talk.take("/system")
-    talk.take(f"/load {path}")
-    assert (talk.messages, talk.system) == (kept, "the")
-    other = tmp_path / "other.txt"
-    for text in ("no JSON", "[]", '{"messages": [{"role": "user"}]}', "3"):
-        other.write_text(text)
-        for command in ("save", "load"):
-            with pytest.raises(ValueError, match="holds no conversation"):
-                talk.take(f"/{command} {other}")
-        assert other.read_text() == text
-    for command, message in (("/load", "which file"), ("/load nowhere", "cannot read nowhere"), ("/save a/b/c", "a/b")):
-        with pytest.raises(ValueError, match=message):
-            talk.take(command)
-    assert (talk.messages, talk.system) == (kept, "the")
-
-
 def test_mistakes_leave_a_conversation_as_it_was(talk: Any) -> None:
-    for command in ("/undo", "/retry"):
-        with pytest.raises(ValueError, match="there is no question yet"):
-            talk.take(command)
+    talk.take("/undo")
     talk.take("hello")
     before = [*talk.messages]
-    with pytest.raises(ValueError, match=r"unknown command /bogus; there are /help, /system, .*, /quit"):
-        talk.take("/bogus")
-    with pytest.raises(ValueError, match="fills the context of 2048: /undo takes back a turn, /clear all"):
-        talk.take("x" * 2100)
-    assert talk.messages == before
+    for text, message in (
+        ("/bogus", "unknown command /bogus; there are /help, /system, .*, /quit"),
+        ("x" * 2100, "fills the context of 2048: /undo takes back a turn, /clear all"),
+        ("/system a\0", "has a NUL character"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            talk.take(text)
+        assert (talk.messages, talk.system) == (before, None)
 
 
 def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     talk.params = SamplingParams(max_new_tokens=40)
-    stream, count = talk.decoder.stream_chat, 20
+    stream, count = Decoder.stream_chat, 20
 
     def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
         for number, chunk in enumerate(stream(*args, **options)):
@@ -355,7 +291,7 @@ def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch
                 raise KeyboardInterrupt
             yield chunk
 
-    monkeypatch.setattr(Decoder, "stream_chat", lambda _, *args, **options: interrupted(*args, **options))
+    monkeypatch.setattr(Decoder, "stream_chat", interrupted)
     whole = talk.decoder.chat([USER], max_new_tokens=40).text
     talk.take("hello")
     cut = talk.messages[1]["content"]
@@ -367,29 +303,18 @@ def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch
     assert "the conversation is as it was" in capsys.readouterr().err
 
 
-def test_lines_go_on_behind_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def typed(*lines: Any) -> None:
-        left = iter(lines)
-
-        def line(_: str) -> str:
-            found = next(left)
-            if isinstance(found, str):
-                return found
-            raise found
-
-        monkeypatch.setattr("forerun.cli.talk._input", line)
-
-    typed("one\\", "two\\", "three")
-    assert ask(None) == "one\ntwo\nthree"
-    typed("one\\", EOFError())
-    assert ask(None) == "one"
-    typed("one\\", KeyboardInterrupt())
-    assert ask(None) == ""
-    for error in (EOFError(), KeyboardInterrupt()):
-        typed(error)
-        assert ask(None) is None
-    typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"))
-    assert ask(None) == ""
+def test_lines_go_on_after_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
+    unreadable = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x")
+    for typed, wanted in (
+        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+        (["one\\", EOFError()], "one"),
+        (["one\\", KeyboardInterrupt()], ""),
+        ([KeyboardInterrupt()], ""),
+        ([EOFError()], None),
+        ([unreadable], ""),
+    ):
+        with mock.patch("builtins.input", side_effect=typed):
+            assert ask() == wanted
 
 
 def test_a_conversation_in_a_terminal(file: Path) -> None:
@@ -398,10 +323,6 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
     def send(text: bytes) -> None:
         terminal.wait(b"> ")
         terminal.type(text)
-
-    def interrupt() -> None:
-        time.sleep(0.5)  # Python does not see a signal that comes while readline is at a key until the next key
-        terminal.type(b"\x03")
 
     send(b"/bogus\n")
     terminal.wait(b"unknown command /bogus")
@@ -412,13 +333,12 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
     terminal.wait(b"tokens/s")
     send(b"low")
     terminal.wait(b"low")
-    interrupt()  # takes back what was typed
-    send(b"/stats\n")
-    terminal.wait(b"1 answers")
-    terminal.wait(b"> ")
-    interrupt()  # and leaves where there is nothing
+    time.sleep(0.5)  # Python does not see a signal that comes while readline is at a key until the next key
+    terminal.type(b"\x03")  # takes back what was typed
+    send(b"/undo\n")
+    terminal.wait(b"0 questions are left")
+    send(b"/quit\n")
     assert terminal.end() == 0
-    assert (home() / "chat-history").read_text().splitlines() == ["/bogus", "hello \\", "the", "/stats"]
 
 
 # Data sets.

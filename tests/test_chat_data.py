@@ -11,16 +11,18 @@ import pytest
 import torch
 from recipes import losses, make_run, save_pair
 
+from benchmarks.chat.questions import questions
 from forerun import load
 from forerun.api.decoder import Decoder
 from forerun.api.loading import load_model
-from forerun.train.chat_data import ChatRecipe, apart, code_questions, is_sound, make_chats
+from forerun.train.chat_data import ChatRecipe, Question, apart, is_sound, make_chats
 from forerun.train.corpus import STRETCH
 from forerun.train.draft import DraftRecipe, train_draft
 from forerun.train.head import HeadRecipe, train_head
 from forerun.train.texts import Conversation, of_chats, of_windows, read_chats
 
-RECIPE = ChatRecipe(conversations=120, code=100, answer=12, shard=40)
+RECIPE = ChatRecipe(conversations=120, answer=12, shard=40)
+GIVEN = list(questions(120))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def chats(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("chats")
-    make_chats(target, out, RECIPE, say=lambda _: None)
+    make_chats(target, out, RECIPE, given=GIVEN, say=lambda _: None)
     return out
 
 
@@ -59,18 +61,18 @@ def test_a_stopped_run_goes_on(target: str, chats: Path, tmp_path: Path) -> None
     for path in chats.iterdir():
         if path.name != "answers-00001.jsonl":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    make_chats(target, tmp_path, RECIPE, say=lines.append)
+    make_chats(target, tmp_path, RECIPE, given=GIVEN, say=lines.append)
     assert sum(line.startswith("answers") for line in lines) == 1
     for name in ("answers-00001.jsonl", "train.jsonl"):
         assert (tmp_path / name).read_text() == (chats / name).read_text()
     with pytest.raises(ValueError, match="holds a run with other settings"):
-        make_chats(target, tmp_path, replace(RECIPE, seed=1))
+        make_chats(target, tmp_path, RECIPE, given=GIVEN[1:])
 
 
 def test_a_model_that_asks_nothing_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.train.chat_data.is_sound", lambda _: False)
     with pytest.raises(ValueError, match="asks nothing new"):
-        make_chats(target, tmp_path, replace(RECIPE, code=50), say=lambda _: None)
+        make_chats(target, tmp_path, RECIPE, given=GIVEN[:60], say=lambda _: None)
 
 
 def test_neighbours_of_held_out_questions_are_dropped() -> None:
@@ -79,7 +81,7 @@ def test_neighbours_of_held_out_questions_are_dropped() -> None:
     near = [conversation(f"{long} Please.", "train"), conversation("?", "validation", text=f"You ask: {long}")]
     far = [conversation(long[: STRETCH - 1], "train"), conversation("And the hills?", "validation")]
     every = [*near, held, *far]
-    kept, dropped = apart(every, [(each.question, "own", each.split) for each in every])
+    kept, dropped = apart(every, [Question(each.question, "own", each.split) for each in every])
     assert dropped == 2 and {each.question for each in kept} == {held.question, *(each.question for each in far)}
 
 
@@ -95,11 +97,6 @@ def test_neighbours_of_held_out_questions_are_dropped() -> None:
 )
 def test_rubbish(text: str, sound: bool) -> None:
     assert is_sound(text) == sound
-
-
-def test_code_questions_keep_their_files_split() -> None:
-    found = list(code_questions(400))
-    assert len({text for text, _ in found}) == 400 and {split for _, split in found} == {"train", "validation", "test"}
 
 
 def test_texts_know_where_drafts_meet_them() -> None:
@@ -162,5 +159,5 @@ def test_what_a_stopped_run_has_made_can_be_trained_on(
 
     monkeypatch.setattr(Decoder, "generate", stopped)
     with pytest.raises(KeyboardInterrupt):
-        make_chats(target, tmp_path, RECIPE, say=lambda _: None)
+        make_chats(target, tmp_path, RECIPE, given=GIVEN, say=lambda _: None)
     assert 0 < len(read_chats(tmp_path, "train")) <= RECIPE.shard

@@ -58,9 +58,9 @@ def test_laws_in_decoding_are_those_of_training(
         asked.append(tuple(seq.tokens))
         return law(self, seq)
 
-    def begun(self: QuickPreVerifier, target: Any, history: Any, law: Any = None) -> Any:
+    def begun(self: QuickPreVerifier, history: Any, law: Any = None) -> Any:
         told.append(law)
-        return begin(self, target, history, law)
+        return begin(self, history, law)
 
     monkeypatch.setattr(PacerStop, "law", noted)
     monkeypatch.setattr(QuickPreVerifier, "begin", begun)
@@ -103,7 +103,7 @@ def test_laws_by_hand() -> None:
 def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
     """As in a guard's pause. And a layer that does not see laws keeps none."""
     for names in (LAWS, ("history",)):
-        policy = PacerStop(random_layer(inputs=names), torch.nn.Embedding(4, 4), 1, 9, 0.5)
+        policy = PacerStop(random_layer(inputs=names), 1, 9, 0.5)
         seqs = [Sequence(Request([1, 2], 30), id) for id in range(2)]
         for seq in seqs:
             policy.admit(seq)

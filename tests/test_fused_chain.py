@@ -192,9 +192,8 @@ def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, m
     def decoded() -> list[list[tuple[Any, ...]]]:
         layer = None
         if name == "pacer":
-            inputs = ["confidence", "echoes", "history", "entropy", "token", "target"]
-            width = tiny("llama").config.hidden_size
-            layer = random_layer(tiny("llama"), tiny("llama"), seed=1, inputs=inputs, token_size=width)
+            inputs = ["confidence", "echoes", "history", "entropy"]
+            layer = random_layer(tiny("llama"), tiny("llama"), seed=3, inputs=inputs)
         chosen = method(name, **options)
         decoder = Decoder(small(), draft=small(hot=hot), method=chosen, pre_verifier=layer, guard=False, costs=COSTS)
         found = [decoder.generate(PROMPT, max_new_tokens=30, ignore_eos=True)]

@@ -60,11 +60,8 @@ def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[in
 FORMS: dict[str, dict[str, Any]] = {
     "today's": {},
     "two layers": {"num_hidden_layers": 2},
-    "unfused": {"known": False},
-    "unfused, two layers": {"known": False, "num_hidden_layers": 2},
     "below": {"feature": "below"},
     "figure 3": {"feature": "below", "fusion": "first"},
-    "unfused, first": {"known": False, "fusion": "first"},
     "uninformed": {"rank": 0},
 }
 
@@ -74,7 +71,6 @@ def test_drafting_goes_on_as_it_was_trained(form: str) -> None:
     """States behind every place of a text, drafted from a cache, are those of the unrolled training pass."""
     target = CausalLM(tiny("llama"))
     head = random_head(target, **FORMS[form])
-    known = head.config.known
     if head.config.feature == "below":  # that it is looked at
         torch.nn.init.uniform_(head.enter.weight, 0.5, 2.0)
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
@@ -87,7 +83,7 @@ def test_drafting_goes_on_as_it_was_trained(form: str) -> None:
     for id in (7, 3):
         fast.add(id)
     for end in range(1, 5):
-        state = fast.extend([3], [features[end - 1 : end]], [[tokens[end]]] if known else None)
+        state = fast.extend([3], [features[end - 1 : end]], [[tokens[end]]])
         assert (fast.length(3), fast.length(7)) == (end, 0)
         for k, ahead in enumerate([state, *fast.roll([3], state, 3)], 1):
             torch.testing.assert_close(ahead[0], states[k - 1][0, end - 1], rtol=1e-4, atol=1e-5)
@@ -606,57 +602,39 @@ def test_a_budget_is_the_best_that_costs_allow(together: bool) -> None:
     assert block < max(budget.deep) and (len(set(sizes)) == 1) == together
 
 
-@pytest.mark.parametrize(
-    ("width", "block", "most", "least"), [(2, 1, 12, 1), (2, 4, 12, 4), (1, 1, 6, 1), (1, 4, 6, 4)]
-)
-def test_a_budget_takes_what_its_costs_allow(width: int, block: int, most: int, least: int) -> None:
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target), target)
-
-    def drafted(costs: Costs) -> tuple[list[Draft], int]:
-        drafter = LyannaDrafter(PacerLyanna(6, width, 12, reuse="off", block=block), head.fresh(), costs)
-        seqs = [sequence(range(2, 12), id) for id in range(2)]
-        for seq in seqs:
-            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
-        proposal = drafter.propose(seqs)
-        return proposal.drafts, proposal.forwards
-
-    free, _ = drafted(FREE)
-    assert [draft.drafted for draft in free] == [most, most]
-    dear, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}))
-    assert all(max(draft.depths) <= least for draft in dear) and forwards == least
-    tight, _ = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
-    assert all(draft.drafted <= 1 for draft in tight)
-
-
 @pytest.mark.parametrize(("width", "most"), [(1, 6), (2, 12)])
-def test_an_eagles_budget_is_lyannas(width: int, most: int) -> None:
-    """Each depth is a forward of all beams, and none is made that is not worth its time."""
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_a_budget_takes_what_its_costs_allow(kind: str, width: int, most: int) -> None:
+    """No forward is made that is not worth its time; each of an EAGLE-like head's is of all beams."""
     target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, kind="eagle"), target)
+    head = HiddenLM(random_head(target, kind=kind), target)
 
-    def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[Draft], int]:
-        drafter = EagleDrafter(PacerEagle(6, width, 12, block=block), head.fresh(), costs, width)
-        drafter.head.curves = [[shift, 1.0, exp(min(shift, 0.0))]]  # all tokens are certain, or hopeless
+    def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[int], int, int]:
+        """Numbers of tokens, the largest depth and forwards, with all tokens certain, or hopeless."""
+        own = head.fresh()
+        own.curves = [[shift, 1.0, exp(min(shift, 0.0))]]
+        if kind == "eagle":
+            drafter: Any = EagleDrafter(PacerEagle(6, width, 12, block=block), own, costs, width)
+        else:
+            drafter = LyannaDrafter(PacerLyanna(6, width, 12, reuse="off", block=block), own, costs)
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
         proposal = drafter.propose(seqs)
-        assert [drafter.head.length(seq.id) for seq in seqs] == [9, 9]
-        return proposal.drafts, proposal.forwards
+        assert [own.length(seq.id) for seq in seqs] == [9, 9]
+        depth = max(max(draft.depths) for draft in proposal.drafts)
+        return [draft.drafted for draft in proposal.drafts], depth, proposal.forwards
 
-    free, forwards = drafted(FREE)
-    assert [draft.drafted for draft in free] == [most, most] and (forwards == 6 or width > 1)
+    free, _, forwards = drafted(FREE)
+    assert free == [most, most] and (forwards == 6 or width > 1)
     for block in (1, 4):
-        dear, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}), -1.0, block)
-        assert all(max(draft.depths) <= block for draft in dear) and forwards == block
-    # Beams are rows: four of them are too dear where two are not.
-    steps = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0, 2: 0.0, 4: 1e6})
-    assert drafted(steps, -1.0)[1] == (6 if width == 1 else 1)
-    tight, _ = drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))
-    assert all(draft.drafted <= 1 for draft in tight)
-    hopeless, _ = drafted(Costs({1: 1.0, 100: 2.0}, {}, head={1: 0.01}), -30.0)
-    assert not any(draft.drafted for draft in hopeless)
+        _, depth, forwards = drafted(Costs({1: 1.0, 100: 1.0}, {}, head={1: 1e6}), -1.0, block)
+        assert depth <= block and forwards == block
+    assert max(drafted(Costs({1: 1.0, 2: 1.0, 100: 1e6}, {}, head={1: 0.0}))[0]) <= 1
+    assert drafted(Costs({1: 1.0, 100: 2.0}, {}, head={1: 0.01}), -30.0)[0] == [0, 0]
+    if kind == "eagle":  # beams are rows: four of them are too dear where two are not
+        steps = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0, 2: 0.0, 4: 1e6})
+        assert drafted(steps, -1.0)[2] == (6 if width == 1 else 1)
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
@@ -694,7 +672,7 @@ def test_a_tree_holds_the_best_paths() -> None:
 
 
 def test_certain_paths_hold_their_ancestors() -> None:
-    """Where all probabilities are 1, no child is taken for its parent."""
+    """If all probabilities are 1, no child is taken for its parent."""
     certain = torch.full((1, 4, 3), -1e9)
     certain[..., 1] = 0.0
     (draft,) = grow([9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), EVEN, [4], 3, 4)
@@ -706,7 +684,6 @@ def test_certain_paths_hold_their_ancestors() -> None:
 WAYS = {
     "chain": Lyanna(reuse="off"),
     "free": Lyanna(depth=5, reuse="free", least=1),
-    "plain, free": Lyanna(depth=5, reuse="free", least=1),
     "add": Lyanna(depth=5, reuse="add"),
     "both": Lyanna(depth=5, reuse="both"),
     "both, tree": Lyanna(depth=4, width=2, nodes=6, reuse="both"),
@@ -736,10 +713,13 @@ CASES = [case for case in CASES if case[0] in ("llama", "gemma3") or case[1] not
 
 def head_of(target: CausalLM, way: str, **settings: Any) -> HiddenDrafter:
     """A head as the way's name has it."""
-    below = {"feature": "below"} if "below" in way or "figures" in way else {}
-    form = {"known": "plain" not in way, **({"fusion": "first"} if "figures" in way else {}), **below}
-    rank = {"rank": 0} if "uninformed" in way else {}
-    return random_head(target, kind=str(WAYS[way].head), **form, **rank, **settings)
+    forms: dict[str, dict[str, Any]] = {
+        "below": {"feature": "below"},
+        "figures": {"feature": "below", "fusion": "first"},
+        "uninformed": {"rank": 0},
+    }
+    form = {key: value for name, own in forms.items() if name in way for key, value in own.items()}
+    return random_head(target, kind=str(WAYS[way].head), **form, **settings)
 
 
 @pytest.mark.parametrize(("architecture", "way"), CASES)
@@ -864,6 +844,9 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {"feature": "above"}))
     with pytest.raises(ValueError, match="a head's feature is one of head, below, not 'above'"):
+        load_head(tmp_path / "head", target, "lyanna")
+    config.write_text(json.dumps(settings | {"known": False}))
+    with pytest.raises(ValueError, match="a head sees the tokens after the target's features: train this one again"):
         load_head(tmp_path / "head", target, "lyanna")
     # Heads from before there was a choice.
     config.write_text(json.dumps({name: settings[name] for name in set(settings) - {"feature", "fusion"}}))

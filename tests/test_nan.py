@@ -391,16 +391,14 @@ def test_a_head_leaves_nothing(kind: str, few: bool) -> None:
     target = CausalLM(tiny("llama"))
     head = HiddenLM(random_head(target, kind=kind), target, few=few)
     features = torch.randn(40, head.width, generator=torch.Generator().manual_seed(0))
-    tokens = [3] * 40 if head.known else None
     spoilt = features.clone()
     spoilt[30] = torch.nan
 
     def run(id: int, given: torch.Tensor, count: int) -> None:
-        own = None if tokens is None else tokens[:count]
-        list(head.prefill(id, given[:count], own, 16, 64))
+        list(head.prefill(id, given[:count], [3] * count, 16, 64))
 
     def states(ids: list[int]) -> torch.Tensor:
-        return head.extend(ids, [features[:1]] * len(ids), None if tokens is None else [[3]] * len(ids))
+        return head.extend(ids, [features[:1]] * len(ids), [[3]] * len(ids))
 
     run(0, features, 9)
     wanted = states([0])[0]

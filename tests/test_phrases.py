@@ -215,7 +215,7 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
-    layer = random_layer(draft_size=4, token_size=4, target_size=4)
+    layer = random_layer(draft_size=4)
     chosen = PacerOuroboros(rows=3)
     parts = Parts(TableLM(TARGET), TableLM(DRAFT), layer, COSTS)
     assert chosen.costs(parts, "greedy", 4) == COSTS
@@ -227,7 +227,7 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
 
 @cache
 def small_layer() -> PreVerifier:
-    return random_layer(draft_size=4, token_size=4, target_size=4)
+    return random_layer(draft_size=4)
 
 
 def drafter(
@@ -237,7 +237,7 @@ def drafter(
     chosen = PacerOuroboros(**made) if pacer else Ouroboros(**{"gamma": 5} | made)
     policy: LengthPolicy = FixedLength(made.get("gamma", 5))
     if pacer:
-        policy = PacerStop(small_layer(), torch.nn.Embedding(4, 4), 2, 7, costs=lambda mode, rows: COSTS)
+        policy = PacerStop(small_layer(), 2, 7, costs=lambda mode, rows: COSTS)
     return kind(chosen, TableLM(DRAFT), policy, V, pool)  # type: ignore[arg-type]
 
 
@@ -325,7 +325,7 @@ def test_a_guard_and_a_layer_that_sees_the_target() -> None:
     """The guard then shows what became of steps that it left without a draft."""
     target = tiny("llama")
     small = noisy_copy(target, 0.03)
-    layer = random_layer(target, small, inputs=("confidence", "target"))
+    layer = random_layer(target, small, inputs=("confidence", "entropy"))
     method = PacerOuroboros(block=2, threshold=0.1)
     plain = Decoder(target, method=AR()).generate([5, 6, 7, 5, 6], max_new_tokens=60, ignore_eos=True)
     made = method.build(Parts(CausalLM(target), CausalLM(small), layer))

@@ -37,7 +37,6 @@ from forerun.api.layers import load_pre_verifier
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
-from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.echo import SIZES, Echo
 from forerun.heads.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
@@ -71,7 +70,6 @@ def inputs(rows: int, depth: int, seed: int = 0) -> dict[str, Tensor]:
         "log_q": -random(rows, depth).abs(),
         "echoes": random(rows, depth, len(SIZES)).sign(),
         "hidden": random(rows, depth, 32),
-        "embedded": random(rows, depth, 32),
     }
 
 
@@ -90,14 +88,14 @@ def test_block_by_block_is_the_same_as_at_once(kind: str) -> None:
     """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
     layer = varied(random_layer(kind=kind, inputs=INPUTS, depth=7))
     quick = QuickPreVerifier(layer)
-    given, target, runs = inputs(4, 10), torch.randn(4, 32), torch.rand(4, 3) * 9
+    given, runs = inputs(4, 10), torch.rand(4, 3) * 9
     law = law_of(3 * torch.randn(4, 60))
     law[1] = torch.tensor(UNKNOWN)
     with torch.no_grad():
-        logits, survival = layer(target, runs, **given, law=law)
+        logits, survival = layer(runs, **given, law=law)
     if kind == "acceptance":
         torch.testing.assert_close(survival, logits.sigmoid().cumprod(-1))
-    state, rows = quick.begin(target, runs.tolist(), law.tolist()), [0, 1, 2, 3]
+    state, rows = quick.begin(runs.tolist(), law.tolist()), [0, 1, 2, 3]
     for first, last, left in ((0, 1, [2, 0, 1, 3]), (1, 5, [3, 1, 0]), (5, 8, [2, 0]), (8, 10, [])):
         part = {name: value[rows, first:last] for name, value in given.items()}
         output, state = quick.step(state, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
@@ -108,14 +106,13 @@ def test_block_by_block_is_the_same_as_at_once(kind: str) -> None:
 def test_the_embedded_layers_load_and_say_the_same_in_both_forms() -> None:
     for folder in (FOLDER / "pre-verifier", Path(specdec.__file__).parent / "specdec++"):
         layer = PreVerifier.from_pretrained(folder).eval()
-        config = layer.config
-        given, target, runs = inputs(3, 8), torch.randn(3, config.target_size), torch.rand(3, 3) * 9
-        given["hidden"], given["embedded"] = torch.randn(3, 8, config.draft_size), torch.randn(3, 8, config.token_size)
+        given, runs = inputs(3, 8), torch.rand(3, 3) * 9
+        given["hidden"] = torch.randn(3, 8, layer.config.draft_size)
         with torch.no_grad():
-            logits, _ = layer(target, runs, **given)
+            logits, _ = layer(runs, **given)
         quick = QuickPreVerifier(layer)
         lists = {part: given[part].tolist() for part in ("log_q", "echoes")}
-        output, _ = quick.step(quick.begin(target, runs.tolist()), **given | lists)
+        output, _ = quick.step(quick.begin(runs.tolist()), **given | lists)
         torch.testing.assert_close(torch.from_numpy(output), logits, rtol=1e-4, atol=1e-4)
         assert quick.traces["greedy"].any() and quick.traces["sampled"].any()
 
@@ -137,11 +134,6 @@ def test_echoes_against_a_search() -> None:
             expected.append(tuple(row))
         assert echo.answers(text[known - max(SIZES) : known] if known > 6 else text[:known], drafted) == expected
         assert {value for row in expected for value in row} > {0} or known < 30
-
-
-def states(model: Any, tokens: abc.Sequence[int]) -> Tensor:
-    """The LM head's inputs [n, d] over a text."""
-    return logits_and_states(model, tokens)[1]
 
 
 def logits_and_states(model: Any, tokens: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -175,10 +167,8 @@ def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
             assert drafts.tokens[index].tolist() == said.tokens
             right = [a == b for a, b in zip(said.tokens, windows[row, anchor + 1 : anchor + 6].tolist(), strict=True)]
             assert drafts.accept[index].tolist() == [float(each) for each in right]
-            of_draft = states(draft, [*context, *said.tokens[:-1]])[anchor:]
+            of_draft = logits_and_states(draft, [*context, *said.tokens[:-1]])[1][anchor:]
             torch.testing.assert_close(drafts.hidden[index], of_draft, rtol=1e-3, atol=1e-3)
-            of_target = states(target, context)[-2] if anchor > 3 else torch.zeros(32)
-            torch.testing.assert_close(drafts.target[index], of_target, rtol=1e-3, atol=1e-3)
             index += 1
     assert 0 < float(drafts.accept.mean()) < 1
 
@@ -206,11 +196,8 @@ def test_history_by_hand() -> None:
     assert found[0].tolist() == [[0, 4, 4], [1, 4, 4], [0, 1, 4], [3, 1, 4], [0, 0, 3], [2, 0, 3]]
 
 
-def test_auc_by_hand() -> None:
+def test_figures_by_hand() -> None:
     assert auc(torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0.75
-
-
-def test_loss_by_hand() -> None:
     logits, accept = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 1.0]])
     right, wrong = (-logits.sigmoid().log(), -(1 - logits.sigmoid()).log())
     survival = (right[0, 0] + wrong[0, 1] + wrong[0, 2]) / 3  # after a rejection nothing survives
@@ -222,11 +209,10 @@ def always(costs: Costs):
 
 
 def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings) -> PacerStop:
-    layer = random_layer(seed=seed, draft_size=4, token_size=4, **settings)
-    embeddings = torch.nn.Embedding(4, 4)
+    layer = random_layer(seed=seed, draft_size=4, **settings)
     if rule == "auto":
-        return PacerStop(layer, embeddings, block, most, costs=always(COSTS))
-    return PacerStop(layer, embeddings, block, most, 0.45, rule)
+        return PacerStop(layer, block, most, costs=always(COSTS))
+    return PacerStop(layer, block, most, 0.45, rule)
 
 
 def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **options) -> tuple[Any, list[Sequence]]:
@@ -240,7 +226,7 @@ def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **o
 def test_how_much_of_a_block_is_certain() -> None:
     rule, _ = begun(stop("last", 4, most=10))
     assert [rule.min_more(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
-    policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), 4, 10, costs=lambda mode, rows: None)
+    policy = PacerStop(random_layer(draft_size=4), 4, 10, costs=lambda mode, rows: None)
     policy._settings["sampled", 1, False] = 3, 0.5, False
     seqs = [Sequence(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
     seqs.append(Sequence(Request([1], 9, Sampler(False), seed=1), 2))
@@ -273,10 +259,6 @@ def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> Non
     assert not policy.past
 
 
-def drafted(steps: abc.Sequence[Step]) -> list[int]:
-    return [step.drafted for step in steps]
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_rows_are_what_they_are_alone(rule: str) -> None:
     requests = [
@@ -289,7 +271,7 @@ def test_greedy_rows_are_what_they_are_alone(rule: str) -> None:
         return
     for request, steps in zip(requests, together, strict=True):
         (alone,) = decode(TableLM(TARGET), table_draft(stop(rule, 2)), [request])
-        assert drafted(alone) == drafted(steps)
+        assert [step.drafted for step in alone] == [step.drafted for step in steps]
 
 
 class Watching(PacerStop):
@@ -337,16 +319,15 @@ def law_by_hand(scores: Tensor) -> list[float]:
 @pytest.mark.parametrize("names", [INPUTS, *([name] for name in INPUTS)], ids=lambda names: "+".join(names))
 def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
     """Its every output recomputed from the text, by transformers' own forwards and torch's form of the layer: echoes,
-    the target's state at the root, the draft's states, runs of accepted tokens. And every stop from the outputs."""
+    the draft's states, runs of accepted tokens. And every stop from the outputs."""
     torch.manual_seed(1)
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
     layer = varied(random_layer(seed=1, inputs=names))
     with torch.no_grad():
-        layer.leave.bias.fill_(0.2)
-    embeddings = draft.get_input_embeddings()
+        layer.leave.bias.fill_(-0.3)
     block, threshold = 3, 0.5
-    policy = Watching(layer, embeddings, block, 9, threshold)
+    policy = Watching(layer, block, 9, threshold)
     (steps,) = decode(CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)])
     text = [5, 6, 7, 5, 6, *tokens_of(steps)]
     runs, end, ends, seen = [0.0, USUAL, USUAL], 5, set(), 0
@@ -356,17 +337,14 @@ def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
         logits, of_draft = logits_and_states(draft, text[:end] + tokens)
         ids = torch.tensor(tokens)
         log_q = logits[end - 1 : -1].softmax(-1).gather(-1, ids[:, None]).clamp(min=LEAST).log().T
-        scores, seen_states = logits_and_states(target, text[:end])
-        of_target = seen_states[-2] if number else torch.zeros(32)
+        scores, _ = logits_and_states(target, text[:end])
         law = law_by_hand(scores[-2]) if number else [0.0, 0.0]
         with torch.no_grad():
             expected, survival = layer(
-                of_target[None],
                 torch.tensor([runs]),
                 log_q,
                 torch.tensor([echoes_of(text[:end], tokens)]),
                 of_draft[None, end - 1 : -1],
-                embeddings(ids)[None],
                 torch.tensor([law]),
             )
         asked = len(output)
@@ -399,7 +377,7 @@ def test_every_input_can_change_where_a_draft_ends() -> None:
     for last in range(size):
         count[:, last, (last + 1) % size] = 9.0
         other[:, last, (last + 1) % size if last != 5 else 2] = 9.0  # says 2 where the text has always said 6
-    policy = PacerStop(layer, torch.nn.Embedding(8, 4), 1, 9, 0.5)
+    policy = PacerStop(layer, 1, 9, 0.5)
     drafter = ChainDrafter(TableLM(other), policy)  # type: ignore[arg-type]
     (steps,) = decode(TableLM(count), drafter, [Request([0, 1, 2, 3, 4, 5, 6, 7, 0], 40)])
     assert tokens_of(steps) == [(1 + at) % size for at in range(40)]
@@ -449,7 +427,7 @@ def test_the_automatic_block_is_the_best() -> None:
         rates[0] = best_threshold(alive, 1, last, glancing, 1, products)
         block, threshold, _ = policy.settings(mode, 1, True)
         assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
-    policy = PacerStop(random_layer(draft_size=4), torch.nn.Embedding(4, 4), None, 9, threshold=0.5)
+    policy = PacerStop(random_layer(draft_size=4), None, 9, threshold=0.5)
     assert policy.settings("greedy", 1, True) == (4, 0.5, False)
 
 
@@ -476,7 +454,7 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
         survival: abc.Sequence[float], samplers: abc.Sequence[Sampler], rows: int = 4, **settings: Any
     ) -> list[bool]:
         block = None if cheap and "costs" in settings else 1
-        policy = PacerStop(layer, torch.nn.Embedding(4, 4), block, 9, **settings)
+        policy = PacerStop(layer, block, 9, **settings)
         seqs = [Sequence(Request([1], 9, sampler), id) for id, sampler in enumerate(samplers)]
         for seq in seqs:
             policy.admit(seq)
@@ -510,7 +488,7 @@ def test_a_layer_that_does_not_pay_is_not_asked() -> None:
     layer = random_layer(draft_size=4)
     for price, cheap in ((0.0, False), (50.0, True)):
         costs = replace(COSTS, policy=price, glance=0.01)
-        policy = PacerStop(layer, torch.nn.Embedding(4, 4), None, 9, costs=always(costs))
+        policy = PacerStop(layer, None, 9, costs=always(costs))
         rule, seqs = begun(policy)
         assert isinstance(rule, ProductRule) is cheap
         if isinstance(rule, ProductRule):
@@ -553,32 +531,27 @@ def test_files_come_back(trained: tuple[Path, CausalLM, CausalLM]) -> None:
 def test_each_mistake_has_its_own_message(trained: tuple[Path, CausalLM, CausalLM], tmp_path: Path) -> None:
     folder, target, draft = trained
 
-    def broken(name: str, change) -> Path:  # type: ignore[no-untyped-def]
+    def broken(name: str, weights: int | None = None, **fields: Any) -> Path:
         copy = tmp_path / name
-        copy.mkdir()
-        for path in folder.iterdir():
-            (copy / path.name).write_bytes(path.read_bytes())
-        change(copy)
+        shutil.copytree(folder, copy)
+        (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:weights])
+        settings = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(settings | fields))
         return copy
 
-    def truncate(copy: Path) -> None:
-        weights = copy / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-100])
-
-    def add_field(copy: Path) -> None:
-        settings = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps(settings | {"widht": 3}))
-
-    with pytest.raises(ValueError, match="belongs to another draft: it was trained for 'D'"):
-        load_pre_verifier(folder, target, CausalLM(noisy_copy(target.model, 0.03, seed=1)))
-    with pytest.raises(ValueError, match="belongs to another target"):
-        load_pre_verifier(folder, CausalLM(tiny("qwen3")), draft)
-    with pytest.raises(ValueError, match="cannot load the pre-verifier"):
-        load_pre_verifier(broken("truncated", truncate), target, draft)
-    with pytest.raises(ValueError, match="unknown field 'widht'"):
-        load_pre_verifier(broken("field", add_field), target, draft)
-    with pytest.raises(ValueError, match=r"there is no .*config\.json"):
-        load_pre_verifier(tmp_path / "nothing", target, draft)
+    other = CausalLM(noisy_copy(target.model, 0.03, seed=1))
+    for path, models, message in (
+        (folder, (target, other), "belongs to another draft: it was trained for 'D'"),
+        (folder, (CausalLM(tiny("qwen3")), draft), "belongs to another target"),
+        (broken("truncated", -100), (target, draft), "cannot load the pre-verifier"),
+        (broken("field", widht=3), (target, draft), "unknown field 'widht'"),
+        (broken("input", inputs=["token"]), (target, draft), "not 'token': train it again"),
+        (tmp_path / "nothing", (target, draft), r"there is no .*config\.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_pre_verifier(path, *models)
+    older = broken("older", target_size=32, token_size=32, heads=4)  # fields of layers from before
+    assert load_pre_verifier(older, target, draft).config.inputs == ["confidence", "echoes", "history"]
     with pytest.raises(ValueError, match="needs a pre-verifier"):
         Decoder(target, None, draft, Pacer())
 
@@ -631,7 +604,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
 
 def test_state_goes_with_its_sequence() -> None:
     """Verdicts reach the right ones, whatever the order and whoever has left."""
-    policy = stop("last", 2, inputs=("confidence", "history", "target"))
+    policy = stop("last", 2, inputs=("confidence", "history"))
     seqs = [Sequence(Request([1, 2], 30), id) for id in (4, 7, 2)]
     for seq in seqs:
         policy.admit(seq)
@@ -641,15 +614,13 @@ def test_state_goes_with_its_sequence() -> None:
         verdicts = [
             Verdict(list(range(accepted + 1)), 0, accepted + rejected, rejected) for _, accepted, rejected in rows
         ]
-        hidden = [torch.arange(4.0)[:, None] + 10 * seq.id for seq, _, _ in rows]
-        policy.observe([seq for seq, _, _ in rows], drafts, verdicts, hidden)
+        policy.observe([seq for seq, _, _ in rows], drafts, verdicts, None)
 
     judged((seqs[0], 2, True), (seqs[1], 3, False), (seqs[2], 0, True))
     judged((seqs[2], 1, True), (seqs[1], 1, True))
     policy.drop(seqs[0])
     judged((seqs[1], 0, False), (seqs[2], 3, False))
     assert {id: past.runs for id, past in policy.past.items()} == {7: [1, 5, USUAL], 2: [4, 1, 0]}
-    assert {id: past.target.tolist() for id, past in policy.past.items()} == {7: [70.0], 2: [23.0]}
     policy.drop(seqs[0])
 
 

@@ -524,14 +524,13 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     async def act(http: httpx.AsyncClient) -> Any:
         while len(worker._there()) < 2:
             await asyncio.sleep(0.05)
-        begun: set[int] = set()
-        count = worker.on_step
+        begun, take = set[Any](), worker._take
 
-        def hear(step: Any, at: float) -> None:
-            begun.add(step.id)
-            count(step, at)
+        def noted(job: Any, *args: Any) -> None:
+            begun.add(job)
+            take(job, *args)
 
-        worker.on_step = hear
+        worker._take = noted  # type: ignore[method-assign]
         streams = [asyncio.ensure_future(http.post(PLAIN, json=each | {"stream": True})) for each in bodies]
         while len(begun) < len(bodies):
             await asyncio.sleep(0.01)

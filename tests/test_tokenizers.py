@@ -21,6 +21,7 @@ from transformers.generation import logits_process as hf
 
 import forerun
 from benchmarks.baselines.heuristic import Heuristic
+from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun import Decoder
 from forerun.backends.hot import prepare_draft
 from forerun.cli import main
@@ -33,8 +34,7 @@ from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
-from forerun.train.tokenizer import train_tokenizer
-from forerun.zoo import find_smollm2, resolve
+from forerun.zoo import SMOLLM2, find, resolve
 
 WAYS = ("shared", "text")
 LETTERS = "abcdefghijklmnopqrstuvwxyz().,:0123456789"
@@ -586,7 +586,7 @@ def test_on_the_command_line(
 @pytest.mark.parametrize("way", WAYS)
 def test_the_chat_model_with_the_embedded_draft(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORERUN_HOME")  # the suite's own, in which there is none
-    target = find_smollm2()
+    target = find(SMOLLM2)
     if target is None:
         pytest.skip("the chat model is not there: forerun fetch smollm2")
     prompts = ["def quicksort(items):\n", "The capital of France is", "import os\n\nclass Reader:\n"]

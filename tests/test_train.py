@@ -1,4 +1,4 @@
-"""Training: exact resume, texts, own output and what the target says of it, drafts for any target."""
+"""Training: exact resume, texts, own output and its labels, drafts for any target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from forerun.model.eager import capture_hidden_states
 from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
 from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
 from forerun.train.loop import TrainConfig, claim, train
-from forerun.train.own_output import own_output
 from forerun.train.texts import Texts, of_windows, read_texts, split_windows, tokenize
 
 COMMAND = [sys.executable, "-m", "forerun"]
@@ -85,46 +84,12 @@ def test_a_folder_belongs_to_its_settings(tmp_path: Path) -> None:
         claim(tmp_path / "run", {"steps": 2, "kind": "a"})
 
 
-_TOGETHER = """
-import sys
-from pathlib import Path
-import torch
-from torch import nn
-from forerun.train.loop import TrainConfig, train
-from forerun.train.processes import processes
-
-sharing, out, size = processes(), Path(sys.argv[1]), int(sys.argv[2])
-torch.manual_seed(0)
-model = nn.Linear(3, 1)
-windows = torch.randn(12, 2, 3)
-batch = lambda step: windows[step] if size == 1 else torch.cat([windows[2 * step], windows[2 * step + 1]])
-train(model, lambda x: model(x).square().mean(), batch, lambda: 0.0, TrainConfig(6, warmup=1), out, print, sharing)
-if sharing.is_first:
-    torch.save(model.state_dict(), out / "weights.pt")
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_train_together_are_one_with_a_larger_batch(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_TOGETHER)
-    together = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for name, start, size in (("alone", [], "2"), ("together", together, "1")):
-        command = [sys.executable, *start, str(script), str(tmp_path / name), size]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
-        assert done.returncode == 0, done.stderr
-    alone, both = (torch.load(tmp_path / name / "weights.pt") for name in ("alone", "together"))
-    for name, value in alone.items():
-        torch.testing.assert_close(value, both[name])
-    assert len((tmp_path / "together" / "log.jsonl").read_text().splitlines()) == 6  # the first one's alone
-
-
 # Texts.
 
 
 def test_read_texts(tmp_path: Path) -> None:
     def read(path: Path) -> list[str]:
-        return list(read_texts([str(path)], tiny_tokenizer()))
+        return list(read_texts([str(path)]))
 
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "thr\u2028ee"}\n', encoding="utf-8")
@@ -149,10 +114,11 @@ def test_windows_for_validation_stay_when_there_are_more() -> None:
 def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None:
     model = tiny("llama").eval()
     stream = random_windows(1, 400)[0]
-    given: dict[str, Any] = {"length": 24, "prompts": (3, 6), "temperatures": (0.0, 0.8), "say": lambda line: None}
+    given: dict[str, Any] = {"length": 24, "prompts": (3, 6), "temperatures": (0.0, 0.8)}
+    run = make_run(str(tmp_path / "target"), tmp_path)
 
     def make(sequences: int) -> np.ndarray:
-        return np.concatenate(own_output(CausalLM(model), stream, tmp_path, sequences=sequences, **given))
+        return np.concatenate(run.own_output(CausalLM(model), stream, sequences=sequences, **given))
 
     windows = make(8)
     assert windows.shape == (8, 24)
@@ -160,15 +126,15 @@ def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None
         ids = torch.tensor(row[None, :3].astype(np.int64))
         alone = model.generate(ids, do_sample=False, max_new_tokens=21, eos_token_id=None, pad_token_id=0)
         assert alone[0].tolist() == row.tolist()
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    stamps = {path: path.stat().st_mtime_ns for path in run.shared.rglob("*")}
     assert np.array_equal(windows, make(8))
-    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert stamps == {path: path.stat().st_mtime_ns for path in run.shared.rglob("*")}
     given["length"] = 25
     with pytest.raises(ValueError, match="other settings"):
         make(8)
 
 
-# What the target says.
+# Labels.
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -199,19 +165,16 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
     assert len(more.probs(torch.arange(140)).tokens) == 2 * int(texts.counted().sum())
 
 
-def test_distributions_hold_the_most_probable_tokens() -> None:
+def test_distributions_are_of_the_most_probable_tokens() -> None:
+    """Their cross-entropy is that of the whole distribution if they hold all of it."""
     scores = 4 * torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
-    found, wanted = top_probs(scores), scores.softmax(-1)
-    assert found.tokens.shape == (300, TOP) and torch.equal(found.tokens[:, 0], scores.argmax(-1))
-    torch.testing.assert_close(found.probs, wanted.topk(TOP).values)
-    torch.testing.assert_close(wanted.gather(-1, found.tokens), found.probs)
-
-
-def test_cross_entropy_is_that_of_the_whole_distribution_where_it_holds_all() -> None:
-    scores, found = 4 * torch.randn(20, 50), torch.randn(20, 50)
+    top, whole = top_probs(scores), scores.softmax(-1)
+    assert top.tokens.shape == (300, TOP) and torch.equal(top.tokens[:, 0], scores.argmax(-1))
+    torch.testing.assert_close(top.probs, whole.topk(TOP).values)
+    torch.testing.assert_close(whole.gather(-1, top.tokens), top.probs)
+    scores, found, hot = 4 * torch.randn(20, 50), torch.randn(20, 50), torch.tensor([4, 30, 2, 49])
     dense = -(scores.softmax(-1) * found.log_softmax(-1)).sum()
     torch.testing.assert_close(cross_entropy(found, top_probs(scores)), dense)
-    hot = torch.tensor([4, 30, 2, 49])
     within = -(scores.softmax(-1)[:, hot] * found[:, hot].log_softmax(-1)).sum()
     torch.testing.assert_close(cross_entropy(found[:, hot], top_probs(scores).within(hot, 50)), within)
 
@@ -256,7 +219,7 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
         return functional.kl_div(among(draft), among(target), reduction="sum", log_target=True) / (12 * 16)
 
     def loss(rows: Tensor) -> Tensor:
-        return distillation_loss(CausalLM(draft), texts, labels, rows, chosen)[0]
+        return distillation_loss(CausalLM(draft), labels, rows, chosen)[0]
 
     first, every = apart(), torch.arange(12)
     if hot is None:  # all tokens are among the most probable ones
@@ -269,7 +232,7 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
     learnt = list(range(len(moved))) if hot is None else hot
     assert moved[learnt].all() and (tied or int(moved.sum()) == len(learnt))
     with torch.no_grad():
-        share = distillation_loss(CausalLM(draft), texts, labels, every, chosen)[1]
+        share = distillation_loss(CausalLM(draft), labels, every, chosen)[1]
         best = draft(input_ids=texts.tokens).logits
         best = best.argmax(-1) if chosen is None else chosen[best[..., chosen].argmax(-1)]
         wanted = (best == target(input_ids=texts.tokens).logits.argmax(-1)).float().mean()
@@ -304,7 +267,7 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
         found += ["--layers", "1", "--width", "64", "--steps", "160", "--batch", "2", "--length", "16"]
         return [*found, "--sequences", str(sequences), "--threads", "1", "--hot", "0.5"]
 
-    checkpoint = tmp_path / "killed/work/training/killed/checkpoint.safetensors"
+    checkpoint = tmp_path / "killed/work/training/killed/checkpoint.pt"
     process = subprocess.Popen([*COMMAND, *command("killed")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:

@@ -118,7 +118,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root, target = tmp_path_factory.mktemp("models"), tiny_llama()
     draft = toys.noisy_copy(target, 0.006)
     layer = toys.random_layer(target, draft, inputs=("confidence", "echoes", "history"))
-    seeing = toys.random_layer(target, draft, inputs=("confidence", "target"))
+    seeing = toys.random_layer(target, draft, inputs=("confidence", "entropy"))
     found = {"target": target, "draft": draft, "layer": layer, "seeing": seeing}
     for name, model in found.items():
         model.save_pretrained(root / name)
@@ -205,7 +205,7 @@ def test_parts_of_other_models_are_refused(folders: dict[str, Path], tmp_path: P
         named = {"draft": draft, "draft_weights": "float32", "pre_verifier": str(layer)}
         Proposer(config(target, str(folders["target"]), **named)).load_model()
 
-    with pytest.raises(ValueError, match="reads 'target' of the target"):
+    with pytest.raises(ValueError, match="reads 'entropy' of the target"):
         made(folders["seeing"])
     other = fingerprint(target) | {"num_hidden_layers": 9}
     toys.random_layer(target, None, inputs=("confidence",)).save_pretrained(tmp_path / "draftless")

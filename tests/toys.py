@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Step
@@ -22,7 +23,6 @@ from forerun.engine.target import Output
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.model.causal_lm import CausalLM, fingerprint
-from forerun.train.tokenizer import train_tokenizer
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
 
@@ -160,10 +160,8 @@ def random_layer(
     target: PreTrainedModel | None = None, draft: PreTrainedModel | None = None, seed: int = 0, **settings: Any
 ) -> PreVerifier:
     """An untrained pre-verifier for these models, or for whatever has their widths; of all inputs it sees the usual."""
-    sizes: dict[str, Any] = {"draft_size": 32, "token_size": 32, "target_size": 32}
-    for part, model in (("target", target), ("draft", draft)):
-        if model is not None:
-            sizes |= {part: fingerprint(model), f"{part}_size": model.config.hidden_size}
+    sizes: dict[str, Any] = {"draft_size": 32 if draft is None else draft.config.hidden_size}
+    sizes |= {part: fingerprint(each) for part, each in (("target", target), ("draft", draft)) if each is not None}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layer = PreVerifier(PreVerifierConfig(**sizes | settings)).eval()

@@ -27,9 +27,8 @@ class SpecDec(Sampling, Drafting):
     kind: ClassVar[str | None] = "acceptance"
 
     def policy(self, parts: Parts) -> LengthPolicy:
-        assert parts.draft is not None and parts.pre_verifier is not None
-        embeddings = parts.draft.model.get_input_embeddings()
-        return SpecDecStop(parts.pre_verifier, embeddings, 1, self.most, 1 - self.threshold)
+        assert parts.pre_verifier is not None
+        return SpecDecStop(parts.pre_verifier, 1, self.most, 1 - self.threshold)
 
 
 class SpecDecStop(PacerStop):

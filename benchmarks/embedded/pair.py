@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun.api.load import Decoder
 from forerun.engine.stats import summarise
 from forerun.files import write_text
@@ -42,7 +43,6 @@ from forerun.train.draft import DraftRecipe, train_draft
 from forerun.train.loop import TrainConfig, claim, save_tensors, train
 from forerun.train.run import Run
 from forerun.train.texts import tokenize
-from forerun.train.tokenizer import train_tokenizer
 from forerun.zoo.quantise import WEIGHTS, load_quantised, save_quantised
 
 Say = Callable[[str], None]

@@ -43,7 +43,7 @@ def main() -> None:
         windows = torch.tensor([prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)])
         parts = drafts_of(target, draft, windows, depth, sampler if options else Sampler())
         drafts = {each: torch.cat([getattr(part, each) for part in parts]) for each in FIELDS}
-        found = measure(layer, drafts, draft.model.get_input_embeddings().weight.detach())
+        found = measure(layer, drafts)
         print(f"{name}: AUC {found['auc']}, ECE {found['ece']}, {found['drafts']} drafts")
 
 

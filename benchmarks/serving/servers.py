@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from forerun.files import home
-from forerun.zoo import SMOLLM2, find_smollm2
+from forerun.zoo import SMOLLM2, find
 
 HERE = Path(__file__).parent
 TEST = HERE.parent / "chat" / "test.jsonl"
@@ -46,7 +46,7 @@ class System:
 
 def system(name: str, threads: int, clients: int, max_tokens: int, temperature: float, options: tuple[str, ...] = ()):
     """One of SYSTEMS. `options` are more of our server's. Raises ValueError where the model's file is not there."""
-    path = find_smollm2()
+    path = find(SMOLLM2)
     if path is None:
         raise ValueError("smollm2 is not here: forerun fetch smollm2")
     if name in OURS:

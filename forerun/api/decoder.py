@@ -128,7 +128,7 @@ class Decoder:
         if draft_lm is not None and translation is None:
             check_vocabularies(lm.vocab_size, draft_lm.vocab_size, tokenizer)
         engine = EngineOptions(guard=guard, **options)
-        vars(self).update(
+        vars(self).update(  # frozen from here on
             target=lm,
             tokenizer=tokenizer,
             draft=draft_lm,

@@ -105,7 +105,8 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     config: Any = cls.config_class
     with loading(f"{name}: config.json"):
         settings = json.loads(path.read_text())
-        known = set(config().to_dict()) | {"architectures", "dtype", "heads", "states"}  # the last two of older files
+        older = {"heads", "states", "target_size", "token_size"}
+        known = set(config().to_dict()) | {"architectures", "dtype"} | older
         unknown = sorted(set(settings) - known)
     if unknown:
         raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")

@@ -341,16 +341,6 @@ def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {i: token for token, i in sorted(tokenizer.get_vocab().items())}
 
 
-def check_prompts(
-    target: str | Path, prompts: Prompt | Sequence[Prompt], *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """Load the target's tokenizer. Raises ValueError for prompts that decoding would refuse; loads no weights."""
-    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    config = load_config(target, "target", trust_remote_code=trust_remote_code)
-    encode(prompts, tokenizer, context_of(config), config.vocab_size)
-    return tokenizer
-
-
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, after its class if the text was not written to be read alone."""
     name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "

@@ -14,14 +14,10 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MaxTimeCriteria,
-    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.generation import GenerationMode
 
@@ -30,7 +26,6 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.compat import prompt_of_row
 from forerun.sampling.grammar import compiled, end_of
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.penalties import LogitBias, Penalties
 from forerun.sampling.response_format import form_of
 from forerun.sampling.sampler import Sampler
 from forerun.text.chat import turn_ends
@@ -69,7 +64,7 @@ def requests(
     config: Any = params
     criteria, form = StoppingCriteriaList(criteria or []), None
     if isinstance(params, SamplingParams):
-        greedy, seed, form = not params.temperature, params.seed, form_of(params.response_format)
+        seed, form = params.seed, form_of(params.response_format)
         ends = None if params.ignore_eos else target.model.generation_config.eos_token_id
     else:
         config = _completed(params, target)
@@ -94,10 +89,9 @@ def requests(
             grammar = grammar_of(len(row)) if grammar_of is not None else None
             extra += [grammar] if grammar is not None else []
             if isinstance(params, SamplingParams):
-                chosen = LogitsProcessorList(_processors(params, len(row), target.vocab_size, extra))
+                sampler = Sampler.of(params, len(row), target.vocab_size, extra)
             else:
-                chosen = target.processors(config, len(row), LogitsProcessorList(extra))
-            sampler = Sampler(greedy, chosen)
+                sampler = Sampler(greedy, target.processors(config, len(row), LogitsProcessorList(extra)))
         new = config.max_new_tokens
         if new is None:
             new = config.max_length - len(row)
@@ -181,35 +175,6 @@ def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         prompt = prompt_of_row(processor, row)
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     return processor
-
-
-def _processors(
-    params: SamplingParams, prompt_length: int, vocab_size: int, extra: list[LogitsProcessor]
-) -> list[LogitsProcessor]:
-    """Return the processors of these parameters, and extra ones, in transformers' order.
-
-    Raises ValueError for a bias on a token outside the vocabulary.
-    """
-    found: list[LogitsProcessor] = []
-    if params.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
-    if params.presence_penalty or params.frequency_penalty:
-        found.append(Penalties(params.presence_penalty, params.frequency_penalty, prompt_length))
-    if params.logit_bias:
-        if max(params.logit_bias) >= vocab_size:
-            raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
-        found.append(LogitBias(params.logit_bias))
-    found += extra
-    if params.temperature:
-        if params.temperature != 1:
-            found.append(TemperatureLogitsWarper(float(params.temperature)))
-        if params.top_k:
-            found.append(TopKLogitsWarper(int(params.top_k)))
-        if params.top_p < 1:
-            found.append(TopPLogitsWarper(float(params.top_p)))
-        if params.min_p:
-            found.append(MinPLogitsWarper(float(params.min_p)))
-    return found
 
 
 def _completed(config: GenerationConfig, target: CausalLM) -> GenerationConfig:

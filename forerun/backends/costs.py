@@ -121,7 +121,7 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         for id in ids:
             head.add(id, context + STATES)
         states = torch.zeros(rows, context, head.width, dtype=head.dtype, device=head.device)
-        state = head.extend(ids, list(states), [[0] * context] * rows if eagle else None)
+        state = head.extend(ids, list(states), [[0] * context] * rows)
         seconds = []
         for _ in rounds(3 * RUN):
             begun = perf_counter()
@@ -145,14 +145,14 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM, most: int = 30) -> tuple[f
     draft: they never find a warm cache."""
     fast, draft = quick(layer), behind(draft, 1)
     config, calls, glances = layer.config, [], []
-    hidden, embedded = torch.zeros(1, 4, config.draft_size), torch.zeros(1, 4, config.token_size)
+    hidden = torch.zeros(1, 4, config.draft_size)
     echoes = [[(0,) * len(SIZES)] * 4]
     for _ in rounds(most):
         scores = draft.forward([0], [Draft.root(0)]).logits[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
-        state = fast.begin(torch.zeros(1, config.target_size), [[1.0, 1.0, 1.0]])
+        state = fast.begin([[1.0, 1.0, 1.0]])
         chances = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
-        fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden, embedded)
+        fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden)
         calls.append(perf_counter() - begun)
         (scores,) = draft.forward([0], [Draft.root(0)]).logits
         begun = perf_counter()

@@ -1,4 +1,4 @@
-"""Heads over hidden states with a cache, one row a sequence, as decoding needs them."""
+"""Heads over hidden states for decoding: with a cache, one row a sequence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class HiddenLM(Rows):
         hot: [S] the tokens that it gives logits of.
         logits: of states [n, d], logits [n, S] without token information.
         information: of tokens [..], T [.., S] (lyanna). None for a head without it.
-        known: whether features are run with the tokens behind them.
         feature: which states of the target it takes as features, see `HiddenConfig`.
         curves: calibration, see `HiddenConfig`.
         quantised: runs the layers instead, where the C library can.
@@ -58,7 +57,6 @@ class HiddenLM(Rows):
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
         config = head.config
         self.kind, self.width = config.kind, config.hidden_size
-        self.known = config.known or self.kind == "eagle"
         self.feature: Capture = "below" if config.feature == "below" else "head"
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
@@ -78,8 +76,8 @@ class HiddenLM(Rows):
         fuse = head.fuse.weight.to(self.dtype)
         self.both = multiply(fuse)
         if self.kind == "lyanna":
-            self.alone = multiply(fuse[:, : self.width].contiguous())
-            self.between: Product = self.alone if config.fusion == "every" else lambda states: states
+            alone = fuse[:, : self.width].contiguous()
+            self.between: Product = multiply(alone) if config.fusion == "every" else lambda states: states
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
         names = "before_attention", "qkv", "out", "before_mlp", "gate_up", "down"
         weights: list[Any] = [tuple(getattr(layer, name).weight.to(self.dtype) for name in names) for layer in layers]
@@ -101,40 +99,34 @@ class HiddenLM(Rows):
         self._last = 0
 
     def fresh(self) -> HiddenLM:
-        """The same head with a cache of its own."""
+        """Return the same head with a cache of its own."""
         other = copy.copy(self)
         other._empty()
         return other
 
     @torch.inference_mode()
-    def prefill(
-        self, id: int, features: Tensor, tokens: Sequence[int] | None, chunk: int, reserve: int = 0
-    ) -> Iterator[int]:
-        """Adds a sequence with features [n, d] and the tokens behind them, or without tokens. They run in a cache of
-        one row; after each chunk of at most `chunk` yields how many those were."""
+    def prefill(self, id: int, features: Tensor, tokens: Sequence[int], chunk: int, reserve: int = 0) -> Iterator[int]:
+        """Add a sequence with features [n, d] and the tokens after them. They run in a cache of one row; yield the
+        size of each chunk, at most `chunk`."""
         prompt, count = self._prompt, len(features)
         prompt.reset()
         prompt.add(0, count)
         for start in range(0, count, chunk):
             part = self._entered(features[start : start + chunk])
-            behind = None if tokens is None else [tokens[start : start + chunk]]
-            self._extend(prompt, [0], [part], behind)
+            self._extend(prompt, [0], [part], [tokens[start : start + chunk]])
             yield len(part)
         self.add(id, max(reserve, count))
         if count:
             self.cache.copy_in(id, prompt.view(0, count), count)
 
     @torch.inference_mode()
-    def extend(
-        self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None = None
-    ) -> Tensor:
-        """Runs and keeps the next features [n_r, d] of each sequence, at least one, with the tokens behind them or
-        without. Returns the head's states [R, d] behind each sequence's last one."""
+    def extend(self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Run and keep the next features [n_r, d] of each sequence, at least one, with the tokens after them. Return
+        the head's states [R, d] after each sequence's last one."""
         return self._extend(self.cache, ids, [self._entered(own) for own in states], tokens)
 
     def guesses(self, id: int, count: int, most: int) -> bool:
-        """Whether `guess` can draft `most` tokens behind so many features of a sequence, and is worth it: where layers
-        take little time."""
+        """Return whether `guess` can draft `most` tokens after `count` features of a sequence, and is worth it."""
         context = 0 if self.quantised is None else self.quantised.context
         return 0 < count <= context - most - self.length(id)
 
@@ -143,23 +135,23 @@ class HiddenLM(Rows):
         self,
         id: int,
         features: Tensor,
-        tokens: Sequence[int] | None,
+        tokens: Sequence[int],
         root: int,
         most: int,
         start: int = 0,
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> Guess:
-        """A chain of argmax tokens behind `root`. Runs and keeps the next features [n, d] of the sequence with the
-        tokens behind them, or without; what is drafted is not kept.
+        """Draft a chain of argmax tokens after `root`. Run and keep the next features [n, d] of the sequence with the
+        tokens after them; drafted states are not kept.
 
-        With a `start` it goes on with the draft of that length that the last call made of the same features. `old`
-        [m, S]: logits of the first places that are added with `weight`.
+        With a `start` continue the draft of that length that the last call made of the same features. `old` [m, S]:
+        logits of the first places that are added with `weight`.
         """
         row, last = self.cache.row(id), start + most
         logits = self._logits[:start]
         if not start:
-            self._guessed = [self.extend([id], [features], None if tokens is None else [tokens])]
+            self._guessed = [self.extend([id], [features], [tokens])]
         length, states = self.cache.lengths[row], self._guessed
         before = self._last if start else root
         self.cache.lengths[row] += max(len(states) - 1, 0)
@@ -190,24 +182,23 @@ class HiddenLM(Rows):
         return functional.rms_norm(features.float(), (self.width,), gain, eps).to(self.dtype)
 
     def _extend(
-        self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]] | None
+        self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         counts = [len(own) for own in states]
         x = states[0] if len(states) == 1 else torch.cat(list(states))
-        if tokens is not None:
-            x = self._beside(x, torch.tensor([token for own in tokens for token in own], device=self.device))
+        x = self._beside(x, torch.tensor([token for own in tokens for token in own], device=self.device))
         if self.quantised is not None:
             return self.quantised.extend(cache, ids, x, counts)
-        x, depths = self.alone(x) if tokens is None else self.both(x), [range(count) for count in counts]
-        inputs = Inputs([cache.row(id) for id in ids], depths, given=x)
+        depths = [range(count) for count in counts]
+        inputs = Inputs([cache.row(id) for id in ids], depths, given=self.both(x))
         x = self._run(inputs, cache)
         cache.commit(ids, depths)
         return inputs.last(x)
 
     @torch.inference_mode()
     def roll(self, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
-        """Runs and keeps states [R, d] without tokens behind them, then the states that come of them, and so on: the
-        `steps` states [R, d] that come."""
+        """Run and keep states [R, d] without tokens, then the states that follow, and so on; return the `steps` states
+        [R, d] that follow."""
         if steps < 1:
             return []
         if self.quantised is not None:
@@ -221,9 +212,9 @@ class HiddenLM(Rows):
 
     @torch.inference_mode()
     def branch(self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
-        """Runs and keeps states [R, w, d] with the tokens [R, w] behind them, all of them `depth` places behind each
+        """Run and keep states [R, w, d] with the tokens [R, w] after them, all of them `depth` places after each
         sequence's text. `seen` [R, w, P + w] bool: which of the P states that were kept last, and of themselves, each
-        one sees. Returns the states [R, w, d] behind them."""
+        one sees. Return the states [R, w, d] after them."""
         if self.quantised is not None:
             x = self._beside(states.flatten(0, 1), tokens.flatten())
             return self.quantised.branch(self.cache, ids, x, depth, seen).view(states.shape)
@@ -235,12 +226,12 @@ class HiddenLM(Rows):
         return x.view(states.shape)
 
     def _beside(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """States [n, d] with the embeddings of tokens [n]: what the first matrix takes [n, 2 d]."""
+        """Return states [n, d] with the embeddings of tokens [n], as the first matrix takes them [n, 2 d]."""
         embedded = self.embeddings(tokens).to(x.dtype)
         return torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1)
 
     def _run(self, inputs: Inputs, cache: KVCache) -> Tensor:
-        """States [n, d] after inputs that have gone through the first matrix."""
+        """Return states [n, d] of inputs that have gone through the first matrix."""
         batch = pad(inputs, cache, self.device, self.dtype)
         # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
         batch = replace(batch, positions=batch.positions.clamp(max=self.layers.context - 1))
@@ -276,6 +267,6 @@ class HeadRows:
 
 @torch.no_grad()
 def head_rows(target: CausalLM, tokens: Tensor, size: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """`HeadRows` of these tokens alone."""
+    """Return `HeadRows` of these tokens alone."""
     weight, bias = HeadRows(target, size, dtype)(tokens)
     return weight.clone(), bias.clone()

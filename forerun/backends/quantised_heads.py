@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 class QuantisedHead:
     """The layers of a lyanna or EAGLE-like head. New entries of sequences stand one behind the other, none of them is
-    padding. They are states [n, d], or [n, 2 d] with the tokens behind them."""
+    padding. They are states [n, d], or [n, 2 d] with the tokens after them."""
 
     def __init__(self, head: HiddenDrafter) -> None:
         config = head.config
@@ -58,16 +58,15 @@ class QuantisedHead:
         self.layers = Layers(argument, layers[0].frequencies(torch.device("cpu")), 1.0, kept)
         self.width, self.context = config.hidden_size, config.max_position_embeddings
         self.both = _packed(head.fuse.weight)
-        self.alone = _packed(head.fuse.weight[:, : self.width]) if config.kind == "lyanna" else None
-        self.between = self.alone if config.fusion == "every" else None
+        fused = config.kind == "lyanna" and config.fusion == "every"
+        self.between = _packed(head.fuse.weight[:, : self.width]) if fused else None
 
     def extend(self, cache: KVCache, ids: Sequence[int], given: Tensor, counts: Sequence[int]) -> Tensor:
         """Runs and keeps the next entries, `counts[r]` of each sequence; the states [R, d] behind the last ones."""
         rows, lengths = _rows(cache, ids)
         ends = np.cumsum(counts)
         slots = np.repeat(lengths, counts) + np.arange(len(given)) - np.repeat(ends - counts, counts)
-        fuse = self.both if given.shape[1] > self.width else self.alone
-        found = self._run(given, fuse, cache, np.repeat(rows, counts), slots, slots, slots + 1)
+        found = self._run(given, self.both, cache, np.repeat(rows, counts), slots, slots, slots + 1)
         cache.commit(ids, [range(count) for count in counts])
         return found[torch.from_numpy(ends - 1)]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -24,19 +22,8 @@ from forerun.cli.options import (
 )
 from forerun.sampling.params import SamplingParams
 
-EVERY = 10.0  # seconds between two lines about the progress, if stderr is no terminal
-# Options that decide what is answered: a job goes on with the same ones only.
-DECIDING = (
-    "draft",
-    "pre_verifier",
-    "head",
-    "guard",
-    "dtype",
-    "weights",
-    "draft_weights",
-    "draft_vocabulary",
-    "draft_tokens",
-)
+EVERY = 10.0  # seconds between two lines about the progress
+KINDS = ("answered", "refused", "bad_lines", "failed")
 
 
 @grouped
@@ -68,13 +55,16 @@ def batch(
     defaults = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
     model = best_target(target)
     method = decoding.chosen_method(model)
-    options = absolute_options(decoding.for_load() | {"max_rows": max_rows, "kv_memory": kv_memory})
+    options = absolute_options(decoding.for_load())
     from forerun.scale.batch_file import scan
     from forerun.scale.batch_folder import Folder
 
     shown = shown_name(model, model_name)
-    job = {name: options[name] for name in DECIDING} | {"target": absolute(model), "model_name": shown, **sampling}
+    # A job goes on with the options only that decided its answers so far.
+    job = options | {"target": absolute(model), "model_name": shown, **sampling}
     job["method"] = None if method is None else {"name": method.name, **asdict(method)}
+    for name in ("device", "trust_remote_code"):
+        del job[name]
     source = scan(input)
     folder = Folder(out, source, job)
     try:
@@ -83,82 +73,53 @@ def batch(
         seconds = 0.0
         if not folder.ended:
             quiet()
+            import asyncio
+
+            from forerun.scale import batch_local
             from forerun.server.worker import Loader
 
-            loader = Loader(absolute(model), method, options, decoding.threads)
+            more = {"max_rows": max_rows, "kv_memory": kv_memory}
+            loader = Loader(absolute(model), method, options | more, decoding.threads)
+            folder.on_record = _progress(folder, len(source))
 
             def lines() -> Iterator[Any]:
                 return iter(source.lines(folder.done | folder.failed, defaults))
 
-            seconds = _run(loader, shown, max_rows, ray, actors, lines, folder, len(source))
+            if ray is None:
+                seconds = asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder))
+            else:
+                from forerun.scale import batch_ray
+                from forerun.scale.cluster import cluster
+
+                with cluster(ray, 256 * 2**20):
+                    seconds = batch_ray.run(loader, shown, max_rows, lines, folder, actors)
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
     if folder.failed:
-        again = "run the same command again to ask them again"
-        say(f"{len(folder.failed)} lines failed ({out}/failed.jsonl); {again}")
+        say(f"{len(folder.failed)} lines failed ({out}/failed.jsonl); run the same command again to ask them again")
         raise typer.Exit(1)
 
 
-def _run(
-    loader: Any,
-    shown: str,
-    max_rows: int,
-    address: str | None,
-    actors: int | None,
-    lines: Callable[[], Iterator[Any]],
-    folder: Any,
-    total: int,
-) -> float:
-    """Answer the lines with one engine here, or on a cluster; return the seconds."""
-    if address is None:
-        import asyncio
-
-        from forerun.scale import batch_local
-
-        with _progress(folder, total):
-            return asyncio.run(batch_local.run(loader, shown, max_rows, lines(), folder))
-    from forerun.scale import batch_ray
-    from forerun.scale.cluster import cluster
-
-    with cluster(address, 256 * 2**20), _progress(folder, total):
-        return batch_ray.run(loader, shown, max_rows, lines, folder, actors)
-
-
-@contextmanager
-def _progress(folder: Any, total: int) -> Iterator[None]:
-    """Show a bar on a terminal, a line now and then elsewhere."""
+def _progress(folder: Any, total: int) -> Callable[[], None]:
+    """Return a function that prints a line about the progress, not too often."""
     begun = last = perf_counter()
-
-    def figures() -> str:
-        speed = folder.new.completion_tokens / max(1e-9, perf_counter() - begun)
-        wrong = folder.counts.records - folder.counts.answered
-        return f"{speed:.0f} tokens/s" + (f", {wrong} errors" if wrong else "")
 
     def print_line() -> None:
         nonlocal last
-        if perf_counter() - last > EVERY:
-            last = perf_counter()
-            say(f"{folder.counts.records} of {total} lines, {figures()}")
+        if (now := perf_counter()) - last > EVERY:
+            last, wrong = now, folder.counts.records - folder.counts.answered
+            speed = folder.new.completion_tokens / (now - begun)
+            errors = f", {wrong} errors" if wrong else ""
+            say(f"{folder.counts.records} of {total} lines, {speed:.0f} tokens/s{errors}")
 
-    if not sys.stderr.isatty():
-        folder.on_record = print_line
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("loading", total=total, completed=folder.counts.records)
-        folder.on_record = lambda: bar.update(task, completed=folder.counts.records, description=figures())
-        yield
+    return print_line
 
 
 def _show(summary: dict[str, Any], out: Path) -> None:
-    run, lines = summary["last_run"], summary["lines"]
-    kinds = {"answered": "answered", "refused": "refused", "bad_lines": "bad", "failed": "failed"}
-    print(f"{lines} lines: " + ", ".join(f"{summary[name]} {shown}" for name, shown in kinds.items()))
+    run = summary["last_run"]
+    counts = ", ".join(f"{summary[kind]} {kind.partition('_')[0]}" for kind in KINDS)
+    print(f"{summary['lines']} lines: {counts}")
     tokens = f"{summary['prompt_tokens']} prompt tokens, {summary['completion_tokens']} new tokens"
     print(f"{tokens}, tau {summary['tau']:.2f}")
     if run["seconds"]:

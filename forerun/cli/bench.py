@@ -10,26 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.api.profiles import find, shipped
+from forerun.api import profiles
 from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
 from forerun.bench.plan import Plan, Runner, RunnerOf, check_folder, no_runner, parse_methods
 from forerun.cli.common import quiet
-from forerun.cli.options import (
-    DeviceOption,
-    DraftTokensOption,
-    DraftVocabularyOption,
-    DraftWeightsOption,
-    DtypeOption,
-    MaxNewTokensOption,
-    TemperatureOption,
-    ThreadsOption,
-    TrustOption,
-    WeightsOption,
-)
+from forerun.cli.options import DraftOptions, JsonOption, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
 from forerun.methods import METHODS, Method
 from forerun.zoo import EMBEDDED, own_draft
 
 
+@grouped
 def bench(
     methods: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; ar always runs.")] = None,
     dataset: Annotated[list[str] | None, typer.Option(help=f"{', '.join([*PUBLIC, *STDLIB])} or FILE.jsonl.")] = None,
@@ -42,14 +32,13 @@ def bench(
     max_new_tokens: MaxNewTokensOption = 128,
     out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl and results.json.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")] = EMBEDDED,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
     tune: Annotated[str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")] = None,
     temperature: TemperatureOption = 0.0,
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
-    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
+    top_p: TopPOption = 1.0,
     head: Annotated[
         list[str] | None,
         typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable."),
@@ -60,22 +49,16 @@ def bench(
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    draft_weights: DraftWeightsOption = None,
-    draft_vocabulary: DraftVocabularyOption = None,
-    draft_tokens: DraftTokensOption = None,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+    *,
+    loading: DraftOptions,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure methods in turns on the same prompts, in one process. Lists may be given with commas.
 
-    Settings that are not given are those that `forerun tune` found for the pair, where it did.
+    Settings that are not given are those that `forerun tune` found for the pair, if it did.
     """
     given = locals()
-    plan, files = planned(given)
+    plan, files = planned(given | vars(loading))
     results = measured(plan, files, out, resume)
     if as_json:
         print(json.dumps(results))
@@ -86,20 +69,19 @@ def bench(
 def planned(
     given: dict[str, Any], runner_of: RunnerOf = no_runner, **more: Any
 ) -> tuple[Plan, dict[str, list[Prompt]]]:
-    """The plan of the command's options, by their names, and the prompts of its files. `runner_of` is asked for methods
-    that are not ours; `more` are fields of the plan that no option has. Raises ValueError."""
+    """Return the plan of the command's options, by their names, and the prompts of its files. Raises ValueError.
+
+    `runner_of` gives what runs under other names than those of our methods; `more` are other fields of the plan.
+    """
     target, draft = given["target"], given["draft"] if given["draft"] is not None else own_draft(given["target"])
-    ours = shipped(target, draft)
+    ours = profiles.shipped(target, draft)
     tuned = ours.methods["sampling" if given["temperature"] else "greedy"] if ours is not None else {}
 
     def methods(tuned: dict[str, dict[str, Any]]) -> dict[str, Method | Runner]:
         chosen = parse_methods(split(given["methods"]), given["method_arg"] or [], given["tune"], tuned, runner_of)
-        # "auto" is a draft's method here: which head is whose is known later.
-        has_draft = draft is not None
-        return {
-            name: each if isinstance(each, Runner) else each.resolve_defaults(has_draft, False, None)
-            for name, each in chosen.items()
-        }
+        # "auto" is a draft's method here: the kind of a head is known later.
+        has = draft is not None, False, None
+        return {n: each if isinstance(each, Runner) else each.resolve_defaults(*has) for n, each in chosen.items()}
 
     options = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
     lists = {name: tuple(given[name] or ()) for name in ("pre_verifier", "head")}
@@ -108,7 +90,7 @@ def planned(
     check_folder(given["out"], given["resume"])
     files = read_files(plan.datasets, plan.data, plan.limit)
     quiet(plan.threads)
-    profile = find(target, draft, plan.device, plan.dtype, plan.weights, plan.draft_weights)
+    profile = profiles.find(target, draft, plan.device, plan.dtype, plan.weights, plan.draft_weights)
     choice = profile.choice(plan.temperature) if profile is not None else None
     if choice is not None:
         plan = replace(plan, methods=methods(tuned | choice.tuned))
@@ -116,21 +98,21 @@ def planned(
 
 
 def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool) -> dict[str, Any]:
-    """The results of the plan, with what is going on shown on a terminal."""
+    """Return the results of the plan; show progress on a terminal."""
     from forerun.bench.session import bench as run
 
     try:
         results = run(plan, files, out, resume=resume, say=progress)
     except KeyboardInterrupt:
         if out is not None:
-            print(f"forerun: what is measured stays in {out}: go on with --resume", file=sys.stderr)
+            print(f"forerun: the measurements stay in {out}: go on with --resume", file=sys.stderr)
         raise
     progress("")
     return results
 
 
 def show(results: dict[str, Any], out: Path | None) -> None:
-    """Prints a table for each dataset, and one of all where there are several."""
+    """Print a table for each dataset, and one of all if there are several."""
     from rich.console import Console
     from rich.table import Table
 
@@ -152,11 +134,11 @@ def show(results: dict[str, Any], out: Path | None) -> None:
 
 
 def split(values: list[str] | None) -> list[str]:
-    """The values of an option that may be repeated and takes several, with commas between them."""
+    """Return the values of an option that may be repeated and takes several, with commas between them."""
     return [part for value in values or [] for part in value.split(",") if part]
 
 
 def progress(line: str) -> None:
-    """Printed between measurements, not beside them."""
+    """Print a line on a terminal in place of the last one."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

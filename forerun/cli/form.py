@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,44 +11,33 @@ from typing import Any
 from forerun.files import read_text
 from forerun.sampling.params import SamplingParams
 
-KINDS = {"json-schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # names of options and of fields
-
 
 def asked_form(json_schema: str | None, regex: str | None, grammar: Path | None) -> dict[str, Any] | None:
     """Return the form that these options ask for; None for any text.
 
-    Raises ValueError for more than one of them, a file that cannot be read, and a form that is none.
+    Raises ValueError for more than one of them, a file that cannot be read, a form that is none, and if the package
+    that keeps output to a form is missing.
     """
-    asked = {"json-schema": json_schema, "regex": regex, "grammar": None if grammar is None else str(grammar)}
-    given = {kind: text for kind, text in asked.items() if text is not None}
+    asked = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    given = {kind: value for kind, value in asked.items() if value is not None}
+    options = [f"--{kind.replace('_', '-')}" for kind in given]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(f'--{kind}' for kind in given)}: one form at a time")
-    return next((form_of_kind(kind, text) for kind, text in given.items()), None)
-
-
-def form_of_kind(kind: str, text: str) -> dict[str, Any]:
-    """Return a form of one of `KINDS`. Its text is a schema or a file with one, an expression, or a grammar's file.
-
-    Raises ValueError as `asked_form` does.
-    """
-    content: Any = text
-    if kind == "json-schema":
-        content = {"name": "answer", "schema": _schema(text)}
-    elif kind == "grammar":
-        content = read_text(Path(text).expanduser())
-    form = {"type": KINDS[kind], KINDS[kind]: content}
-    try:
-        SamplingParams(response_format=form)
-    except ValueError as error:
-        raise ValueError(_named(str(error))) from None
-    return form
-
-
-def check_extra(form: dict[str, Any] | None) -> None:
-    """Raise ValueError if the package that keeps output to a form is missing."""
-    if form is not None and find_spec("llguidance") is None:
-        option = form["type"].replace("_", "-")
-        raise ValueError(f"--{option} needs the package llguidance: pip install 'forerun[grammar]'")
+        raise ValueError(f"{' and '.join(options)}: one form at a time")
+    for kind, value in given.items():
+        content: Any = value
+        if kind == "json_schema":
+            content = {"name": "answer", "schema": _schema(str(value))}
+        elif kind == "grammar":
+            content = read_text(Path(value).expanduser())
+        form = {"type": kind, kind: content}
+        try:
+            SamplingParams(response_format=form)
+        except ValueError as error:
+            raise _by_options(error) from None
+        if find_spec("llguidance") is None:
+            raise ValueError(f"{options[0]} needs the package llguidance: pip install 'forerun[grammar]'")
+        return form
+    return None
 
 
 def check_form(form: Any, tokenizer: Any) -> None:
@@ -67,29 +57,26 @@ def check_form(form: Any, tokenizer: Any) -> None:
     try:
         compiled(asked, tokenizer, ends)
     except ValueError as error:
-        raise ValueError(_named(str(error))) from None
+        raise _by_options(error) from None
 
 
 def _schema(text: str) -> Any:
     """Parse a schema that is given as such or in a file."""
-    if not text.strip():
-        raise ValueError("--json-schema takes a file or a JSON schema, not nothing")
-    is_file = not text.lstrip().startswith(("{", "[", '"')) and text.strip() not in ("true", "false")
-    source = f"'{text}'" if is_file else "what is given"
+    is_file = text.strip() not in ("", "true", "false") and text.lstrip()[0] not in '{["'
+    source = f"--json-schema: '{text}'" if is_file else "--json-schema: what is given"
     try:
         found = json.loads(read_text(Path(text).expanduser()) if is_file else text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--json-schema: {source} is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"--json-schema: {source} is nested too deeply") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(found, dict | bool):
-        raise ValueError(f"--json-schema: {source} is no JSON schema, which is an object, true or false")
+        raise ValueError(f"{source} is no JSON schema, which is an object, true or false")
     return found
 
 
-def _named(message: str) -> str:
-    """Replace the names of fields by those of options."""
-    for kind, field in KINDS.items():
-        message = message.replace(f"response_format.{field}.schema", f"the schema of --{kind}")
-        message = message.replace(f"response_format.{field}", f"--{kind}")
-    return message
+def _by_options(error: ValueError) -> ValueError:
+    """Return the error with the names of options instead of those of fields."""
+
+    def option(field: re.Match[str]) -> str:
+        return ("the schema of " if field[2] else "") + f"--{field[1].replace('_', '-')}"
+
+    return ValueError(re.sub(r"response_format\.(\w+)(\.schema)?", option, str(error)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,26 +17,18 @@ from forerun.cli.options import (
     JsonOption,
     MaxNewTokensOption,
     SamplingOptions,
-    SystemOption,
     TargetOption,
     grouped,
 )
-from forerun.cli.writing import Answer, Reading
 from forerun.files import read_text
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2
-
-LARGE = 100_000_000  # bytes of a target from which on fewer bits are recommended
 
 
 @grouped
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message, rendered by the target's chat template.")
-    ] = False,
-    system: SystemOption = None,
     target: TargetOption = EMBEDDED,
     max_new_tokens: MaxNewTokensOption = 256,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
@@ -54,31 +46,15 @@ def generate(
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected."""
     params = sampling.params(max_new_tokens, ignore_eos)
-    method = decoding.chosen_method(target)
-    if system is not None and not chat:
-        raise ValueError("--system is for --chat")
     if tensor_parallel and file is None and prompt in (None, "-"):
         raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
+    method = decoding.chosen_method(target)
     text = _read_prompt(prompt, file)
-    quiet(decoding.threads)
+    tokenizer = _checked_tokenizer(target, text, params, None, decoding)
     from forerun.api.load import load
-    from forerun.api.loading import check_prompts
-    from forerun.text.chat import has_template
+    from forerun.backends.tensor_parallel import together
 
-    if device_map is None:
-        _advise(target, decoding)
-    if chat:
-        tokenizer = _chat_tokenizer(target, _message(text), system, decoding.trust_remote_code)
-    else:
-        tokenizer = check_prompts(target, text, trust_remote_code=decoding.trust_remote_code)
-        if sys.stderr.isatty() and has_template(tokenizer):
-            say("this model has a chat template; --chat uses it")
-    check_form(params.response_format, tokenizer)
-    with ExitStack() as stack:
-        if tensor_parallel:
-            from forerun.backends.tensor_parallel import together
-
-            stack.enter_context(together())
+    with together() if tensor_parallel else nullcontext():
         decoder = load(
             target,
             method=method,
@@ -87,7 +63,7 @@ def generate(
             tensor_parallel=tensor_parallel,
             **decoding.for_load(),
         )
-        _answer(decoder, _message(text) if chat else text, params, system, as_json)
+        _answer(decoder, text, params, None, as_json)
 
 
 @grouped
@@ -95,7 +71,7 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation.")
     ] = None,
-    system: SystemOption = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
     max_new_tokens: MaxNewTokensOption = 512,
     *,
@@ -112,31 +88,25 @@ def chat(
         raise ValueError("--json is for one answer: give a prompt")
     method = decoding.chosen_method(target)
     messages = _message("Hello" if talks else _read_prompt(prompt, None))  # any, to see that the template works
-    quiet(decoding.threads)
-    tokenizer = _chat_tokenizer(target, messages, system, decoding.trust_remote_code)
-    check_form(params.response_format, tokenizer)
+    tokenizer = _checked_tokenizer(target, messages, params, system, decoding)
     from forerun.api.load import load
 
-    _advise(target, decoding)
-
-    def make(chosen: Any) -> Any:
-        return load(target, method=chosen, tokenizer=tokenizer, **decoding.for_load())
-
-    decoder = make(method)
+    decoder = load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
     if talks:
         from forerun.cli.talk import Talk
 
-        Talk(decoder, make, params, system).run()
+        Talk(decoder, params, system).run()
     else:
         _answer(decoder, messages, params, system, as_json)
 
 
-def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | None, as_json: bool) -> list[Any]:
-    """Print the answer to a prompt, which is text, or a conversation as a list; return its steps."""
+def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | None, as_json: bool) -> None:
+    """Print the answer to a prompt, which is text, or a conversation as a list."""
     from rich.console import Console
 
-    is_chat = isinstance(prompt, list)
-    reading = Reading()
+    from forerun.cli.writing import Answer, Reading
+
+    reading, is_chat = Reading(), isinstance(prompt, list)
     how: dict[str, Any] = {"progress": reading} | ({"system": system} if is_chat else {})
     if as_json:
         result = (decoder.chat if is_chat else decoder.generate)(prompt, params, **how)
@@ -144,34 +114,31 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
         found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
         method = decoder.method_for(greedy=not params.temperature).name
         print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
-        return list(result.steps)
-    chunks = (decoder.stream_chat if is_chat else decoder.stream)(prompt, params, **how)
+        return
     answer = Answer()
     try:
+        chunks = (decoder.stream_chat if is_chat else decoder.stream)(prompt, params, **how)
         answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
+        print()
     except ValueError:
         if answer.text:
             print(flush=True)
         raise
-    print()
-    return answer.steps
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     """Read the prompt of an argument, a file, or stdin ("-", or nothing if stdin is not a terminal)."""
-    if prompt is not None and prompt != "-" and file is not None:
+    if prompt not in (None, "-") and file is not None:
         raise ValueError("give a prompt or --file, not both")
-    if file is not None:
-        text = read_text(file)
-    elif prompt is not None and prompt != "-":
-        text = prompt
-    elif prompt == "-" or not sys.stdin.isatty():
-        text = sys.stdin.read()
-    else:
+    if file is None and prompt is None and sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on stdin")
-    if not text:
+    if file is not None:
+        prompt = read_text(file)
+    elif prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt:
         raise ValueError("the prompt is empty")
-    return text
+    return prompt
 
 
 def _message(text: str) -> list[dict[str, str]]:
@@ -179,37 +146,27 @@ def _message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text.removesuffix("\n").removesuffix("\r")}]
 
 
-def _chat_tokenizer(target: str, messages: Any, system: str | None, trust_remote_code: bool) -> Any:
-    """Load the target's tokenizer. Raises ValueError if it cannot render the messages, or if they fill the context; no
-    weights are loaded for that."""
+def _checked_tokenizer(
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions
+) -> Any:
+    """Load the target's tokenizer.
+
+    Raises ValueError, without loading weights, for a template that cannot render the messages, a prompt that does not
+    fit the context, and a form that cannot be used.
+    """
+    quiet(decoding.threads)
     from forerun.api.loading import encode, load_config, load_tokenizer
     from forerun.model.causal_lm import context_of
     from forerun.text.chat import chat_prompt, has_template
 
-    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    if target == EMBEDDED and not has_template(tokenizer):
-        raise ValueError("the embedded model has no chat template; `forerun fetch smollm2` gets one that has")
-    ids = chat_prompt(tokenizer, messages, system)
-    config = load_config(target, "target", trust_remote_code=trust_remote_code)
-    encode(ids, tokenizer, context_of(config), config.vocab_size)
+    tokenizer = load_tokenizer(target, trust_remote_code=decoding.trust_remote_code)
+    if isinstance(prompt, list):
+        if target == EMBEDDED and not has_template(tokenizer):
+            raise ValueError("the embedded model has no chat template; `forerun fetch smollm2` gets one that has")
+        prompt = chat_prompt(tokenizer, prompt, system)
+    elif sys.stderr.isatty() and has_template(tokenizer):
+        say("this model has a chat template, which `forerun chat` uses")
+    config = load_config(target, "target", trust_remote_code=decoding.trust_remote_code)
+    encode(prompt, tokenizer, context_of(config), config.vocab_size)
+    check_form(params.response_format, tokenizer)
     return tokenizer
-
-
-def _advise(target: str, decoding: DecodeOptions) -> None:
-    """Recommend fewer bits on a terminal, before a large float target is loaded on a CPU."""
-    import torch
-
-    from forerun.backends.gguf import find
-    from forerun.zoo import resolve
-
-    if not sys.stderr.isatty() or decoding.weights is not None or decoding.dtype is not None:
-        return
-    folder = resolve(target, "target")
-    device = decoding.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.partition(":")[0] != "cpu" or not isinstance(folder, Path) or find(folder):
-        return
-    if sum(path.stat().st_size for path in folder.glob("*.safetensors")) >= LARGE:
-        say(
-            "the target stays in float32; --weights int8 would read about a quarter of the bytes a token "
-            "(docs/results/bits.md has what that costs in loss)"
-        )

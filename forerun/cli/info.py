@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -30,9 +31,6 @@ def info(
         bool, typer.Option("--costs", help="Measure what forwards cost by tokens and rows, and the cost ratio c.")
     ] = False,
     target: TargetOption = EMBEDDED,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="With --costs: tokens in the cache, 256 by default.")
-    ] = None,
     *,
     loading: LoadOptions,
 ) -> None:
@@ -46,7 +44,7 @@ def info(
     from forerun.backends.gguf import find as find_gguf
 
     if with_costs or loading.weights is not None or (isinstance(source, Path) and find_gguf(source) is not None):
-        facts["costs"] = costs(target, context, loading)
+        facts["costs"] = costs(target, loading)
     if as_json:
         print(json.dumps(facts))
     else:
@@ -54,7 +52,7 @@ def info(
 
 
 def collect() -> dict[str, Any]:
-    """Collect what is installed, and what the embedded pair is."""
+    """Return versions, the methods' settings, and facts about the embedded pair."""
     import torch
 
     results = FOLDER / "results.json"
@@ -71,33 +69,30 @@ def collect() -> dict[str, Any]:
     }
 
 
-def costs(target: str, context: int | None, loading: LoadOptions) -> dict[str, Any]:
-    """Measure undisturbed ms of forwards of some lengths of both models, the target's also in batches, and the cost
-    ratio c."""
+def costs(target: str, loading: LoadOptions) -> dict[str, Any]:
+    """Measure ms of forwards of both models on a quiet machine, the target's also in batches, and the cost ratio c."""
     from forerun.api.load import load
     from forerun.backends.costs import QUIET, RUN, forward_costs, measure_costs, usual_context
 
     decoder = load(target, method="sd" if loading.draft or own_draft(target) else "ar", **loading.for_load())
-    if context is None:
-        context = usual_context(decoder.target, decoder.draft)
+    context = usual_context(decoder.target, decoder.draft)
     found = measure_costs(decoder.target, decoder.draft, context)
     quick = min(found.target.values()) < SLOW
     batches = {rows: forward_costs(decoder.target, TOKENS, context, RUN, QUIET, rows) for rows in BATCHES if quick}
     table: dict[str, Any] = {"context": context, "target_ms": found.target, "target_ms_in_batches": batches}
     if found.draft:
         table |= {"draft_ms": found.draft, "c": round(found.c, 4)}
-
     return table | {"models": decoder.info(), "peak_mb": peak_mb()}
 
 
 def peak_mb() -> int | None:
-    """Return the most megabytes that this process has had in memory; None on systems that do not tell."""
-    try:
+    """Return this process's peak memory in megabytes; None on systems that do not count it."""
+    with suppress(ImportError):
         import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (2**20 if sys.platform == "darwin" else 2**10))
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return round(peak / (2**20 if sys.platform == "darwin" else 2**10))
+    return None
 
 
 def _profile(target: str, loading: LoadOptions) -> dict[str, Any] | None:
@@ -106,8 +101,7 @@ def _profile(target: str, loading: LoadOptions) -> dict[str, Any] | None:
     profile = find(target, draft, loading.device, loading.dtype, loading.weights, loading.draft_weights)
     if profile is None:
         return None
-    facts = asdict(profile)
-    return {"file": str(profile.pair.path), "greedy": facts["greedy"], "sampling": facts["sampling"]}
+    return {"file": str(profile.pair.path)} | {mode: asdict(profile)[mode] for mode in ("greedy", "sampling")}
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -116,6 +110,9 @@ def _show(facts: dict[str, Any]) -> None:
 
     def listed(settings: dict[str, Any]) -> str:
         return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+    def milliseconds(times: dict[int, float]) -> str:
+        return ", ".join(f"{count}: {time:.2f}" for count, time in times.items())
 
     names = ("forerun", "python", "torch", "transformers", "device", "threads")
     rows = [(name, str(facts[name])) for name in names]
@@ -126,39 +123,18 @@ def _show(facts: dict[str, Any]) -> None:
             speedup = f"{choice['measured_speedup']:.2f}x measured"
             rows.append((f"tuned, {mode}", f"{choice['method']} {listed(choice['settings'])}: {speedup}"))
     rows.append(("profile", profile.get("file", "none: run forerun tune")))
-    if pair := facts["embedded"]:
-        sizes, loss = pair["parameters"], pair["loss"]
-        for part, trained in (("target", "target"), ("draft", "draft_distilled")):
-            size = f"{sizes[part] / 1e6:.1f}M parameters"
-            rows.append((f"embedded {part}", f"{size}, test loss {loss[trained]:.3f} nats"))
-        rows.append(("embedded weights", f"{facts['weights_bytes'] / 1e6:.1f} MB in {FOLDER}"))
-        rows += [("gate", f"{name}: {value}") for name, value in pair["gate"].items()]
+    rows.append(("embedded pair", f"{facts['weights_bytes'] / 1e6:.1f} MB in {FOLDER}"))
+    if costs := facts.get("costs"):
+        for part in ("target", *["draft"] * ("draft_ms" in costs)):
+            model = costs["models"][part]
+            sizes = ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in model["weight_bytes"].items())
+            rows.append((part, f"{sizes}; exact: {model['exact']}; {model['kernel']}; {model['threads']} threads"))
+            rows.append((f"{part}, ms of N tokens", milliseconds(costs[f"{part}_ms"])))
+        for count, times in costs["target_ms_in_batches"].items():
+            rows.append((f"target, {count} rows", milliseconds(times)))
+        rows.append(("context", f"{costs['context']} tokens" + (f"; c = {costs['c']:.3f}" if "c" in costs else "")))
+        rows.append(("memory", f"{costs['peak_mb']} MB at most, all of this process"))
     table = Table(show_header=False, box=None)
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    console.print(table)
-    if costs := facts.get("costs"):
-        for part, model in costs["models"].items():
-            if part in ("target", "draft"):
-                sizes = ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in model["weight_bytes"].items())
-                how = f"exact: {model['exact']}; {model['kernel']}; {model['threads']} threads"
-                console.print(f"{part}: {sizes}; {how}", soft_wrap=True)
-        console.print(f"memory: {costs['peak_mb']} MB at most, all of this process", soft_wrap=True)
-        console.print(_costs_table(costs))
-
-
-def _costs_table(costs: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    title = f"undisturbed ms of a forward after {costs['context']} tokens"
-    table = Table(title=title + (f"; c = {costs['c']:.3f}" if "c" in costs else ""))
-    counts = list(costs["target_ms"])
-    table.add_column("new tokens")
-    for count in counts:
-        table.add_column(str(count), justify="right")
-    rows = {part: costs[f"{part}_ms"] for part in ("target", "draft") if f"{part}_ms" in costs}
-    rows |= {f"target, {number} rows": times for number, times in costs["target_ms_in_batches"].items()}
-    for name, times in rows.items():
-        table.add_row(name, *(f"{times[count]:.2f}" if count in times else "" for count in counts))
-    return table
+    Console(soft_wrap=True, highlight=False).print(table)

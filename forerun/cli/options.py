@@ -15,22 +15,12 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from forerun import zoo
+from forerun.api.options import ModelOptions
 from forerun.api.resolve import resolve
-from forerun.cli.form import asked_form, check_extra
-from forerun.kinds import WAYS, check_kind, check_way
+from forerun.cli.form import asked_form
+from forerun.kinds import WAYS
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
-
-
-def _kind(value: str | None) -> str | None:
-    check_kind(value)
-    return value
-
-
-def _way(value: str | None) -> str | None:
-    check_way(value)
-    return value
-
 
 TargetOption = Annotated[
     str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
@@ -48,7 +38,6 @@ RayOption = Annotated[
     str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")]
-SystemOption = Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")]
 MethodOption = Annotated[
     str | None,
     typer.Option(
@@ -56,43 +45,16 @@ MethodOption = Annotated[
         "pre-verifier, or suffix without a draft."
     ),
 ]
-GammaOption = Annotated[int | None, typer.Option(help="Draft length of the method; short for --method-arg gamma=N.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="1 is all.")]
-DraftOption = Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")]
 PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
-HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna, eagle, medusa.")]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."),
-]
+HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna or eagle.")]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
-        callback=_kind,
         help="What the target's weights are stored as on a CPU: float32, bfloat16, int8, int4, or auto: as the "
         "checkpoint is. The model in few bits is the target then.",
-    ),
-]
-DraftWeightsOption = Annotated[
-    str | None,
-    typer.Option(callback=_kind, help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."),
-]
-DraftVocabularyOption = Annotated[
-    int | None,
-    typer.Option(
-        help="The draft proposes this many tokens only, the most frequent ones, and those of the text: faster, and as "
-        "lossless. Default: as the draft's folder says. 0: all tokens."
-    ),
-]
-DraftTokensOption = Annotated[
-    str | None,
-    typer.Option(
-        callback=_way,
-        metavar="|".join(WAYS),
-        help="How a draft with another tokenizer drafts: the tokens that both have, or by text. By default what their "
-        "tokens suggest; a line says which.",
     ),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
@@ -108,36 +70,66 @@ ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to c
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How the models are loaded."""
+    """How the models are loaded. Raises ValueError for bad values."""
 
-    draft: DraftOption = None
-    dtype: DtypeOption = None
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."
+        ),
+    ] = None
     weights: WeightsOption = None
-    draft_weights: DraftWeightsOption = None
+    draft_weights: Annotated[
+        str | None,
+        typer.Option(help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."),
+    ] = None
     device: DeviceOption = None
     trust_remote_code: TrustOption = False
     threads: ThreadsOption = None
 
+    def __post_init__(self) -> None:
+        ModelOptions(**{each.name: vars(self)[each.name] for each in fields(ModelOptions) if each.name in vars(self)})
+
     def for_load(self) -> dict[str, Any]:
         """Return the options that `forerun.load` takes as they are."""
-        others = ("threads", "method", "gamma", "method_arg")
-        return {name: value for name, value in vars(self).items() if name not in others}
+        rest = ("threads", "method", "gamma", "method_arg")
+        return {name: value for name, value in vars(self).items() if name not in rest}
 
 
 @dataclass(frozen=True)
-class DecodeOptions(LoadOptions):
-    """The method too, and what it drafts with."""
+class DraftOptions(LoadOptions):
+    """What the draft proposes too."""
+
+    draft_vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            help="The draft proposes N tokens only, the most frequent ones, and those of the text: faster, and as "
+            "lossless. Default: as the draft's folder says. 0: all tokens."
+        ),
+    ] = None
+    draft_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(WAYS),
+            help="How a draft with another tokenizer drafts: the tokens that both have, or by text. By default what "
+            "their tokens suggest; a line says which.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DecodeOptions(DraftOptions):
+    """The method too, and its trained parts."""
 
     method: MethodOption = None
-    gamma: GammaOption = None
+    gamma: Annotated[int | None, typer.Option(help="Draft length; short for --method-arg gamma=N.")] = None
     method_arg: Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")] = (
         None
     )
     pre_verifier: PreVerifierOption = None
     head: HeadOption = None
     guard: GuardOption = None
-    draft_vocabulary: DraftVocabularyOption = None
-    draft_tokens: DraftTokensOption = None
 
     def chosen_method(self, target: str) -> Method | None:
         """Return the method that the options name; None leaves the choice to `forerun.load`.
@@ -187,9 +179,7 @@ class SamplingOptions:
         if form is not None and ignore_eos:
             raise ValueError("--ignore-eos cannot stand beside a form of the output, which says where it ends")
         values |= {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "response_format": form}
-        params = SamplingParams(**values)
-        check_extra(form)
-        return params
+        return SamplingParams(**values)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +13,14 @@ from forerun.cli.options import DeviceOption, ThreadsOption, TrustOption, Weight
 from forerun.zoo import EMBEDDED, own_draft, resolve
 
 app = typer.Typer(help="Train a draft, pre-verifier or head.", no_args_is_help=True)
-OutOption = Annotated[Path, typer.Option(help="Where it goes; a run that was stopped goes on from it.")]
+OutOption = Annotated[Path, typer.Option(help="Output folder; a stopped run continues from it.")]
 DataOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Text for prompts: files or folders (.txt .md .py .jsonl), 'stdlib', or 'stdlib-spare' (files that the "
-        "embedded pair has not seen); repeatable."
-    ),
+    typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
 ]
-ChatsOption = Annotated[
-    Path | None, typer.Option(help="Folder that `forerun train chat-data` made, instead of --data.")
-]
+ChatsOption = Annotated[Path | None, typer.Option(help="Folder of `forerun train chat-data`, instead of --data.")]
 TargetOption = Annotated[str, typer.Option(help="Hub id or folder of the target.")]
-WorkOption = Annotated[Path | None, typer.Option(help="Folder of what several trainings share.")]
+WorkOption = Annotated[Path | None, typer.Option(help="Folder that several trainings share.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="Training steps.")]
 RateOption = Annotated[float, typer.Option(min=0, help="Learning rate.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of the training.")]
@@ -36,9 +32,11 @@ def say(line: str) -> None:
 
 
 def _check(data: list[str] | None, target: str, draft: str | None = None) -> list[str]:
-    """Returns the sources of text; raises ValueError for one that is not there, and likewise for the models."""
+    """Return the sources of text; raise ValueError for a source or model that does not exist, and under torchrun."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("a training is one process: start it without torchrun or accelerate")
     for source in data or []:
-        if source not in ("stdlib", "stdlib-spare") and not Path(source).exists():
+        if source != "stdlib" and not Path(source).exists():
             raise ValueError(f"no such file or folder: {source}")
     resolve(target, "target")
     if draft is not None:
@@ -55,7 +53,7 @@ def draft(
     init: Annotated[str | None, typer.Option(help="Start from this model instead of a new Llama.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of a new draft.")] = 2,
     width: Annotated[int, typer.Option(min=64, help="Width of a new draft, a multiple of 64.")] = 192,
-    hot: Annotated[float, typer.Option(help="Share of the vocabulary that it proposes, beside the text's own.")] = 1.0,
+    hot: Annotated[float, typer.Option(help="Share of the vocabulary that it proposes, besides the text's.")] = 1.0,
     steps: StepsOption = 2000,
     batch: Annotated[int, typer.Option(min=2, help="Windows a step, about half of them the target's output.")] = 16,
     length: Annotated[int, typer.Option(min=16, help="Tokens a window.")] = 512,
@@ -81,10 +79,13 @@ def draft(
 
 @app.command("chat-data")
 def chat_data(
-    out: Annotated[Path, typer.Option(help="Where the conversations go; a run that was stopped goes on from it.")],
+    out: OutOption,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a chat model.")] = "smollm2",
     conversations: Annotated[int, typer.Option(min=20, help="How many.")] = 14_000,
-    code: Annotated[int, typer.Option(min=0, max=100, help="Percent about the standard library's functions.")] = 25,
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(help='Questions to begin with: files whose lines hold a "text" (.jsonl); repeatable.'),
+    ] = None,
     answer: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 256,
     shard: Annotated[int, typer.Option(min=2, help="Conversations of a file, between which a run can stop.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
@@ -92,13 +93,15 @@ def chat_data(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Have a chat model ask and answer questions, as text to train on."""
+    """Have a chat model ask and answer questions: data for --chats."""
     resolve(target, "target")
     quiet(threads)
     from forerun.train.chat_data import ChatRecipe, make_chats
+    from forerun.train.texts import read_texts
 
-    recipe = ChatRecipe(conversations, code, answer=answer, shard=shard, seed=seed)
-    make_chats(target, out, recipe, weights=weights, device=device, say=say)
+    given = list(read_texts(_check(questions, target)))
+    recipe = ChatRecipe(conversations, answer=answer, shard=shard, seed=seed)
+    make_chats(target, out, recipe, given=given, weights=weights, device=device, say=say)
     say(f"the conversations are in {out}: forerun train draft --target {target} --chats {out} --out DRAFT")
 
 
@@ -112,13 +115,12 @@ def pre_verifier(
     inputs: Annotated[
         str | None,
         typer.Option(
-            help="What the layer sees, separated by commas: confidence, echoes and history by default; also hidden, "
-            "token, target, and entropy and top of the target's distribution after the last verified token."
+            help="Inputs, separated by commas: confidence, echoes and history by default; also hidden (the "
+            "draft's states), and entropy and top of the target's distribution after the last verified token."
         ),
     ] = None,
     width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 32,
-    layers: Annotated[int, typer.Option(min=0, help="Transformer blocks; 0 for a perceptron.")] = 0,
-    sequences: Annotated[int, typer.Option(min=4, help="Windows of the target's own output, or conversations.")] = 2048,
+    sequences: Annotated[int, typer.Option(min=4, help="Windows of own output, or conversations.")] = 2048,
     prompt: PromptOption = 128,
     output: Annotated[int, typer.Option(min=24, help="Tokens of output a window goes on with.")] = 148,
     anchors: Annotated[int, typer.Option(min=2, help="Drafts that leave each window or answer.")] = 48,
@@ -142,12 +144,12 @@ def pre_verifier(
     from forerun.train.pre_verifier import Recipe, train_pre_verifier
     from forerun.train.run import Run
 
-    layer: dict[str, object] = {"width": width, "layers": layers}
+    layer: dict[str, object] = {"width": width}
     if inputs is not None:
         layer["inputs"] = inputs.split(",")
         for name in inputs.split(","):
             if name not in INPUTS:
-                raise ValueError(f"--inputs knows {', '.join(INPUTS)}, not {name!r}")
+                raise ValueError(f"--inputs takes {', '.join(INPUTS)}, not {name!r}")
     recipe = Recipe(sequences, prompt, output, anchors, steps=steps, lr=lr, seed=seed)
     run = Run(target, out, data, chats, work, device, trust_remote_code, say)
     train_pre_verifier(run, draft, recipe, layer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +11,17 @@ import typer
 from forerun.bench.datasets import read_files
 from forerun.bench.plan import Plan
 from forerun.cli import options
-from forerun.cli.common import quiet
-from forerun.methods import default_method
-from forerun.methods import method as method_of
+from forerun.cli.common import quiet, say
+from forerun.methods import default_method, method
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, own_draft
 
 PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded
 
 
+@options.grouped
 def tune(
     target: options.TargetOption = EMBEDDED,
-    draft: options.DraftOption = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     data: Annotated[
@@ -33,12 +31,8 @@ def tune(
     budget: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 150.0,
     pre_verifier: options.PreVerifierOption = None,
     head: options.HeadOption = None,
-    dtype: options.DtypeOption = None,
-    weights: options.WeightsOption = None,
-    draft_weights: options.DraftWeightsOption = None,
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    trust_remote_code: options.TrustOption = False,
+    *,
+    loading: options.LoadOptions,
     as_json: options.JsonOption = False,
 ) -> None:
     """Measure what forwards cost here, choose method and settings on validation prompts, and keep them in a profile.
@@ -46,50 +40,39 @@ def tune(
     Later runs with the same models, device, dtype and threads use it by default: for greedy decoding what was tuned
     with temperature 0, for sampling what was tuned with any other.
     """
-    draft = draft if draft is not None else own_draft(target)
+    draft = loading.draft if loading.draft is not None else own_draft(target)
     if data is not None and data.suffix != ".jsonl":
         raise ValueError(f"--data takes a .jsonl file with a prompt a line, not '{data}'")
     if pre_verifier is not None and draft is None:
         raise ValueError("--pre-verifier needs a draft: give --draft")
-    if pre_verifier is not None and not (pre_verifier / "config.json").is_file():
-        raise ValueError(f"--pre-verifier takes the folder of a trained layer, and '{pre_verifier}' is none")
-    if head is not None and not (head / "config.json").is_file():
-        raise ValueError(f"--head takes the folder of a trained head, and '{head}' is none")
+    for option, part, folder in (("pre-verifier", "layer", pre_verifier), ("head", "head", head)):
+        if folder is not None and not (folder / "config.json").is_file():
+            raise ValueError(f"--{option} takes the folder of a trained {part}, and '{folder}' is none")
     SamplingParams(temperature=temperature, top_p=top_p)
     if not temperature and top_p < 1:
         raise ValueError(f"--top-p {top_p} needs a --temperature above 0: greedy decoding samples nothing")
     name = default_method(draft is not None)
     plan = Plan(
-        methods={name: method_of(name)},
+        **vars(loading) | {"draft": draft},
+        methods={name: method(name)},
         datasets=(str(data) if data is not None else "stdlib-validation",),
         target=target,
-        draft=draft,
-        dtype=dtype,
-        weights=weights,
-        draft_weights=draft_weights,
-        device=device,
-        threads=threads,
-        trust_remote_code=trust_remote_code,
         temperature=temperature,
         max_new_tokens=NEW_TOKENS,
         limit=PROMPTS,
     )
     files = read_files(plan.datasets, None, PROMPTS)
     if data is None and target != EMBEDDED and not as_json:
-        _say("no --data: choosing on the standard library's source; prompts like yours would fit better")
-    quiet(threads)
+        say("no --data: choosing on the standard library's source; prompts like yours would fit better")
+    quiet(loading.threads)
     from forerun.bench.tune import tune as run
 
-    say = (lambda line: None) if as_json else _say
-    found = run(plan, files, top_p=top_p, budget=budget, pre_verifier=pre_verifier, head=head, say=say)
+    how: dict[str, Any] = {"top_p": top_p, "budget": budget, "pre_verifier": pre_verifier, "head": head}
+    found = run(plan, files, say=(lambda line: None) if as_json else say, **how)
     if as_json:
         print(json.dumps(found))
-        return
-    _show(found)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    else:
+        _show(found)
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -101,13 +84,10 @@ def _show(found: dict[str, Any]) -> None:
     table.add_column("method")
     for column in ("on a few prompts", "measured"):
         table.add_column(column, justify="right")
-    shown: dict[str, str] = {}
     measured, predicted = found["measured"], found["predicted"]
-    for name in [*measured, *predicted]:  # what was measured, and the best of every other method
-        if name in measured or name.partition(" ")[0] not in {each.partition(" ")[0] for each in shown}:
-            shown[name] = f"{measured[name]:.2f}x" if name in measured else ""
-    for name, clock in sorted(shown.items(), key=lambda item: -measured.get(item[0], 0.0)):
-        table.add_row(name, f"{predicted[name]:.2f}x", clock)
+    best = {name.partition(" ")[0]: name for name in reversed([*measured, *predicted])}  # of each method
+    for name in sorted(dict.fromkeys([*measured, *best.values()]), key=lambda name: -measured.get(name, 0.0)):
+        table.add_row(name, f"{predicted[name]:.2f}x", f"{measured[name]:.2f}x" if name in measured else "")
     console.print(table)
     settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
     console.print(

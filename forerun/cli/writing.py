@@ -1,12 +1,15 @@
-"""Answers as they come: tinted text on a terminal, plain text elsewhere, and progress while a prompt is read."""
+"""Answers that stream: tinted text on a terminal, plain text elsewhere, and progress while a prompt is read."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import closing
 from time import perf_counter
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from forerun.cli.common import STYLES
 
@@ -15,7 +18,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 class Reading:
-    """A line on stderr that says how much of a long prompt is read, if stderr is a terminal."""
+    """A line on stderr with the progress of reading a long prompt, if stderr is a terminal."""
 
     def __init__(self) -> None:
         self.begun, self.shown = perf_counter(), False
@@ -32,38 +35,36 @@ class Reading:
 
 
 class Answer:
-    """What has been written of an answer, also if it breaks off.
+    """An answer as far as it is written, also if it breaks off.
 
     Attributes:
-        text: all of it.
-        steps: the target forwards that gave it.
-        first, seconds: from the question to the first token, and to the last.
+        steps: the target forwards that gave the text.
+        seconds: from the question to the last token.
         finish_reason: None if it broke off.
     """
 
     def __init__(self) -> None:
-        self.text, self.finish_reason = "", None
+        self.text, self.seconds, self.finish_reason = "", 0.0, None
         self.steps: list[Any] = []
-        self.begun, self.first, self.seconds = perf_counter(), 0.0, 0.0
 
-    def write(self, chunks: Iterator[Any], console: Any, reading: Reading) -> None:
+    def write(self, chunks: Any, console: Console, reading: Reading) -> None:
         """Write a decoder's stream to the console, which is that of stdout."""
-        from rich.text import Text
-
         try:
-            with closing(chunks):  # type: ignore[type-var]
+            with closing(chunks):
                 for chunk in chunks:
                     reading.erase()
-                    self.seconds = perf_counter() - self.begun
-                    self.first = self.first or self.seconds
+                    self.seconds = perf_counter() - reading.begun
                     self.text += chunk.text
                     self.steps.append(chunk.step)
                     self.finish_reason = chunk.finish_reason
                     if console.is_terminal:
-                        for piece, origin in chunk.pieces:
-                            style = STYLES.get(origin, "")
-                            console.print(Text(piece.translate(_CONTROLS), style=style), end="")
+                        console.print(tinted(chunk.pieces), end="")
                     else:
                         print(chunk.text, end="", flush=True)
         finally:
             reading.erase()
+
+
+def tinted(pieces: Iterable[tuple[str, str]]) -> Text:
+    """Return pieces of text, each in the colour of its token's origin, without characters that steer a terminal."""
+    return Text.assemble(*((piece.translate(_CONTROLS), STYLES.get(origin, "")) for piece, origin in pieces))

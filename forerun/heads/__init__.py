@@ -1,1 +1,1 @@
-"""Trainable layers."""
+"""Trained layers: pre-verifiers (Pacer) and heads over the target's hidden states (Lyanna, EAGLE-like)."""

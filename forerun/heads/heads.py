@@ -1,13 +1,10 @@
 """Heads that draft from the target's hidden states: Lyanna's (arXiv 2602.21224), and for comparison an EAGLE-like one
-(arXiv 2401.15077).
+(arXiv 2401.15077) of the same parts at equal size. The papers give few details; the forms here are ours.
 
-Lyanna's head predicts state after state without seeing drafted tokens. Token information is added to the logits, where
-tokens are chosen. The paper gives few details; the forms here are ours. The other head is built of the same parts at
-equal size.
-
-Feature h_j [d] is the input of the target's LM head at position j, or the state below the target's last layer, as in
-the Lyanna paper's Figure 3. What a head predicts goes to the LM head in either case. All heads give logits of the
-*hot set* only: the S most frequent tokens of the target's output.
+Lyanna's head predicts state after state without seeing drafted tokens; token information is added to the logits.
+Feature h_j [d] is the input of the target's LM head at position j, or the state below the target's last layer (the
+paper's Figure 3). Predicted states are inputs of the LM head in either case. All heads give logits of the *hot set*
+only: the S most frequent tokens of the target's output.
 """
 
 from __future__ import annotations
@@ -31,17 +28,16 @@ class HiddenConfig(PreTrainedConfig):
     Attributes:
         kind: one of KINDS.
         hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: as of the target.
-        intermediate_size: as of the target.
-        num_hidden_layers: decoder layers of the head.
+        num_hidden_layers, intermediate_size: of the head's decoder layers.
         rank: of the token information (lyanna); 0 for a head without it.
-        known: whether lyanna's layers see tokens that are not drafted. Without, nothing is fused.
+        known: False for older heads whose layers see no tokens, which are refused.
         feature: "head": the LM head's input. "below": the states below the target's last layer.
         fusion: "every": all states go through the fusion layer, drafted ones without a token. "first": the target's
             features alone do, and drafted states go to the layers as they are (the paper's Figure 3; lyanna).
         vocab_size, hot_size: tokens of the target, and how many of them it answers for.
         max_position_embeddings: as of the target.
-        curves: calibration for 1, 2, ... places ahead, each (a, b, m). Behind right tokens, a token to which the head
-            gives log-odds x is right with log-odds a + b x. The head's argmax is right in the share m of all cases.
+        curves: calibration for 1, 2, ... places ahead, each (a, b, m). After right tokens, a token of log-odds x by the
+            head is right with log-odds a + b x. The head's argmax is right in the share m of all cases.
         target: fingerprint of the model it belongs to (`forerun.model.causal_lm.fingerprint`).
         recipe: how it was trained.
     """
@@ -90,9 +86,8 @@ class HiddenDrafter(PreTrainedModel):
     """One head of any of the KINDS. `hot` [S] are its tokens, most frequent first.
 
     lyanna: P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)) with states h^ from the layers and T(v) = U norm(E[v]), or
-    without T for a rank of 0. With `known`, the layers see the tokens that follow the target's own features, never a
-    drafted one.
-    eagle: P(x_{j+1}) = softmax(W_o h^_j). The layers see the next token beside each state, drafted ones too.
+    without T for a rank of 0. The layers see the tokens after the target's own features, never a drafted one.
+    eagle: P(x_{j+1}) = softmax(W_o h^_j). The layers see the token after each state, drafted ones too.
     W_o is the target's LM head at the hot set. It is not part of the head.
     """
 
@@ -104,6 +99,8 @@ class HiddenDrafter(PreTrainedModel):
         for name, known in (("kind", KINDS), ("feature", FEATURES), ("fusion", FUSIONS)):
             if getattr(config, name) not in known:
                 raise ValueError(f"a head's {name} is one of {', '.join(known)}, not {getattr(config, name)!r}")
+        if not config.known:
+            raise ValueError("a head sees the tokens after the target's features: train this one again")
         size = config.hidden_size
         self.hot: Tensor
         self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))
@@ -118,10 +115,9 @@ class HiddenDrafter(PreTrainedModel):
         self.post_init()
 
     def begin(self) -> None:
-        """Initial weights for training: layers return their input, token information is 0."""
-        last = ("out.weight", "down.weight", "answer.weight")
+        """Set initial weights for training: layers return their input, token information is 0."""
         for name, parameter in self.named_parameters():
-            if name.endswith(last):
+            if name.endswith(("out.weight", "down.weight", "answer.weight")):
                 nn.init.zeros_(parameter)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -131,21 +127,21 @@ class HiddenDrafter(PreTrainedModel):
             nn.init.normal_(module.weight)
 
     def token_information(self, tokens: Tensor) -> Tensor:
-        """T [.., S] of tokens [..]."""
+        """Return T [.., S] of tokens [..]."""
         return self.answer(self.token_states(tokens))
 
     def token_states(self, tokens: Tensor) -> Tensor:
-        """norm(E[v]) [.., r] of tokens [..]."""
+        """Return norm(E[v]) [.., r] of tokens [..]."""
         return functional.rms_norm(self.embed(tokens), (self.config.rank,))
 
     def fused(self, states: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """Input of the layers [.., d]: states [.., d], with the embeddings of the tokens behind them or without."""
+        """Return the layers' input [.., d] of states [.., d], with the embeddings of the tokens after them if any."""
         if embedded is None:
             return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
         return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
     def entered(self, features: Tensor) -> Tensor:
-        """Features of the target [.., d] as the head takes them."""
+        """Return features of the target [.., d] as the head takes them."""
         return self.enter(features) if self.config.feature == "below" else features
 
     @property
@@ -153,26 +149,22 @@ class HiddenDrafter(PreTrainedModel):
         """Whether it has token information."""
         return self.config.kind == "lyanna" and self.config.rank > 0
 
-    def drafted(self, features: Tensor, embedded: Tensor | None, steps: int) -> list[Tensor]:
-        """Drafts of `steps` places from every position, the head fed with its own states (HASS, arXiv 2408.15766).
+    def drafted(self, features: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
+        """Draft `steps` places from every position, the head fed with its own states (HASS, arXiv 2408.15766).
 
-        Args:
-            features: [B, T, d] of the target over tokens [B, T].
-            embedded: [B, T, d] the target's embeddings of the tokens.
-        Returns:
-            For k = 1 .. steps: states [B, T - k, d]. State j stands for the feature at position j + k; it was drafted
-            from features 0 .. j.
+        `features` [B, T, d] are the target's over tokens with its embeddings `embedded` [B, T, d]. Return states
+        [B, T - k, d] for k = 1 .. steps. State j stands for the feature at position j + k; it was drafted from
+        features 0 .. j.
         """
         length, features = features.shape[1], self.entered(features)
         positions = torch.arange(length, device=features.device)
         x, found = features, []
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         for k in range(1, steps + 1):
-            if self.config.kind == "eagle" or (k == 1 and self.config.known):
-                # The token behind each state. The last k have none; they are cut below.
-                assert embedded is not None
+            if self.config.kind == "eagle" or k == 1:
+                # The token after each state. The last k have none; they are cut below.
                 x = self.fused(x, embedded.roll(-k, 1)).float()
-            elif k == 1 or self.config.fusion == "every":
+            elif self.config.fusion == "every":
                 x = self.fused(x).float()
             for layer, own in zip(self.layers, seen, strict=True):
                 x = layer(x, positions + k - 1, own)
@@ -197,15 +189,12 @@ class HeadLayer(nn.Module):
         self.theta = config.rope_theta
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """[D / 2] of the rotation. Not a buffer: `from_pretrained` restores only what is stored."""
+        """Return [D / 2] of the rotation. Not a buffer: `from_pretrained` restores only stored tensors."""
         return self.theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, N, D], keys and values [B, G, N, D] of states [B, N, d] at positions [N] or [B, N]."""
-        rows, new, _ = x.shape
-        parts = (
-            self.qkv(self.before_attention(x)).view(rows, new, self.heads + 2 * self.groups, self.size).transpose(1, 2)
-        )
+        """Return queries [B, H, N, D], keys and values [B, G, N, D] of states [B, N, d] at positions [N] or [B, N]."""
+        parts = self.qkv(self.before_attention(x)).unflatten(-1, (-1, self.size)).transpose(1, 2)
         angle = positions[..., None].float() * self.frequencies(x.device)
         cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (angle.cos(), angle.sin()))
         if positions.ndim == 2:
@@ -216,14 +205,14 @@ class HeadLayer(nn.Module):
         return turned[:, : self.heads], turned[:, self.heads :], parts[:, self.heads + self.groups :]
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [B, N, d] from that of attention [B, H, N, D]."""
+        """Return the layer's output [B, N, d] from that of attention [B, H, N, D]."""
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return x + self.down(functional.silu(gate) * up)
 
     def forward(self, x: Tensor, positions: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step of the drafts of all positions. Draft t of [B, T, d] sees the target's features up to t and its own
-        earlier states. `seen` holds keys and values of the steps so far; this step's are appended."""
+        """Take one step of the drafts of all positions. Draft t of [B, T, d] sees the target's features up to t and its
+        own earlier states. `seen` holds keys and values of the steps so far; this step's are appended."""
         q, k, v = self.project(x, positions)
         k, v = (each.repeat_interleave(self.heads // self.groups, 1) for each in (k, v))
         seen.append((k, v))
@@ -242,8 +231,10 @@ class HeadLayer(nn.Module):
 
 
 def hot_set(counts: Sequence[int] | Tensor, size: int) -> tuple[Tensor, float]:
-    """The `size` most frequent tokens [S], most frequent first, and the share of all counts that they cover; raises
-    ValueError for a size that the vocabulary does not have."""
+    """Return the `size` most frequent tokens [S], most frequent first, and the share of all counts that they cover.
+
+    Raises ValueError for a size outside the vocabulary.
+    """
     counts = torch.as_tensor(counts)
     if not 1 <= size <= len(counts):
         raise ValueError(f"the hot set must have 1 to {len(counts)} tokens, not {size}")

@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.heads.echo import SIZES
 
-INPUTS = ("confidence", "echoes", "history", "hidden", "token", "target", "entropy", "top")
+INPUTS = ("confidence", "echoes", "history", "hidden", "entropy", "top")
 CONFIDENCE, ECHOES, HISTORY = 3, 3 * len(SIZES), 3
-UNKNOWN = (0.0, 0.0)  # entropy and top probability where there is no law yet; no law has these
+UNKNOWN = (0.0, 0.0)  # entropy and top probability before the target's first distribution, which has neither
 COUNTED = 4.0  # echoes of a kind, at most
-LEAST = 6e-6  # the smallest probability that the layer is given
+LEAST = 6e-6  # the smallest probability among the inputs
 TRACES = 512
 USUAL = 4.0  # the length of a run of accepted tokens that was not seen
 
@@ -29,12 +29,13 @@ class PreVerifierConfig(PreTrainedConfig):
     """Settings of a pre-verifier.
 
     Attributes:
-        draft_size, target_size: width of the two models' LM-head inputs; token_size that of the draft's embeddings.
+        draft_size: width of the draft's LM-head inputs.
         width: of the layer itself.
+        layers: transformer blocks of older layers, which are refused.
         depth: places in a draft that differ; later ones count as the last.
-        inputs: which of INPUTS it sees.
-        kind: of output. "survival": whether the target is still with the draft at a token. "acceptance": whether the
-            target accepts a token if it accepted those before; survival is the product (SpecDec++, arXiv 2405.19715).
+        inputs: names of INPUTS.
+        kind: of output. "survival": the probability that a token and all before it are accepted. "acceptance": that a
+            token is accepted if those before it were; survival is the product (SpecDec++, arXiv 2405.19715).
         draft, target: fingerprints of the models it belongs to (`forerun.model.causal_lm.fingerprint`).
         recipe: how it was trained.
     """
@@ -50,8 +51,6 @@ class PreVerifierConfig(PreTrainedConfig):
     def __init__(
         self,
         draft_size: int = 64,
-        token_size: int = 64,
-        target_size: int = 64,
         width: int = 32,
         layers: int = 0,
         depth: int = 32,
@@ -62,23 +61,21 @@ class PreVerifierConfig(PreTrainedConfig):
         recipe: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.draft_size, self.token_size, self.target_size = draft_size, token_size, target_size
-        self.width, self.layers, self.depth = width, layers, depth
+        self.draft_size, self.width, self.layers, self.depth = draft_size, width, layers, depth
         self.inputs, self.kind = list(inputs), kind
         self.draft, self.target, self.recipe = draft or {}, target or {}, recipe or {}
         super().__init__(**kwargs)
 
 
 class PreVerifier(PreTrainedModel):
-    """u_i = W [norm(g_i); norm(e_i); confidence_i; echoes_i; norm(h); history; log(1 + entropy); top] + P[i] for the
-    i-th token of a draft, then a perceptron with a hidden layer, then one number a token: whether the target will still
-    be with the draft there.
+    """u_i = W [history; log(1 + entropy); top; confidence_i; echoes_i; norm(g_i)] + P[i] for the i-th token of a draft,
+    then a perceptron with a hidden layer, then one logit a token.
 
     This is the form for training; decoding runs `forerun.heads.quick`, token by token.
 
-    It carries its output on some drafts that it has not learnt from, and beside it the products of the draft's own
-    probabilities: `greedy_traces` and, of sampled drafts, `drawn_traces` [2, TRACES, G] in 255ths. With a table of
-    costs they show where stopping pays, and whether the layer does.
+    The layer carries its output on some validation drafts, and the products of the draft's own probabilities:
+    `greedy_traces` and, of sampled drafts, `drawn_traces` [2, TRACES, G] in 255ths. With a table of costs they show
+    where stopping pays, and whether the layer does.
     """
 
     config_class = PreVerifierConfig
@@ -88,18 +85,12 @@ class PreVerifier(PreTrainedModel):
         super().__init__(config)
         if config.layers:
             raise ValueError("a pre-verifier has no transformer blocks any more: train it again, without layers")
-        width, inputs = config.width, config.inputs
-        sizes = {
-            "hidden": config.draft_size,
-            "token": config.token_size,
-            "confidence": CONFIDENCE,
-            "echoes": ECHOES,
-            "target": config.target_size,
-            "history": HISTORY,
-            "entropy": 1,
-            "top": 1,
-        }
-        self.enter = nn.ModuleDict({name: nn.Linear(sizes[name], width, bias=False) for name in inputs})
+        sizes = {"history": HISTORY, "entropy": 1, "top": 1, "confidence": CONFIDENCE, "echoes": ECHOES}
+        sizes["hidden"], width = config.draft_size, config.width
+        for name in config.inputs:
+            if name not in INPUTS:
+                raise ValueError(f"a pre-verifier's inputs are of {', '.join(INPUTS)}, not {name!r}: train it again")
+        self.enter = nn.ModuleDict({name: nn.Linear(sizes[name], width, bias=False) for name in config.inputs})
         self.place = nn.Parameter(torch.zeros(config.depth, width))
         self.middle = nn.Linear(width, width)
         self.leave = nn.Linear(width, 1)
@@ -117,54 +108,39 @@ class PreVerifier(PreTrainedModel):
 
     def forward(
         self,
-        target: Tensor | None,
         history: Tensor,
         log_q: Tensor,
-        echoes: Tensor | None,
-        hidden: Tensor | None,
-        embedded: Tensor | None,
+        echoes: Tensor | None = None,
+        hidden: Tensor | None = None,
         law: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [N, G] of N whole drafts, of survival or, by `config.kind`, of acceptance; and the survival [N, G]
-        that follows. What is no input may be None.
+        """Return logits [N, G] of N whole drafts, of survival or, by `config.kind`, of acceptance; and the survival
+        [N, G] that follows. Only tensors of the layer's inputs are needed.
 
         Args:
-            target: [N, D] the target's LM-head input that gave the last verified token, zeros where there is none yet.
             history: [N, 3] lengths of the last runs of accepted tokens.
             log_q: [N, G] logs of the tokens' probabilities, of LEAST at the least.
             echoes: [N, G, E] of `forerun.heads.echo`.
             hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
-            embedded: [N, G, e] the tokens' embeddings.
-            law: [N, 2] of `law_of`, for the target's scores that the last verified token was chosen from; UNKNOWN where
-                there are none yet.
+            law: [N, 2] of `law_of`, for the target's scores that the last verified token was chosen from; UNKNOWN
+                before the first ones.
         """
         log_q, last = log_q.float(), self.config.depth - 1
-        x = self.place[[min(at, last) for at in range(log_q.shape[1])]].expand(len(log_q), -1, -1)
-        if "history" in self.enter:
-            x = x + self.enter["history"](history.float().log1p())[:, None]
-        if "target" in self.enter:
-            assert target is not None
-            x = x + self.enter["target"](normed(target))[:, None]
-        if "entropy" in self.enter:
-            assert law is not None
-            x = x + self.enter["entropy"](law[:, :1].float().log1p())[:, None]
-        if "top" in self.enter:
-            assert law is not None
-            x = x + self.enter["top"](law[:, 1:].float())[:, None]
-        if "confidence" in self.enter:
-            sums, least = log_q.cumsum(-1).clamp(min=-20.0) / 2, log_q.cummin(-1).values
-            x = x + self.enter["confidence"](torch.stack([log_q, sums, least], -1))
-        if "echoes" in self.enter:
-            assert echoes is not None
+        features = {"history": history.float().log1p()[:, None]}
+        if law is not None:
+            features |= {"entropy": law[:, None, :1].float().log1p(), "top": law[:, None, 1:].float()}
+        sums, least = log_q.cumsum(-1).clamp(min=-20.0) / 2, log_q.cummin(-1).values
+        features["confidence"] = torch.stack([log_q, sums, least], -1)
+        if echoes is not None:
             echoes = echoes.float()[:, :, None]
             counts = torch.cat([echoes < 0, echoes == 0], 2).float().cumsum(1).clamp(max=COUNTED)
-            x = x + self.enter["echoes"](torch.cat([echoes, counts], 2).flatten(2))
-        if "hidden" in self.enter:
-            assert hidden is not None
-            x = x + self.enter["hidden"](normed(hidden))
-        if "token" in self.enter:
-            assert embedded is not None
-            x = x + self.enter["token"](normed(embedded))
+            features["echoes"] = torch.cat([echoes, counts], 2).flatten(2)
+        if hidden is not None:
+            features["hidden"] = functional.rms_norm(hidden.float(), hidden.shape[-1:])
+        x = self.place[[min(at, last) for at in range(log_q.shape[1])]].expand(len(log_q), -1, -1)
+        for name, value in features.items():
+            if name in self.enter:
+                x = x + self.enter[name](value)
         logits = self.leave(functional.relu(self.middle(functional.relu(x))))[..., 0]
         log_survival = functional.logsigmoid(logits)
         if self.config.kind == "acceptance":
@@ -173,17 +149,12 @@ class PreVerifier(PreTrainedModel):
 
 
 def law_of(scores: Tensor) -> Tensor:
-    """[.., 2] of the softmax of scores [.., V]: its entropy in nats, and its largest probability.
+    """Return [.., 2] of the softmax of scores [.., V]: its entropy in nats, and its largest probability.
 
-    The scores are processed ones. So a sampled request's law is the one that its tokens are drawn from, behind its
-    temperature and top-p, and a greedy one's that of the logits.
+    The scores are processed ones: a sampled request's tokens are sampled from this distribution. A greedy one's is that
+    of the logits.
     """
     logs = scores.float().log_softmax(-1)
     top = logs.amax(-1).exp()
     logs = logs.clamp_(min=-80.0)  # what is less probable adds nothing; -inf times 0 would be NaN
     return torch.stack([torch.linalg.vecdot(logs.exp(), -logs), top], -1)
-
-
-def normed(x: Tensor) -> Tensor:
-    """RMSNorm without a gain, in float32."""
-    return functional.rms_norm(x.float(), x.shape[-1:])

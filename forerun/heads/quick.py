@@ -1,6 +1,6 @@
-"""A pre-verifier for decoding, in NumPy: on so few numbers torch spends its time between operations.
+"""A pre-verifier for decoding, in NumPy and block by block: on few numbers torch spends its time between operations.
 
-It goes on block by block. The arithmetic is that of forerun/heads/pre_verifier.py and tested equal to it.
+The arithmetic is that of forerun/heads/pre_verifier.py and tested equal to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forerun.heads.echo import SIZES
 from forerun.heads.pre_verifier import CONFIDENCE, COUNTED, ECHOES, HISTORY, PreVerifier
 
 Array = np.ndarray
-OWN = {"confidence": CONFIDENCE, "echoes": ECHOES, "history": HISTORY}
+OWN = ("confidence", CONFIDENCE), ("echoes", ECHOES), ("history", HISTORY)
 EPS = float(np.finfo(np.float32).eps)
 
 
@@ -28,7 +28,7 @@ class QuickState(NamedTuple):
     running: list[list[float]]  # [N][..] sum and least of the log-probabilities, counts of broken and missing echoes
 
     def select(self, rows: list[int]) -> QuickState:
-        """Only these drafts."""
+        """Return the state of these drafts."""
         base = self.base if len(self.base) == 1 else self.base[rows]
         runs, running = ([part[row] for row in rows] for part in (self.runs, self.running))
         return QuickState(base, self.places, runs, running)
@@ -38,35 +38,27 @@ class QuickPreVerifier:
     """A PreVerifier as it is now: later training does not change it."""
 
     def __init__(self, layer: PreVerifier) -> None:
-        config = layer.config
-        self.width, self.target_size = config.width, config.target_size
+        width = layer.config.width
         self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces, see forerun.methods.pacer
         weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
         self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
         # One product for all of the small inputs.
-        own = [self.enter.get(name, np.zeros((size, self.width), np.float32)) for name, size in OWN.items()]
-        self.own = np.concatenate(own)
+        self.own = np.concatenate([self.enter.get(name, np.zeros((size, width), np.float32)) for name, size in OWN])
         self.place = weights["place"]
-        sees_law = "entropy" in self.enter or "top" in self.enter
-        none = np.zeros((1, self.width), np.float32)
-        # [2, width] for the law of the last verified token, or None
-        self.law = np.concatenate([self.enter.get(name, none) for name in ("entropy", "top")]) if sees_law else None
+        none = np.zeros((1, width), np.float32)
+        # [2, width] for the distribution of the last verified token
+        self.law = np.concatenate([self.enter.get(name, none) for name in ("entropy", "top")])
         self.middle = weights["middle.weight"].T, weights["middle.bias"]
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
         traces = {"greedy": weights["greedy_traces"] / 255, "sampled": weights["drawn_traces"] / 255}
         # Drafts that were shorter leave columns without an entry.
         self.traces = {name: value[..., : max(1, int(value.any((0, 1)).sum()))] for name, value in traces.items()}
 
-    def begin(
-        self, target: Tensor | None, history: list[list[float]], law: list[tuple[float, float]] | None = None
-    ) -> QuickState:
-        """The state in front of N drafts; arguments as for `PreVerifier.forward`, the history as lists and the law as
-        pairs. Without a law it is unknown."""
+    def begin(self, history: list[list[float]], law: list[tuple[float, float]] | None = None) -> QuickState:
+        """Return the state before N drafts; arguments as for `PreVerifier.forward`, as lists and pairs. Without a law
+        it is unknown."""
         base = self.place[None]
-        if "target" in self.enter:
-            assert target is not None
-            base = base + (normed(target.float().cpu().numpy()) @ self.enter["target"])[:, None]
-        if self.law is not None and law is not None:
+        if law is not None:
             base = base + (np.array([(log1p(entropy), top) for entropy, top in law], np.float32) @ self.law)[:, None]
         runs = [[log1p(run) for run in row] for row in history]
         running = [[0.0] * (2 + 2 * len(SIZES)) for _ in history]
@@ -76,26 +68,19 @@ class QuickPreVerifier:
         self,
         state: QuickState,
         log_q: list[list[float]],
-        echoes: list[list[tuple[int, ...]]] | None,
-        hidden: Tensor | None,
-        embedded: Tensor | None,
+        echoes: list[list[tuple[int, ...]]] | None = None,
+        hidden: Tensor | None = None,
     ) -> tuple[Array, QuickState]:
-        """Goes on by b tokens: the layer's logits [N, b], and the new state. Arguments as for `PreVerifier.forward`,
-        numbers of tokens as lists."""
+        """Go on by b tokens; return the layer's logits [N, b] and the new state. Arguments as for
+        `PreVerifier.forward`, small ones as lists."""
         new, last = len(log_q[0]), len(self.place) - 1
         echoes = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
         found = [_features(*row) for row in zip(log_q, state.runs, state.running, echoes, strict=True)]
         x = np.array([features for features, _ in found], np.float32) @ self.own
-        if state.places + new <= last:
-            x += state.base[:, state.places : state.places + new]
-        else:
-            x += state.base[:, [min(at, last) for at in range(state.places, state.places + new)]]
+        x += state.base[:, [min(at, last) for at in range(state.places, state.places + new)]]
         if "hidden" in self.enter:
             assert hidden is not None
             x += normed(hidden.float().cpu().numpy()) @ self.enter["hidden"]
-        if "token" in self.enter:
-            assert embedded is not None
-            x += normed(embedded.detach().float().cpu().numpy()) @ self.enter["token"]
         np.maximum(x, 0, out=x)
         x = x @ self.middle[0]
         x += self.middle[1]
@@ -107,7 +92,7 @@ class QuickPreVerifier:
 def _features(
     log_q: list[float], runs: list[float], running: list[float], echoes: list[tuple[int, ...]]
 ) -> tuple[list[list[float]], list[float]]:
-    """The features [b, CONFIDENCE + ECHOES + HISTORY] of one row's tokens, and its new `running`."""
+    """Return the features [b, CONFIDENCE + ECHOES + HISTORY] of one row's tokens, and its new `running`."""
     total, least, *counts = running
     size = len(SIZES)
     features = []
@@ -125,7 +110,7 @@ def _features(
 
 
 def quick(layer: PreVerifier) -> QuickPreVerifier:
-    """The layer's quick form, made once."""
+    """Return the layer's quick form, made once."""
     made = getattr(layer, "_quick", None)
     if made is None:
         made = layer._quick = QuickPreVerifier(layer)  # type: ignore[assignment]

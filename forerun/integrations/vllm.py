@@ -30,7 +30,7 @@ from forerun.zoo import resolve
 
 CHUNK = 512  # tokens of a prompt that the draft model reads at once
 PREFIX_BYTES = 2**28  # of the draft model's KV that are kept for later prompts
-UNSEEN = ("target", "entropy", "top")  # inputs of a pre-verifier that vLLM does not hand over
+UNSEEN = ("entropy", "top")  # inputs of a pre-verifier that vLLM does not hand over
 
 
 class Proposer:

@@ -94,8 +94,7 @@ class HeadDrafter(Drafter):
             hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
         # The first draft runs the last feature, as its state is needed there.
         self.features[seq.id] = hidden[-1:].clone()
-        tokens = seq.tokens[1:-1] if head.known else None
-        yield from head.prefill(seq.id, hidden[:-1], tokens, chunk, seq.limit + self.depth * self.width)
+        yield from head.prefill(seq.id, hidden[:-1], seq.tokens[1:-1], chunk, seq.limit + self.depth * self.width)
 
     def drop(self, seq: Sequence) -> None:
         self.features.pop(seq.id, None)
@@ -104,9 +103,8 @@ class HeadDrafter(Drafter):
     def run(self, seqs: list[Sequence]) -> Tensor:
         """Run all features that wait; return the head's states [B, d] after the last ones."""
         features = [self.features[seq.id] for seq in seqs]
-        tokens = None
-        if self.head.known:  # the one after each feature: the last feature's is the last token
-            tokens = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
+        # The one after each feature: the last feature's is the last token.
+        tokens = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
         for seq, own in zip(seqs, features, strict=True):
             self.features[seq.id] = own[len(own) :]
         return self.head.extend([seq.id for seq in seqs], features, tokens)
@@ -140,7 +138,7 @@ class HeadDrafter(Drafter):
         features, root = self.features[seq.id], seq.tokens[-1]
         if not self.head.guesses(seq.id, len(features), depth):
             return None
-        after = seq.tokens[len(seq.tokens) - len(features) :] if self.head.known else None
+        after = seq.tokens[len(seq.tokens) - len(features) :]
         begun, tokens = perf_counter(), list[int]()
         while True:
             start = len(tokens)

@@ -21,7 +21,7 @@ from forerun.methods.later import probabilities as probs
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
@@ -61,8 +61,8 @@ class Pacer(Sampling, Drafting):
         return self.threshold is None
 
     def policy(self, parts: Parts) -> LengthPolicy:
-        assert parts.draft is not None and parts.pre_verifier is not None
-        made = parts.pre_verifier, parts.draft.model.get_input_embeddings(), self.block, self.most
+        assert parts.pre_verifier is not None
+        made = parts.pre_verifier, self.block, self.most
         return PacerStop(*made, self.threshold, self.score, lambda mode, rows: self.costs(parts, mode, rows))
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
@@ -117,14 +117,12 @@ class _Past:
     Attributes:
         echo: its text.
         runs: lengths of its last runs of accepted tokens, the present one first.
-        target: [D] the target's LM-head input that gave its last token.
         law: entropy and top probability of the target's distribution that its last token was chosen from.
         length: of the sequence, when that token was the last one.
     """
 
     echo: Echo = field(default_factory=Echo)
     runs: list[float] = field(default_factory=lambda: [0.0, pre_verifier.USUAL, pre_verifier.USUAL])
-    target: Tensor | None = None
     law: tuple[float, float] = (0.0, 0.0)  # UNKNOWN
     length: int = 0
 
@@ -142,7 +140,6 @@ class PacerStop(LengthPolicy):
     def __init__(
         self,
         layer: PreVerifier,
-        embeddings: nn.Module,
         block: int | None,
         most: int,
         threshold: float | None = None,
@@ -150,11 +147,10 @@ class PacerStop(LengthPolicy):
         costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
     ) -> None:
         """`costs` returns the table for a number of rows of a mode that stop together, if any."""
-        self.layer, self.embeddings, self.most = quick.quick(layer), embeddings, most
+        self.layer, self.most = quick.quick(layer), most
         self.block, self.threshold, self.score, self.costs = block, threshold, score, costs
         inputs = layer.config.inputs
-        self.wants_draft, self.wants_target = "hidden" in inputs, "target" in inputs
-        self.echoing, self.embedding = "echoes" in inputs, "token" in inputs
+        self.wants_draft, self.echoing = "hidden" in inputs, "echoes" in inputs
         self.weighing = "entropy" in inputs or "top" in inputs
         self.past: dict[int, _Past] = {}
         self._settings: dict[tuple[Mode, int, bool], tuple[int, float, bool]] = {}
@@ -217,10 +213,8 @@ class PacerStop(LengthPolicy):
     def observe(
         self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        for row, (seq, verdict) in enumerate(zip(seqs, verdicts, strict=True)):
+        for seq, verdict in zip(seqs, verdicts, strict=True):
             past = self.past[seq.id]
-            if hidden is not None:
-                past.target = hidden[row][verdict.path[-1]]
             past.runs[0] += verdict.accepted
             if verdict.rejected:
                 past.runs = [0.0, *past.runs[:2]]
@@ -287,7 +281,7 @@ class BlockRule(StopRule):
         scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
         hidden = torch.stack([part.hidden for part in parts], 1) if self.policy.wants_draft else None  # type: ignore[misc]
         chances = probs.probabilities_of(scores, tokens).tolist()
-        return self._output(state.seqs, state.tokens, chances, hidden, tokens.device)
+        return self._output(state.seqs, state.tokens, chances, hidden)
 
     def _output(
         self,
@@ -295,7 +289,6 @@ class BlockRule(StopRule):
         drafted: list[list[int]],
         chances: list[list[float]],
         hidden: Tensor | None = None,
-        device: torch.device | str = "cpu",
     ) -> Array:
         """Return the layer's output [R, b] for the last b tokens, whose probabilities are `chances`."""
         policy, ids, new = self.policy, [seq.id for seq in seqs], len(chances[0])
@@ -304,27 +297,17 @@ class BlockRule(StopRule):
         elif ids != self.ids:
             self.state = self.state.select([self.ids.index(id) for id in ids])
         self.ids = ids
-        embedded = None
-        if policy.embedding:
-            embedded = policy.embeddings(torch.tensor([row[-new:] for row in drafted], device=device))
         output, self.state = policy.layer.step(
             self.state,
             [[log(max(each, pre_verifier.LEAST)) for each in row] for row in chances],
             [self._echo(*row, new) for row in zip(seqs, drafted, strict=True)] if policy.echoing else None,
             hidden,
-            embedded,
         )
         return output
 
     def _begin(self, seqs: abc.Sequence[Sequence]) -> QuickState:
-        past = [self.policy.past[seq.id] for seq in seqs]
-        target = None
-        if self.policy.wants_target:
-            known = next((each.target for each in past if each.target is not None), None)
-            none = torch.zeros(self.policy.layer.target_size) if known is None else torch.zeros_like(known)
-            target = torch.stack([each.target if each.target is not None else none for each in past])
         law = [self.policy.law(seq) for seq in seqs] if self.policy.weighing else None
-        return self.policy.layer.begin(target, [each.runs for each in past], law)
+        return self.policy.layer.begin([self.policy.past[seq.id].runs for seq in seqs], law)
 
     def _echo(self, seq: Sequence, drafted: list[int], new: int) -> list[tuple[int, ...]]:
         text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)

@@ -174,7 +174,7 @@ class KVCache(Cache):
         if end > self.capacity or size > self.rows_capacity:  # no reservation was made, or too small a one
             self.reserve(size, end)
         self._start, self._end, self._slots = start, end, slots
-        # Rows that are mere padding may be written to elsewhere, but what they get is made of their own entries.
+        # Padding may be written elsewhere, but is made of its row's own entries.
         for row, length in enumerate(self.lengths[:size]):
             self._reaches[row] = max(self._reaches[row], length + end - start)
         if size != self._size:
@@ -214,10 +214,6 @@ class KVCache(Cache):
     @property
     def device(self) -> torch.device:
         return self._ready()[0].keys.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._ready()[0].keys.dtype
 
     def fits(
         self, reserve: int, budget: int | None, position_bytes: int | None = None, rows: int | None = None

@@ -1,14 +1,12 @@
 """Conversations of a chat model's own making, to train drafts, heads and layers on.
 
-No data set is needed. The model writes the user's turns itself: what it samples after its template's user header (as
-in Magpie, arXiv 2406.08464). Others are questions about the standard library's functions, which is our choice. Then it
-answers them, half of them greedily and half at temperature 1. Everything is kept in files, so that a run goes on where
-it was stopped.
+No data set is needed. The model writes user turns itself: it samples after its template's user header (as in Magpie,
+arXiv 2406.08464), beside questions from files. Then it answers them, half of them greedily and half at temperature 1.
+All is kept in files, so that a stopped run continues.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import re
@@ -17,51 +15,36 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any, NamedTuple
 
 from forerun.api.decoder import Decoder
 from forerun.api.load import load
 from forerun.files import read_text, write_text
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, has_template, turn_ends
-from forerun.train.corpus import STRETCH, source_files, split_of
+from forerun.train.corpus import STRETCH, split_of
 from forerun.train.loop import claim
 from forerun.train.texts import SPLITS, Conversation
 
-Question = tuple[str, str, str]  # its text, source and split
 ROWS = 64  # decoded together
-OF_A_FILE = 8  # questions about one file's functions
-ASKED = (
-    "What does this Python function do?\n\n{}",
-    "Explain this code in two sentences.\n\n{}",
-    "How would I test this function?\n\n{}",
-    "Write a docstring for this function.\n\n{}",
-    "Can this Python code be made simpler?\n\n{}",
-    "What are the parameters of `{name}` in Python's `{module}`, and what does it return?\n\n{}",
-)
 _MARK = "\x01"
+
+
+class Question(NamedTuple):
+    text: str
+    source: str  # "own" or "given"
+    split: str
 
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """Sizes.
+    """Sizes of the data."""
 
-    Attributes:
-        conversations: how many are made; a few are dropped as others' neighbours.
-        code: how many of a hundred ask about the standard library.
-        question, answer: tokens of a turn at most; an unfinished question is dropped.
-        shard: conversations of a file.
-        seed: of sampling and of the order.
-    """
-
-    conversations: int = 14_000
-    code: int = 25
-    question: int = 128
-    answer: int = 256
-    shard: int = 512
-    seed: int = 0
+    conversations: int = 14_000  # with those of files; a few are dropped as neighbours of held-out questions
+    question: int = 128  # most tokens; an unfinished question is dropped
+    answer: int = 256  # most tokens
+    shard: int = 512  # conversations of a file
+    seed: int = 0  # of sampling
 
 
 def make_chats(
@@ -69,32 +52,34 @@ def make_chats(
     out: Path,
     recipe: ChatRecipe,
     *,
+    given: Sequence[str] = (),
     weights: str | None = None,
     device: str | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Makes all conversations in `out` and says what came of it. Goes on with what is there.
+    """Make all conversations in `out`, continuing from existing files; return a summary.
 
-    Raises ValueError for a target without a chat template, or whose template does not begin with the user's words, and
-    for an `out` of another target or recipe.
+    The first questions are `given`; the model asks the rest. Raises ValueError for a target without a chat template, or
+    whose template does not begin with the user's words, and for an `out` of another target, recipe or `given`.
     """
     decoder = load(target, method="ar", weights=weights, device=device, max_rows=ROWS)
     tokenizer = decoder.tokenizer
     if tokenizer is None or not has_template(tokenizer):
         raise ValueError(f"{target!r} has no chat template, so it cannot talk to itself")
-    # Turns end where the template ends them, even where the checkpoint's generation config does not say so.
+    # Turns end where the template ends them, even if the checkpoint's generation config does not list that token.
     config = decoder.target.model.generation_config
     known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
     config.eos_token_id = sorted({*known, *turn_ends(tokenizer)})
-    claim(out, asdict(recipe) | {"target": decoder.target.fingerprint})
-    questions = _questions(decoder, tokenizer, out, recipe, say)
+    digest = _digest("\0".join(given))
+    claim(out, asdict(recipe) | {"target": decoder.target.fingerprint, "given": digest})
+    questions = _questions(decoder, out, recipe, given, say)
     shards = -(-len(questions) // recipe.shard)
     begun, made = perf_counter(), 0
     for number in range(shards):
         path = out / f"answers-{number:05d}.jsonl"
         if not path.exists():
             part = questions[number * recipe.shard : (number + 1) * recipe.shard]
-            new = _answered(decoder, tokenizer, part, recipe, number)
+            new = _answered(decoder, part, recipe, number)
             _write(path, new)
             made += sum(len(each.answer) for each in new)
             pace = made / (perf_counter() - begun)
@@ -106,7 +91,7 @@ def make_chats(
 
 
 def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[Question]) -> dict[str, Any]:
-    """Writes the splits of the answers that are there."""
+    """Write the splits of the existing answers; return their summary."""
     lines = [line for path in sorted(out.glob("answers-*.jsonl")) for line in read_text(path).splitlines()]
     kept, dropped = apart([Conversation(**json.loads(line)) for line in lines], questions)
     splits = {split: [each for each in kept if each.split == split] for split in SPLITS}
@@ -114,7 +99,7 @@ def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[Question]) -> 
         "conversations": {split: len(own) for split, own in splits.items()},
         "answer_tokens": {split: sum(len(each.answer) for each in own) for split, own in splits.items()},
         "dropped_as_neighbours": dropped,
-        "sources": {source: sum(each.source == source for each in kept) for source in ("own", "stdlib")},
+        "sources": {source: sum(each.source == source for each in kept) for source in ("own", "given")},
         "recipe": asdict(recipe),
     }
     for split, own in splits.items():
@@ -123,49 +108,49 @@ def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[Question]) -> 
     return found
 
 
-# Questions.
+def _write(path: Path, conversations: list[Conversation]) -> None:
+    write_text(path, "".join(json.dumps(asdict(each)) + "\n" for each in conversations))
 
 
 def _questions(
-    decoder: Decoder, tokenizer: PreTrainedTokenizerBase, out: Path, recipe: ChatRecipe, say: Callable[[str], None]
+    decoder: Decoder, out: Path, recipe: ChatRecipe, given: Sequence[str], say: Callable[[str], None]
 ) -> list[Question]:
-    """(question, source, split), in an order of their hashes."""
-    wanted = recipe.conversations * (100 - recipe.code) // 100
-    own: dict[str, str] = {}
+    """Return all questions in the order of their hashes."""
+    found = [Question(text, "given", split_of(text)) for text in dict.fromkeys(given)][: recipe.conversations]
+    wanted = recipe.conversations - len(found)
+    own: dict[str, str] = {}  # by what questions that differ in case, spaces and signs alone have in common
     number = 0
     while len(own) < wanted:
         path = out / f"questions-{number:05d}.json"
         if not path.exists():
-            write_text(path, json.dumps(_sampled_questions(decoder, tokenizer, recipe, number)))
+            write_text(path, json.dumps(_sampled_questions(decoder, recipe, number)))
         known = len(own)
         for text in json.loads(read_text(path)):
-            own.setdefault(_plain(text), text)
+            own.setdefault(re.sub(r"[^a-z0-9]+", " ", text.lower()).strip(), text)
         if len(own) == known:
-            raise ValueError("the model asks nothing new after its template's user header: give --code 100")
+            raise ValueError("the model asks nothing new after its template's user header: give --questions")
         number += 1
         say(f"questions {min(len(own), wanted)}/{wanted}")
-    found: list[Question] = [(text, "own", split_of(text)) for text in list(own.values())[:wanted]]
-    found += [(text, "stdlib", split) for text, split in code_questions(recipe.conversations - wanted)]
-    return sorted(found, key=lambda each: _digest(each[0]))
+    found += [Question(text, "own", split_of(text)) for text in list(own.values())[:wanted]]
+    return sorted(found, key=lambda each: _digest(each.text))
 
 
-def _sampled_questions(
-    decoder: Decoder, tokenizer: PreTrainedTokenizerBase, recipe: ChatRecipe, number: int
-) -> list[str]:
+def _sampled_questions(decoder: Decoder, recipe: ChatRecipe, number: int) -> list[str]:
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
     text = str(tokenizer.apply_chat_template([_message(_MARK)], tokenize=False, add_generation_prompt=True))
     header, mark, _ = text.partition(_MARK)
     if not mark:
         raise ValueError("the chat template does not show the user's words as they are")
     ids = tokenizer(header, add_special_tokens=False)["input_ids"]
-    params = SamplingParams(
-        max_new_tokens=recipe.question, temperature=1.0, top_p=0.95, seed=recipe.seed + 100_000 + number
-    )
+    seed = recipe.seed + 100_000 + number
+    params = SamplingParams(max_new_tokens=recipe.question, temperature=1.0, top_p=0.95, seed=seed)
     found = decoder.generate([ids] * recipe.shard, params)
     return [each.text.strip() for each in found if each.finish_reason == "stop" and is_sound(each.text)]
 
 
 def is_sound(text: str) -> bool:
-    """Whether a sampled question is worth an answer: letters mostly, of a fair length, that repeats little."""
+    """Return whether a sampled question is worth an answer: mostly letters, of a fair length, with few repeats."""
     text = text.strip()
     if not 12 <= len(text) <= 600 or not text.replace("\n", " ").isprintable():
         return False
@@ -175,67 +160,21 @@ def is_sound(text: str) -> bool:
     return len(text) < 120 or len(zlib.compress(text.encode())) > 0.45 * len(text)
 
 
-def code_questions(count: int) -> Iterator[tuple[str, str]]:
-    """Questions about functions of the standard library, with the splits of the files that these stand in."""
-    files = [(relative, text, split) for split in SPLITS for relative, text in source_files(split)]
-    seen: set[str] = set()
-    for relative, text, split in sorted(files, key=lambda each: _digest(each[0])):
-        module = relative.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        functions = [] if module.startswith("test.") else sorted(_functions(text), key=lambda each: _digest(each[1]))
-        for name, code in functions[:OF_A_FILE]:
-            if len(seen) == count:
-                return
-            if code not in seen:
-                seen.add(code)
-                form = ASKED[int(_digest(code)[:8], 16) % len(ASKED)]
-                yield form.format(f"```python\n{code}\n```", name=name, module=module), split
-
-
-def _functions(text: str) -> Iterator[tuple[str, str]]:
-    """Short functions of a source file, with their names."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return
-    lines = text.splitlines()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-            code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            indent = len(code) - len(code.lstrip())
-            code = re.sub(rf"^ {{{indent}}}", "", code, flags=re.MULTILINE)
-            if 120 <= len(code) <= 500:
-                yield node.name, code
-
-
-def _plain(text: str) -> str:
-    """What two questions that differ in case, spaces and signs alone have in common."""
-    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# Answers.
-
-
-def _answered(
-    decoder: Decoder,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
-    recipe: ChatRecipe,
-    number: int,
-) -> list[Conversation]:
-    """Each other question is answered greedily, the rest at temperature 1."""
-    conversations = []
+def _answered(decoder: Decoder, questions: Sequence[Question], recipe: ChatRecipe, number: int) -> list[Conversation]:
+    """Return conversations, half of them answered greedily, half at temperature 1."""
+    conversations, tokenizer = [], decoder.tokenizer
+    assert tokenizer is not None
     for temperature in (0.0, 1.0):
         chosen = questions[int(temperature) :: 2]
         prompts = [chat_prompt(tokenizer, [_message(question)]) for question, _, _ in chosen]
         seed = recipe.seed + number if temperature else None
         params = SamplingParams(max_new_tokens=recipe.answer, temperature=temperature, seed=seed)
-        for (question, source, split), prompt, done in zip(
-            chosen, prompts, decoder.generate(prompts, params), strict=True
-        ):
+        answers = decoder.generate(prompts, params)
+        for (question, source, split), prompt, done in zip(chosen, prompts, answers, strict=True):
             text = str(tokenizer.decode(done.tokens, skip_special_tokens=True))
             conversations.append(Conversation(question, prompt, done.tokens, text, temperature, source, split))
     return conversations
@@ -246,17 +185,16 @@ def _message(question: str) -> dict[str, str]:
 
 
 def apart(conversations: list[Conversation], questions: Sequence[Question]) -> tuple[list[Conversation], int]:
-    """Conversations without those that share a stretch of STRETCH characters with a question that is held out from
-    their split, and how many that were. So test questions stay as they are, and training loses the most.
+    """Return the conversations that share no stretch of STRETCH characters with a question held out from their split,
+    and the number of dropped ones. So test questions stay as they are, and training loses the most.
 
-    `questions`: (question, source, split) of all, those that are not answered yet among them.
+    `questions`: all of them, with those that are not answered yet.
     """
     kept: list[Conversation] = []
     seen: set[int] = set()
     for split in reversed(SPLITS):
         own = [each for each in conversations if each.split == split]
-        chosen = [each for each in own if not seen.intersection(stretches(f"{each.question}\n{each.text}"))]
-        kept += chosen
+        kept += [each for each in own if not seen.intersection(stretches(f"{each.question}\n{each.text}"))]
         if split != SPLITS[0]:
             for question, _, of in questions:
                 if of == split:
@@ -265,9 +203,5 @@ def apart(conversations: list[Conversation], questions: Sequence[Question]) -> t
 
 
 def stretches(text: str) -> Iterator[int]:
-    """Hashes of all stretches of STRETCH characters."""
+    """Return hashes of all stretches of STRETCH characters."""
     return (hash(text[start : start + STRETCH]) for start in range(len(text) - STRETCH + 1))
-
-
-def _write(path: Path, conversations: list[Conversation]) -> None:
-    write_text(path, "".join(json.dumps(asdict(each)) + "\n" for each in conversations))

@@ -11,7 +11,6 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,13 +25,13 @@ EXCLUDED = ("site-packages/", "encodings/", "pydoc_data/", "test/cjkencodings/",
 
 
 def split_of(relative: str) -> Split:
-    """The split of a file, from its posix path relative to the library root: 90 / 5 / 5 percent."""
+    """Return the split of a file by its posix path relative to the library root: 90 / 5 / 5 percent."""
     bucket = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], "big") % 100
     return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
 
 
 def source_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the split's files in path order. Unreadable files are skipped.
+    """Yield (relative path, text) of the split's files in path order. Unreadable files are skipped.
 
     `root` is any source tree; by default this interpreter's standard library, with its tests where installed.
     """
@@ -50,7 +49,7 @@ def source_files(split: Split, root: Path | None = None) -> Iterator[tuple[str, 
 
 
 def _python_files(root: Path) -> Iterator[Path]:
-    """All that are not in EXCLUDED folders, which may hold far more than the library."""
+    """Yield all files outside EXCLUDED folders, which may hold far more than the library."""
     for folder, folders, names in os.walk(root):
         if any(part in f"{Path(folder).relative_to(root).as_posix()}/" for part in EXCLUDED):
             folders.clear()
@@ -65,27 +64,18 @@ def held_out_prompts(
     tokens: int = 128,
     root: Path | None = None,
 ) -> list[list[int]]:
-    """Prompts of `tokens` token ids from files of a split, one a file.
+    """Return prompts of `tokens` token ids from files of a split, one a file.
 
     Each begins at a function or class, picked by the hash of the file's path: the same for the same Python. Those that
     share a stretch of STRETCH characters with a file of the training split are left out.
     """
-    return [ids for _, _, ids in _prompts(tokenizer, split, tokens, root)[:count]]
+    return [ids for _, _, ids in file_prompts(tokenizer, split, tokens, root)[:count]]
 
 
-def spare_files(tokenizer: PreTrainedTokenizerBase, count: int = 40, tokens: int = 128) -> Iterator[str]:
-    """Texts of the validation files that give none of the first `count` held-out prompts.
-
-    Neither the embedded pair nor a choice of settings has seen them.
-    """
-    taken = {relative for _, relative, _ in _prompts(tokenizer, "validation", tokens, None)[:count]}
-    yield from (text for relative, text in source_files("validation") if relative not in taken)
-
-
-def _prompts(
-    tokenizer: PreTrainedTokenizerBase, split: Split, tokens: int, root: Path | None
+def file_prompts(
+    tokenizer: PreTrainedTokenizerBase, split: Split, tokens: int, root: Path | None = None
 ) -> list[tuple[int, str, list[int]]]:
-    """(hash, file, token ids) of every prompt, in hash order, so that the first few are not all of one package."""
+    """Return (hash, file, token ids) of every prompt, by hash: the first few are then not all of one package."""
     prompts, shown = [], []
     for relative, text in source_files(split, root):
         digest = int.from_bytes(hashlib.sha256(f"prompt {relative}".encode()).digest()[:4], "big")
@@ -102,26 +92,20 @@ def _prompts(
 
 
 def sharing(texts: Sequence[str], others: Iterable[str], length: int = STRETCH) -> set[int]:
-    """Which of the texts, by number, have a stretch of `length` characters in common with one of the others.
+    """Return the numbers of the texts that have a stretch of `length` characters in common with one of the others.
 
     Cut another text into pieces of half that length: a common stretch covers one of them. So only these are looked up.
     """
     piece = (length + 1) // 2
-    places: dict[str, list[tuple[int, int]]] = {}
+    places: dict[str, set[int]] = {}
     for number, text in enumerate(texts):
         for start in range(len(text) - piece + 1):
-            places.setdefault(text[start : start + piece], []).append((number, start))
+            places.setdefault(text[start : start + piece], set()).add(number)
     found: set[int] = set()
     for other in others:
         for begin in range(0, len(other) - piece + 1, piece):
-            for number, start in places.get(other[begin : begin + piece], ()):
-                if number not in found and _around(texts[number], start, other, begin, length) >= length:
-                    found.add(number)
+            near = places.get(other[begin : begin + piece], set()) - found
+            starts = range(max(0, begin + piece - length), min(begin, len(other) - length) + 1) if near else ()
+            stretches = [other[start : start + length] for start in starts]  # those that cover the piece
+            found |= {number for number in near if any(each in texts[number] for each in stretches)}
     return found
-
-
-def _around(text: str, start: int, other: str, begin: int, most: int) -> int:
-    """How many characters two texts have in common around two places, so many to each side at most."""
-    ahead = text[start : start + most], other[begin : begin + most]
-    behind = text[max(0, start - most) : start][::-1], other[max(0, begin - most) : begin][::-1]
-    return sum(len([*takewhile(lambda pair: pair[0] == pair[1], zip(*each, strict=False))]) for each in (ahead, behind))

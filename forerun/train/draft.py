@@ -29,22 +29,16 @@ EVALUATED = 256  # texts, while a draft is trained
 class DraftRecipe:
     """How a draft is made.
 
-    Attributes:
-        sequences, length: windows of the target's own output, and tokens of each; as many windows of plain text are
-            learnt from beside them, so that a small set of own output is not learnt by heart. Of conversations, the
-            length is what longer ones are cut at.
-        layers, width: of a new draft.
-        hot: share of the vocabulary that the draft proposes, beside a text's own tokens (`forerun.backends.hot`).
-        steps, batch, lr, seed: of the training. A batch counts texts.
+    As many windows of plain text are added to those of own output, so that a small set is not learned by heart.
     """
 
-    sequences: int = 3072
-    length: int = 512
-    layers: int = 2
-    width: int = 192
-    hot: float = 1.0
+    sequences: int = 3072  # windows of the target's own output
+    length: int = 512  # tokens of a window; longer conversations are cut
+    layers: int = 2  # of a new draft
+    width: int = 192  # of a new draft
+    hot: float = 1.0  # share of the vocabulary that it proposes, besides the context's tokens (`forerun.backends.hot`)
     steps: int = 2000
-    batch: int = 16
+    batch: int = 16  # texts
     lr: float = 3e-3
     seed: int = 0
 
@@ -69,19 +63,43 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
     drafter = CausalLM(draft.to(model.device))  # type: ignore[arg-type]
     if not has_plain_head(drafter):
         raise ValueError(f"{type(draft).__name__} caps or scales its logits; such a draft cannot be trained")
-    own = asdict(recipe) | {"init": init, "processes": run.sharing.count, "texts": parts and parts[0].digest}
+    own = asdict(recipe) | {"init": init, "texts": parts and parts[0].digest}
     run.claim({"target": target.fingerprint}, own)
-    mine, val = parts or _windows(run, target, stream, recipe)
-    texts = mine if stream is None else joined(mine, _plain_text(stream, len(mine), recipe))
-    hot, share = hot_set(mine.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size)))
-    _distil(run, recipe, drafter, target, texts, val, hot.to(model.device) if recipe.hot < 1 else None)
-    if not run.sharing.is_first:
-        return
+    if parts is None:
+        windows = run.own_output(
+            target,
+            stream,
+            sequences=recipe.sequences,
+            prompts=[recipe.length // share for share in (8, 4, 2)],  # drafts are used right after a prompt and later
+            length=recipe.length,
+            temperatures=(0.0, 0.8),
+            seed=recipe.seed,
+        )
+        parts = split_windows(np.concatenate(windows), VALIDATION, 0, 0)
+    texts, val = parts
+    hot, share = hot_set(texts.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size)))
+    if stream is not None:
+        texts = joined(texts, _plain_text(stream, len(texts), recipe))
+    labels, val_labels = (label(run, target, each) for each in (texts, val))
+    own_hot = hot.to(model.device) if recipe.hot < 1 else None
+
+    def loss(rows: Tensor) -> Tensor:
+        return distillation_loss(drafter, labels, rows, own_hot)[0]
+
+    def evaluate() -> float:
+        asked = val.spread(EVALUATED).split(8)
+        found = [torch.stack(distillation_loss(drafter, val_labels, rows, own_hot)) for rows in asked]
+        divergence, agreement = torch.stack(found).mean(0).tolist()
+        run.say(f"{run.folder.name} greedy agreement on held-out output {agreement:.3f}")
+        return float(divergence)
+
+    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
+    train(draft, loss, batch, evaluate, TrainConfig(recipe.steps, recipe.lr), run.folder, run.say)
     draft.save_pretrained(run.out)
     tokenizer.save_pretrained(run.out)
     if recipe.hot < 1:
         save_hot(run.out, hot)
-        run.say(f"its {len(hot)} tokens are {share:.2%} of the output that it learnt from")
+        run.say(f"its {len(hot)} tokens are {share:.2%} of its training output")
     text = f"It drafts for `{run.target}`, whose tokenizer it has. Made by `forerun train draft` with"
     save_card(run.out, "A draft for speculative decoding", text, asdict(recipe) | {"init": init} | run.provenance)
     run.say(f"the draft is in {run.out}: forerun generate --target {run.target} --draft {run.out}")
@@ -113,8 +131,10 @@ def new_draft(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recip
 
 @torch.no_grad()
 def init_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give a new draft the target's embeddings along their main directions, at the scale of its own: tokens that are
-    alike for the target are so for the draft from the start (ours). Does nothing where the target's are narrower."""
+    """Give a new draft the target's embeddings along their main directions, at the scale of its own (ours).
+
+    Tokens that are alike for the target are then alike for the draft. Does nothing if the target's are narrower.
+    """
     own, theirs = (model.get_input_embeddings().get_parameter("weight") for model in (draft, target))
     if theirs.shape[-1] >= own.shape[-1]:
         wide = theirs.float()
@@ -132,34 +152,20 @@ def has_plain_head(model: CausalLM) -> bool:
     return torch.allclose(model.head(heard[0]).float(), logits.float(), atol=1e-3, rtol=1e-3)
 
 
-def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: DraftRecipe) -> tuple[Texts, Texts]:
-    """Windows of own output to learn from, and those for validation."""
-    windows = run.own_output(
-        target,
-        stream,
-        sequences=recipe.sequences,
-        prompts=[recipe.length // share for share in (8, 4, 2)],  # drafts are used right after a prompt and far from it
-        length=recipe.length,
-        temperatures=(0.0, 0.8),
-        seed=recipe.seed,
-    )
-    return split_windows(np.concatenate(windows), VALIDATION, 0, 0)
-
-
 def _plain_text(stream: np.ndarray, count: int, recipe: DraftRecipe) -> Texts:
     starts = np.random.default_rng(recipe.seed).integers(len(stream) - recipe.length + 1, size=count)
     return of_windows(np.stack([stream[start : start + recipe.length] for start in starts]))
 
 
 def distillation_loss(
-    draft: CausalLM, texts: Texts, labels: Labels, rows: Tensor, hot: Tensor | None = None
+    draft: CausalLM, labels: Labels, rows: Tensor, hot: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean KL(target || draft) in nats over the positions of some texts that count, and the share of these
+    """Return the mean KL(target || draft) in nats over the counted positions of some texts, and the share of these
     where both have one argmax. With `hot` [S] it is about the target's probabilities among these tokens alone.
 
     It goes backward inside, as `in_parts` does.
     """
-    part, whole = texts.take(rows), labels.probs(rows)
+    part, whole = labels.texts.take(rows), labels.probs(rows)
     head: Any = draft.head
     same, wanted, weight = torch.zeros((), device=part.tokens.device), whole, None
     if hot is not None:
@@ -186,29 +192,3 @@ def distillation_loss(
         way = (head.weight[hot] * weight.grad).sum()
         total = total + way - way.detach()
     return total, same / len(whole.tokens)
-
-
-def _distil(
-    run: Run,
-    recipe: DraftRecipe,
-    draft: CausalLM,
-    target: CausalLM,
-    texts: Texts,
-    val: Texts,
-    hot: Tensor | None,
-) -> None:
-    labels, val_labels = (label(run, target, each) for each in (texts, val))
-    texts, val, asked = texts.to(target.device), val.to(target.device), val.spread(EVALUATED)
-
-    def loss(rows: Tensor) -> Tensor:
-        return distillation_loss(draft, texts, labels, rows, hot)[0]
-
-    def evaluate() -> float:
-        found = [torch.stack(distillation_loss(draft, val, val_labels, rows, hot)) for rows in asked.split(8)]
-        divergence, agreement = torch.stack(found).mean(0).tolist()
-        run.say(f"{run.folder.name} greedy agreement on held-out output {agreement:.3f}")
-        return float(divergence)
-
-    config = TrainConfig(recipe.steps, recipe.lr)
-    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    train(draft.model, loss, batch, evaluate, config, run.folder, run.say, run.sharing)

@@ -14,52 +14,38 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from forerun.api.layers import config_file, load_head
+from forerun.api.layers import load_head
 from forerun.backends.heads import head_rows
 from forerun.backends.panels import BLOCK
-from forerun.heads.heads import HiddenConfig, HiddenDrafter, hot_set
+from forerun.heads.heads import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.model.causal_lm import CausalLM, context_of
-from forerun.train.labels import Labels, TopProbs, cross_entropy, in_parts, label
+from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, save_card, train
 from forerun.train.run import Run, check_context
-from forerun.train.texts import Texts, load_train_val, split_windows
+from forerun.train.texts import load_train_val, split_windows
 
-KINDS = ("lyanna", "eagle")
 SEED = 9000  # of the output; no draft is distilled with it
 EVALUATED = 128  # texts, while a head is trained
 LONGEST = 65536  # context of a head whose target names none
-_FORM = ("kind", "num_hidden_layers", "rank", "hot_size", "intermediate_size")
 
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """How a head is made.
+    """How a head is made."""
 
-    Attributes:
-        sequences: windows of the target's own output, half of them greedy and half sampled. Each has `prompt` tokens of
-            text and `output` tokens of output.
-        steps, batch, lr, seed: of the training. A batch counts windows. All seeds use the same output.
-        unroll: how many states ahead are trained, each from the head's own state before.
-        held: share of the windows kept for validation.
-        kind: one of KINDS.
-        layers: decoder layers of the head.
-        rank: of the token information; 0 trains a head without it.
-        hot: the hot set's share of the vocabulary.
-    """
-
-    sequences: int = 2048
-    prompt: int = 64
-    output: int = 192
+    sequences: int = 2048  # windows of the target's own output, half of them greedy; all seeds use the same
+    prompt: int = 64  # tokens of text in a window
+    output: int = 192  # tokens of output in a window
     steps: int = 2000
-    batch: int = 8
+    batch: int = 8  # texts
     lr: float = 6e-3
-    unroll: int = 4
-    held: float = 0.04
+    unroll: int = 4  # how many states ahead are trained, each from the head's own state before
+    held: float = 0.04  # share of the windows kept for validation
     seed: int = 0
-    kind: str = "lyanna"
+    kind: str = "lyanna"  # one of KINDS
     layers: int = 1
-    rank: int = 64
-    hot: float = 0.25
+    rank: int = 64  # of the token information; 0 trains a head without it
+    hot: float = 0.25  # the hot set's share of the vocabulary
 
     def check(self) -> None:
         """Raise ValueError for a setting out of range."""
@@ -77,18 +63,15 @@ class HeadRecipe:
 def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[str, Any]:
     """Train a head and save it in `run.out`; return the figures of validation.
 
-    `start` is the folder of a head of the same form to go on from, with more of the target's output. It keeps its hot
-    set. With the same data, more `sequences` begin with the same windows.
+    `start` is the folder of a head of the same form to go on from. It keeps its hot set.
 
     Raises ValueError for settings out of range, data that is missing or too little, texts longer than the context, a
     target whose embeddings and head differ in width, a `start` of another form or target, and folders that hold another
     run.
     """
     recipe.check()
-    if start is not None:
-        if start.resolve() == run.out.resolve():
-            raise ValueError(f"start and out are one folder, {str(run.out)!r}: give another out")
-        config_file(start, f"the head {str(start)!r}")  # it is read when the target is there
+    if start is not None and start.resolve() == run.out.resolve():
+        raise ValueError(f"start and out are one folder, {str(run.out)!r}: give another out")
     _, stream = run.prompts(4 * recipe.prompt)
     parts = None if run.chats is None else load_train_val(run.chats)
     model = run.load(run.target, "target")
@@ -99,44 +82,39 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
         raise ValueError(f"the target's embeddings and its LM head are of other widths; its head reads {size}")
     config = _config(model.config.get_text_config(decoder=True), size, recipe)
     config.target, config.recipe = target.fingerprint, asdict(recipe) | run.provenance
-    first = None if start is None else _first(start, target, config)
-    own: dict[str, Any] = {"processes": run.sharing.count, "texts": parts and parts[0].digest}
-    if start is not None:  # by its weights: the folder may hold another head later
-        weights = b"".join(path.read_bytes() for path in sorted(start.glob("*.safetensors")))
-        own["start"] = hashlib.sha256(weights).hexdigest()
-    run.claim({"target": target.fingerprint, "prompt": recipe.prompt, "output": recipe.output}, asdict(recipe) | own)
-    texts, val = parts or _windows(run, target, stream, recipe)
     torch.manual_seed(recipe.seed)
     drafter = HiddenDrafter(config)
-    if first is None:
-        drafter.begin()
+    drafter.begin()
+    own: dict[str, Any] = {"texts": parts and parts[0].digest}
+    if start is not None:
+        own["start"] = _continue(drafter, start, target)
+    run.claim({"target": target.fingerprint, "prompt": recipe.prompt, "output": recipe.output}, asdict(recipe) | own)
+    if parts is None:
+        length = recipe.prompt + recipe.output
+        how: dict[str, Any] = {"prompts": [recipe.prompt], "length": length, "temperatures": (0.0, 1.0), "seed": SEED}
+        windows = np.concatenate(run.own_output(target, stream, sequences=recipe.sequences, **how))
+        parts = split_windows(windows, recipe.held, 0, recipe.prompt)  # prompts count in training alone
+    texts, val = parts
+    if start is None:
         output = texts if stream is None else replace(texts, begins=torch.full_like(texts.begins, recipe.prompt))
         drafter.hot.copy_(hot_set(output.frequencies(target.vocab_size), config.hot_size)[0])
-    else:
-        drafter.load_state_dict(first.state_dict())
-        config.recipe["start"] = {name: value for name, value in first.config.recipe.items() if name != "validation"}
     wanted = val.frequencies(target.vocab_size)
     coverage = float(wanted[drafter.hot].sum() / wanted.sum())
     nn.Module.to(drafter, model.device)
     labels, val_labels = (label(run, target, each, states=True) for each in (texts, val))
-    texts, val, asked = texts.to(model.device), val.to(model.device), val.spread(EVALUATED)
     head = head_rows(target, drafter.hot, size)
 
     def loss(rows: Tensor) -> Tensor:
-        return head_loss(drafter, head, texts, labels, rows, embed, recipe.unroll)
+        return head_loss(drafter, head, labels, rows, embed, recipe.unroll)
 
     def evaluate() -> float:
-        losses = [
-            head_loss(drafter, head, val, val_labels, rows, embed, recipe.unroll) for rows in asked.split(recipe.batch)
-        ]
+        asked = val.spread(EVALUATED).split(recipe.batch)
+        losses = [head_loss(drafter, head, val_labels, rows, embed, recipe.unroll) for rows in asked]
         return float(torch.stack(losses).mean())
 
     settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, evaluate_every=250, save_every=100)
-    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    train(drafter, loss, batch, evaluate, settings, run.folder, run.say, run.sharing)
-    if not run.sharing.is_first:
-        return {}
-    survival, drafter.config.curves = measure(drafter, head, val, val_labels, embed, recipe.unroll)
+    train(drafter, loss, partial(texts.batch, recipe.seed, size=recipe.batch), evaluate, settings, run.folder, run.say)
+    survival, drafter.config.curves = measure(drafter, head, val_labels, embed, recipe.unroll)
     found: dict[str, Any] = {"survival": survival, "coverage": round(coverage, 4)}
     found["parameters"] = sum(parameter.numel() for parameter in drafter.parameters())
     drafter.config.recipe["validation"] = found
@@ -153,23 +131,11 @@ first 1, 2, ... tokens in these shares: {shares}. Its hot set covers {coverage:.
     return found
 
 
-def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: HeadRecipe) -> tuple[Texts, Texts]:
-    """Windows to learn from, the prompts as well, and those for validation, the output alone."""
-    windows = run.own_output(
-        target,
-        stream,
-        sequences=recipe.sequences,
-        prompts=[recipe.prompt],
-        length=recipe.prompt + recipe.output,
-        temperatures=(0.0, 1.0),
-        seed=SEED,
-    )
-    return split_windows(np.concatenate(windows), recipe.held, 0, recipe.prompt)
-
-
 def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConfig:
-    """The configuration of a head for a target. Both kinds are of one size: lyanna has the factors of a table, eagle
-    has a wider MLP instead."""
+    """Return the configuration of a head for a target.
+
+    Both kinds are of one size: lyanna has the factors of a table, eagle has a wider MLP instead.
+    """
     heads = text.num_attention_heads
     inner = getattr(text, "intermediate_size", None) or 4 * size
     hot = max(1, round(recipe.hot * text.vocab_size))
@@ -196,43 +162,45 @@ def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConf
     )
 
 
-def _first(folder: Path, target: CausalLM, config: HiddenConfig) -> HiddenDrafter:
-    """The head to go on from; raises ValueError for one of another form than `config`'s, or of another target."""
-    head = load_head(folder, target)
-    for name in _FORM:
-        there, wanted = getattr(head.config, name), getattr(config, name)
-        if there != wanted:
-            same = "kind, layers, rank and hot"
-            raise ValueError(f"the head {str(folder)!r} has {name} {there}, not {wanted}; give it the same {same}")
-    return head
+def _continue(drafter: HiddenDrafter, start: Path, target: CausalLM) -> str:
+    """Give a new head the weights of a trained one; return their hash, as the folder may hold another head later.
+
+    Raises ValueError for a head of another form or target.
+    """
+    first = load_head(start, target, drafter.config.kind)
+    try:
+        drafter.load_state_dict(first.state_dict())
+    except RuntimeError:
+        raise ValueError(f"the head {str(start)!r} is of another form; give it the same layers, rank and hot") from None
+    recipe = first.config.recipe
+    drafter.config.recipe["start"] = {name: value for name, value in recipe.items() if name != "validation"}
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(start.glob("*.safetensors")))).hexdigest()
+
+
+def head_logits(drafter: HiddenDrafter, head: tuple[Tensor, Tensor], states: Tensor, after: Tensor) -> Tensor:
+    """Return logits [n, S] of drafted states [n, d] that follow tokens [n]."""
+    logits = functional.linear(states.to(head[0].dtype), *head).float()
+    return logits + drafter.token_information(after) if drafter.informed else logits
 
 
 def head_loss(
-    drafter: HiddenDrafter,
-    head: tuple[Tensor, Tensor],
-    texts: Texts,
-    labels: Labels,
-    rows: Tensor,
-    embed: nn.Module,
-    unroll: int,
+    drafter: HiddenDrafter, head: tuple[Tensor, Tensor], labels: Labels, rows: Tensor, embed: nn.Module, unroll: int
 ) -> Tensor:
     """Return the mean cross-entropy with the target's distributions over all steps of drafts from some texts.
 
     `head`: the result of `head_rows` for the hot set. It goes backward inside, as `in_parts` does.
     """
-    weight, bias = (each.bfloat16() for each in head)  # once, and not for each product
-    part, features = texts.take(rows), labels.states(rows)
+    weight, bias = head
+    low = weight.bfloat16(), bias.bfloat16()  # once, and not for each product
+    part, features = labels.texts.take(rows), labels.states(rows)
     length, counted = part.tokens.shape[1], part.counted().flatten()
     wanted = labels.probs(rows).within(drafter.hot, drafter.config.vocab_size)
     number = counted.cumsum(0) - 1  # of a position among those that count
 
     def loss(after: Tensor, positions: Tensor, states: Tensor, chosen: slice) -> Tensor:
-        """The sum over states that stand for positions, after tokens."""
-        logits = functional.linear(states.bfloat16(), weight, bias).float()
-        if drafter.informed:
-            logits = logits + drafter.token_information(after[chosen])
-        own: TopProbs = wanted.at(number[positions[chosen]])
-        return cross_entropy(logits, own)
+        """Return the sum over states that stand for positions, after tokens."""
+        logits = head_logits(drafter, low, states, after[chosen])
+        return cross_entropy(logits, wanted.at(number[positions[chosen]]))
 
     total = features.new_zeros(())
     with torch.autocast(features.device.type, torch.bfloat16):  # a third of the time, and no worse a head
@@ -245,18 +213,19 @@ def head_loss(
 
 @torch.no_grad()
 def measure(
-    drafter: HiddenDrafter, head: tuple[Tensor, Tensor], texts: Texts, labels: Labels, embed: nn.Module, unroll: int
+    drafter: HiddenDrafter, head: tuple[Tensor, Tensor], labels: Labels, embed: nn.Module, unroll: int
 ) -> tuple[list[float], list[list[float]]]:
-    """Return figures of greedy chains from every position of the output in texts: for each k the share of chains whose
-    first k tokens are the target's argmax, and the curves of `HiddenConfig`.
+    """Return figures of greedy chains from every position of the output: for each k the share of chains whose first k
+    tokens are the target's argmax, and the curves of `HiddenConfig`.
 
-    The tokens in between are those of the text. Where one of them is not the target's argmax, a chain is not followed
-    further: the share is the product of the shares among those that are.
+    The tokens in between are those of the text. A chain ends where one of them is not the target's argmax: the share is
+    the product of the shares among those that go on.
     """
     cases: list[list[Tensor]] = [[] for _ in range(unroll)]
-    weight, bias = (part.float() for part in head)
-    for rows in texts.ends.argsort(stable=True).split(16):
-        part = texts.take(rows)
+    weight, bias = head
+    whole = weight.float(), bias.float()
+    for rows in labels.texts.ends.cpu().argsort(stable=True).split(16):
+        part = labels.texts.take(rows)
         argmax = torch.full_like(part.tokens, -1)
         argmax[part.counted()] = labels.probs(rows).tokens[:, 0]
         kept = argmax == part.tokens.roll(-1, 1)  # where the text goes on with the target's argmax
@@ -264,9 +233,7 @@ def measure(
         drafts = drafter.drafted(labels.states(rows), embed(part.tokens).float(), unroll)
         for k, states in enumerate(drafts, 1):
             text, at = seen.nonzero(as_tuple=True)
-            logits = functional.linear(states[text, at], weight, bias)
-            if drafter.informed:
-                logits = logits + drafter.token_information(part.tokens[text, at + k])
+            logits = head_logits(drafter, whole, states[text, at], part.tokens[text, at + k])
             log_prob, best = logits.log_softmax(-1).max(-1)
             hit = drafter.hot[best] == argmax[text, at + k]
             odds = log_prob - torch.log1p(-log_prob.exp().clamp(max=1 - 1e-6))
@@ -281,7 +248,7 @@ def measure(
 
 @torch.enable_grad()
 def _curve(cases: Tensor) -> list[float]:
-    """(a, b, m) of HiddenConfig's curves, by logistic regression on cases [n, 2]: log-odds, and 1 for a right token."""
+    """Return (a, b, m) of HiddenConfig's curves, fitted on cases [n, 2]: log-odds, 1 for right tokens."""
     odds, hit = cases.unbind(-1)
     if not len(odds) or not 0 < hit.mean() < 1:  # nothing to fit
         return [0.0, 1.0, float(hit.mean()) if len(hit) else 0.0]

@@ -1,10 +1,9 @@
-"""What the frozen target says about texts to train on: computed once, kept in files, the same for every recipe."""
+"""The frozen target's distributions over texts to train on: computed once, kept in files, the same for all recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -14,26 +13,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
-from forerun.train.loop import save_tensors
+from forerun.train.loop import save_missing
 from forerun.train.run import Run
 from forerun.train.texts import Texts
 
-TOP = 64  # tokens of a distribution; the others have next to nothing together
+TOP = 64  # tokens of a distribution; the rest of the vocabulary has next to nothing
 SHARD = 64  # texts of a file
 LOGITS = 1 << 26  # of a forward, at most
 ROWS = 128  # whose logits stay in a processor's cache while they are used
 
 
 class TopProbs(NamedTuple):
-    """Distributions at n positions.
+    """Distributions at n positions."""
 
-    Attributes:
-        tokens: [n, k] the most probable first.
-        probs: [n, k] float32, which sum to nearly 1.
-    """
-
-    tokens: Tensor
-    probs: Tensor
+    tokens: Tensor  # [n, k] the most probable first
+    probs: Tensor  # [n, k] float32, which sum to nearly 1
 
     def at(self, positions: Tensor | slice) -> TopProbs:
         return TopProbs(self.tokens[positions], self.probs[positions])
@@ -58,15 +52,15 @@ def cross_entropy(logits: Tensor, wanted: TopProbs) -> Tensor:
 
 
 class Labels:
-    """The target's labels of texts, read from files when they are asked for."""
+    """The target's labels of texts, read from files on demand."""
 
     def __init__(self, texts: Texts, paths: list[Path], device: torch.device) -> None:
         self._files = [safe_open(path, "pt").__enter__() for path in paths]
-        self._device = device
+        self.texts, self._device = texts.to(device), device
         counts = texts.ends - texts.begins
         # Where each text begins in its file.
         starts = [[each.cumsum(0) - each for each in part.split(SHARD)] for part in (texts.ends, counts)]
-        self._texts, self._states, self._probs = texts, *(torch.cat(each).tolist() for each in starts)
+        self._states, self._probs = (torch.cat(each).tolist() for each in starts)
         self._ends, self._counts = texts.ends.tolist(), counts.tolist()
 
     def _read(self, name: str, row: int, start: int, length: int) -> Tensor:
@@ -89,32 +83,22 @@ class Labels:
 
 @torch.no_grad()
 def label(run: Run, target: CausalLM, texts: Texts, states: bool = False) -> Labels:
-    """Run the target over texts, once; with its states where they are wanted.
+    """Run the target over texts, once; keep its states too if asked.
 
     A file is named by the texts that it is about, so trainings that share a folder share what they have in common.
-    Processes take a file each in turn.
     """
-    folder, sharing, begun = run.shared / "labels", run.sharing, perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
     shards = [texts.take(rows) for rows in torch.arange(len(texts)).split(SHARD)]
     kind = "-states" if states else ""
-    paths = [folder / f"{shard.digest[:24]}{kind}.safetensors" for shard in shards]
-    own = range(sharing.rank, len(shards), sharing.count)
-    missing = [number for number in own if not paths[number].exists()]
-    for done, number in enumerate(missing, 1):
-        save_tensors(paths[number], _labelled(target, shards[number], states))
-        if done % 8 == 0:
-            left = (perf_counter() - begun) / done * (len(missing) - done) / 60
-            run.say(f"what the target says of {done}/{len(missing)} x {SHARD} texts, {left:.0f} min left")
-    sharing.wait()
+    paths = [run.shared / f"labels/{shard.digest[:24]}{kind}.safetensors" for shard in shards]
+    what = f"target's labels of {SHARD} texts each"
+    save_missing(paths, lambda number: _labelled(target, shards[number], states), what, run.say)
     return Labels(texts, paths, target.device)
 
 
 def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]:
-    """The tensors of a file."""
+    """Return the tensors of a file."""
     found: list[dict[str, Tensor]] = [{}] * len(texts)
-    together = max(1, min(8, LOGITS // (texts.tokens.shape[1] * target.vocab_size)))
-    for rows in texts.ends.argsort(stable=True).split(together):
+    for rows in texts.ends.argsort(stable=True).split(together(texts, target)):
         part = texts.take(rows)
         with capture_hidden_states(target.model) as heard:
             logits = target.model(input_ids=part.tokens.to(target.device), use_cache=False).logits
@@ -127,12 +111,16 @@ def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
 
-def in_parts(states: Tensor, loss: Callable[[Tensor, slice], Tensor], share: float) -> Tensor:
-    """Return the sum of `loss(states[part], part)` over parts of states [n, d], divided by `share`. Logits of all n are
-    never there at once.
+def together(texts: Texts, target: CausalLM) -> int:
+    """Return how many texts a forward takes at once."""
+    return max(1, min(8, LOGITS // (texts.tokens.shape[1] * target.vocab_size)))
 
-    Each part goes backward by itself. So gradients of whatever else `loss` uses are added as it goes, and backward must
-    be called just once on what comes, unscaled.
+
+def in_parts(states: Tensor, loss: Callable[[Tensor, slice], Tensor], share: float) -> Tensor:
+    """Return the sum of `loss(states[part], part)` over parts of states [n, d], divided by `share`.
+
+    Logits of all n never exist at once: each part goes backward by itself, and adds to the gradients of other inputs
+    of `loss`. So call backward just once on the result, unscaled.
     """
     parts = [slice(start, start + ROWS) for start in range(0, len(states), ROWS)]
     if not (torch.is_grad_enabled() and states.requires_grad):

@@ -9,18 +9,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forerun.files import write_text
-from forerun.train.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -61,42 +59,44 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
     return chosen
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
     os.replace(temporary, path)
 
 
+def save_missing(
+    paths: Sequence[Path], make: Callable[[int], Mapping[str, Tensor]], what: str, say: Callable[[str], None]
+) -> None:
+    """Write what `make` returns for the numbers of paths that do not exist yet. A stopped run thus continues."""
+    missing = [number for number, path in enumerate(paths) if not path.exists()]
+    started = time.perf_counter()
+    for done, number in enumerate(missing, 1):
+        paths[number].parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(paths[number], make(number))
+        left = (time.perf_counter() - started) / done * (len(missing) - done) / 60
+        say(f"{what}: {done}/{len(missing)} files, {left:.0f} min left")
+
+
 def save_checkpoint(path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
-    """Write the model, the optimizers' state and the number of finished steps."""
-    tensors = {f"model.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for k, optim in enumerate(optims):
-        for index, state in optim.state_dict()["state"].items():
-            tensors |= {f"optim.{k}.{index}.{name}": torch.as_tensor(value).clone() for name, value in state.items()}
-    save_tensors(path, tensors, {"step": str(step)})
+    """Write the model, the optimizers' state and the number of finished steps, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    torch.save({"step": step, "model": model.state_dict(), "optims": [each.state_dict() for each in optims]}, temporary)
+    os.replace(temporary, path)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optims: list[torch.optim.Optimizer]) -> int:
     """Restore what `save_checkpoint` wrote; return the number of finished steps."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        step = int(file.metadata()["step"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-    for k, optim in enumerate(optims):
-        whole = optim.state_dict()
-        for name, value in tensors.items():
-            if name.startswith(f"optim.{k}."):
-                _, _, index, key = name.split(".", 3)
-                whole["state"].setdefault(int(index), {})[key] = value
-        optim.load_state_dict(whole)
-    return step
+    kept = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(kept["model"])
+    for optim, state in zip(optims, kept["optims"], strict=True):
+        optim.load_state_dict(state)
+    return int(kept["step"])
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Mark a folder as that of a run with these settings; raise ValueError where it is another's."""
+    """Mark a folder as that of a run with these settings; raise ValueError if the folder is another run's."""
     folder.mkdir(parents=True, exist_ok=True)
     mark, text = folder / "config.json", json.dumps(settings, sort_keys=True)
     if mark.exists() and mark.read_text() != text:
@@ -113,35 +113,30 @@ def train(
     config: TrainConfig,
     folder: Path,
     say: Callable[[str], None] = print,
-    sharing: Processes | None = None,
 ) -> None:
-    """Train `model` in place for `config.steps` steps, from `folder/checkpoint.safetensors` on if it is there.
+    """Train `model` in place for `config.steps` steps, from `folder/checkpoint.pt` on if it is there.
 
-    `loss(batch)` is the scalar to minimise, `batch(step)` gives its input, `evaluate()` the validation loss. Processes
-    that share the training take a batch each and average their gradients; the first one writes. Losses go to
-    `folder/log.jsonl`, one object a line. The folder must be `claim`ed.
+    `loss(batch)` is the scalar to minimise, `batch(step)` gives its input, `evaluate()` the validation loss. Losses go
+    to `folder/log.jsonl`, one object a line. The folder must be `claim`ed.
     """
-    sharing = sharing or Processes()
-    sharing.wait()
     folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
     optims = optimizers(model, config)
-    checkpoint = folder / "checkpoint.safetensors"
+    checkpoint = folder / "checkpoint.pt"
     step = load_checkpoint(checkpoint, model, optims) if checkpoint.exists() else 0
     if step:
         say(f"resuming {folder.name} at step {step} of {config.steps}")
     model.train()
     started, first = time.perf_counter(), step
-    with (folder / "log.jsonl" if sharing.is_first else Path(os.devnull)).open("a") as log:
+    with (folder / "log.jsonl").open("a") as log:
         while step < config.steps:
-            given = batch(step * sharing.count + sharing.rank).to(device)
+            given = batch(step).to(device)
             for optim in optims:
                 optim.zero_grad(set_to_none=True)
                 for group in optim.param_groups:
                     group["lr"] = config.lr * config.rate(step)
             value = loss(given)
             value.backward()
-            sharing.average(model)
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)
             for optim in optims:
                 optim.step()
@@ -149,8 +144,6 @@ def train(
             record = {"step": step, "loss": round(float(value.detach()), 4)}
             if not math.isfinite(record["loss"]):
                 raise ValueError(f"the loss of step {step} is {record['loss']}: lower the learning rate ({config.lr})")
-            if not sharing.is_first:
-                continue
             last = step == config.steps
             if step % config.evaluate_every == 0 or last:
                 model.eval()

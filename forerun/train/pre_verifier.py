@@ -1,4 +1,4 @@
-"""Training of the pre-verifier: what the target does with a draft's tokens, learnt from its own output."""
+"""The pre-verifier, trained on the target's verdicts on drafts that leave its own output."""
 
 from __future__ import annotations
 
@@ -30,28 +30,18 @@ SEED = 8000  # so that the draft was not distilled on the same output
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a pre-verifier is made.
+    """How a pre-verifier is made."""
 
-    Attributes:
-        sequences: windows of the target's own output, half of them greedy; prompt and output are tokens of each. Of
-            conversations, the most that are used.
-        anchors: drafts that leave each window or answer; a short answer has fewer.
-        depth, sampled_depth: tokens of a draft, greedy and sampled.
-        steps, batch, lr, seed: of the training; a batch counts drafts.
-        held: share of the windows kept for validation. Conversations have a validation split: so many of it, for each
-            that is learnt from.
-    """
-
-    sequences: int = 2048
-    prompt: int = 128
-    output: int = 148
-    anchors: int = 48
-    depth: int = 20
-    sampled_depth: int = 10
+    sequences: int = 2048  # windows of the target's own output, half of them greedy; of conversations the most
+    prompt: int = 128  # tokens of text in a window
+    output: int = 148  # tokens of output in a window
+    anchors: int = 48  # drafts that leave each window or answer; a short answer has fewer
+    depth: int = 20  # tokens of a greedy draft
+    sampled_depth: int = 10  # tokens of a sampled draft
     steps: int = 2000
-    batch: int = 256
+    batch: int = 256  # drafts
     lr: float = 2e-3
-    held: float = 0.1
+    held: float = 0.1  # share of the windows kept for validation; of conversations, validation's share of training's
     seed: int = 0
 
 
@@ -61,8 +51,7 @@ _OF_TRAINING = ("steps", "batch", "lr")  # drafts are the same whatever these ar
 def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train a pre-verifier of this draft and save it in `run.out`; return the figures of validation.
 
-    Drafts leave the target's own output, or the answers of conversations. Processes that train together share the
-    drafting, which is nearly all of the work; the first one trains. `layer` holds settings of PreVerifierConfig.
+    Drafts leave the target's own output, or the answers of conversations. `layer` holds settings of PreVerifierConfig.
 
     Raises ValueError for data that is missing or too little, texts longer than a context, models that do not go
     together, and folders that hold another run.
@@ -72,43 +61,36 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
     tokenizer, stream = run.prompts(4 * recipe.prompt)
     check_draft_tokenizer(tokenizer, draft, trust_remote_code=run.trust_remote_code)
     parts = None if run.chats is None else of_conversations(run.chats, recipe)
-    models = {"target": run.load(run.target, "target"), "draft": run.load(draft, "draft")}
     every = None if parts is None else [part for each in parts.values() for part in each]
+    length = recipe.prompt + recipe.output
+    models = {"target": run.load(run.target, "target"), "draft": run.load(draft, "draft")}
     for name, model in models.items():
-        check_context(model.config, every, recipe.prompt + recipe.output, name)
+        check_context(model.config, every, length, name)
     target, drafter = (CausalLM(model) for model in models.values())
     if target.vocab_size != drafter.vocab_size:
         raise ValueError(
             f"embeddings must be of one size to train a pre-verifier; the target's has {target.vocab_size} entries, "
             f"the draft's {drafter.vocab_size}"
         )
-    length = recipe.prompt + recipe.output if every is None else max(part.tokens.shape[1] for part in every)
+    longest = recipe.depth + (length if every is None else max(part.tokens.shape[1] for part in every))
     for name, runner in (("target", target), ("draft", drafter)):
-        if (window := window_of(runner.config)) is not None and window < length + recipe.depth:
-            more = length + recipe.depth
-            raise ValueError(f"the {name} sees {window} tokens back, and a text with a draft has {more}")
+        if (window := window_of(runner.config)) is not None and window < longest:
+            raise ValueError(f"the {name} sees {window} tokens back, and a text with a draft has {longest}")
     drafted = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
     drafted |= {"target": target.fingerprint, "draft": drafter.fingerprint}
     drafted["texts"] = every and [part.digest for part in every]
     run.claim(drafted, asdict(recipe) | (layer or {}))
     parts = parts or _windows(run, target, stream, recipe)
     top_p = TOP_P if run.chats is None else CHAT_TOP_P
-    law = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=top_p, top_k=0)
+    sampling = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=top_p, top_k=0)
+    sampler = Sampler(False, target.processors(sampling, recipe.prompt))
     kinds = {
         "greedy": Kind(Sampler(), recipe.depth, *parts["greedy"]),
-        "sampling": Kind(
-            Sampler(False, target.processors(law, recipe.prompt)), recipe.sampled_depth, *parts["sampling"]
-        ),
+        "sampling": Kind(sampler, recipe.sampled_depth, *parts["sampling"]),
     }
     gathered = collect(run, target, drafter, kinds, recipe.anchors, recipe.seed + 5)
-    if not run.sharing.is_first:
-        return {}
-    embeddings: Tensor = models["draft"].get_input_embeddings().get_parameter("weight").detach()
-    sizes = [model.head.get_parameter("weight").shape[-1] for model in (drafter, target)]
     config = PreVerifierConfig(
-        draft_size=sizes[0],
-        token_size=embeddings.shape[-1],
-        target_size=sizes[1],
+        draft_size=drafter.head.get_parameter("weight").shape[-1],
         depth=recipe.depth,
         recipe=asdict(recipe) | {"draft": draft} | run.provenance,
         target=target.fingerprint,
@@ -118,36 +100,36 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
     torch.manual_seed(recipe.seed)
     model = PreVerifier(config)
     nn.Module.to(model, target.device)
-    _fit(run, recipe, model, list(gathered.values()), embeddings)
+    _fit(run, recipe, model, list(gathered.values()))
     for name, buffer in (("greedy", model.greedy_traces), ("sampling", model.drawn_traces)):
         spare = gathered[name][1]
         chosen = torch.arange(TRACES) * len(spare["accept"]) // TRACES  # from all texts
-        survival = survival_of(model, spare, chosen, embeddings)[1]
+        survival = survival_of(model, spare, chosen)[1]
         both = torch.stack([survival.detach().cpu(), spare["log_q"][chosen].cumsum(-1).exp()])
         buffer.copy_((255 * functional.pad(both, (0, recipe.depth - both.shape[-1]))).round())
-    found = {name: measure(model, spare, embeddings) for name, (_, spare) in gathered.items()}
+    found = {name: measure(model, spare) for name, (_, spare) in gathered.items()}
     config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
     model.save_pretrained(run.out)
-    rows = [f"| {name} | {each['auc']:.3f} | {each['ece']:.3f} | {each['drafts']} |" for name, each in found.items()]
-    text = f"""It tells how far the target `{run.target}` follows the draft `{draft}` and fits no other pair;
+    figures = [
+        f"{name}: AUC {each['auc']:.3f}, ECE {each['ece']:.3f} on {each['drafts']} held-out drafts"
+        for name, each in found.items()
+    ]
+    text = f"""It predicts how far the target `{run.target}` follows the draft `{draft}` and fits no other pair;
 both are recognised by a fingerprint in config.json when it is loaded.
 
     forerun generate --target {run.target} --draft {draft} --method pacer --pre-verifier THIS
 
-| on held-out drafts | AUC | ECE | drafts |
-|---|---|---|---|
-{chr(10).join(rows)}
+{"; ".join(figures)}.
 
 {model.num_parameters():,} parameters. Trained by `forerun train pre-verifier` with"""
     save_card(run.out, "A pre-verifier for speculative decoding", text, config.recipe)
-    for name, each in found.items():
-        run.say(f"{name}: AUC {each['auc']:.3f}, ECE {each['ece']:.3f} on {each['drafts']} held-out drafts")
+    run.say("; ".join(figures))
     run.say(f"the pre-verifier is in {run.out}: forerun generate --method pacer --pre-verifier {run.out} ...")
     return found
 
 
 def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: Recipe) -> dict[str, tuple[Texts, Texts]]:
-    """Windows of own output by kind: those to learn from, and those for validation."""
+    """Return windows of own output by kind, for training and for validation."""
     windows = run.own_output(
         target,
         stream,
@@ -164,11 +146,11 @@ def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: Reci
 
 
 def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Texts]]:
-    """Return answers in a folder of conversations by kind: those to learn from, and those for validation, in the order
-    of their lengths.
+    """Return answers in a folder of conversations by kind, for training and for validation, in the order of their
+    lengths.
 
     Of the train split at most `sequences`, half of them greedy and half at temperature 1; of the validation split
-    `held` times as many. An answer holds a whole draft. Raises ValueError where there are none.
+    `held` times as many. An answer holds a whole draft. Raises ValueError if a kind has none.
     """
     found: dict[str, list[Texts]] = {"greedy": [], "sampling": []}
     for split, share in zip(SPLITS, (1.0, recipe.held), strict=False):
@@ -185,13 +167,10 @@ def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Text
     return {kind: (train_texts, val) for kind, (train_texts, val) in found.items()}
 
 
-def survival_of(layer: PreVerifier, drafts: Drafts, rows: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+def survival_of(layer: PreVerifier, drafts: Drafts, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits [R, G] and survival [R, G] of some of the drafts."""
-    device, inputs = embeddings.device, layer.config.inputs
-    taken = {name: drafts[name][rows].to(device) for name in ("target", "history", "log_q", "echoes", "law")}
-    hidden = drafts["hidden"][rows].to(device) if "hidden" in inputs else None
-    embedded = embeddings[drafts["tokens"][rows].long().to(device)] if "token" in inputs else None
-    return layer(**taken, hidden=hidden, embedded=embedded)
+    names = ("history", "log_q", "echoes", "law", *(["hidden"] if "hidden" in layer.config.inputs else []))
+    return layer(**{name: drafts[name][rows].to(layer.device) for name in names})
 
 
 def survival_loss(logits: Tensor, accept: Tensor) -> Tensor:
@@ -199,10 +178,8 @@ def survival_loss(logits: Tensor, accept: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits, accept.cumprod(-1))
 
 
-def _fit(
-    run: Run, recipe: Recipe, layer: PreVerifier, parts: Sequence[tuple[Drafts, Drafts]], embeddings: Tensor
-) -> None:
-    """Train on greedy and sampled drafts, of each those to learn from and those held, in turns of one batch each."""
+def _fit(run: Run, recipe: Recipe, layer: PreVerifier, parts: Sequence[tuple[Drafts, Drafts]]) -> None:
+    """Train on greedy and sampled drafts, in turns of one batch each; `parts` are for training and validation."""
 
     def batch(step: int) -> Tensor:
         kind = step % len(parts)
@@ -211,7 +188,7 @@ def _fit(
         return torch.from_numpy(np.stack([np.full_like(rows, kind), rows]))
 
     def loss_of(drafts: Drafts, rows: Tensor) -> Tensor:
-        logits, _ = survival_of(layer, drafts, rows, embeddings)
+        logits, _ = survival_of(layer, drafts, rows)
         return survival_loss(logits, drafts["accept"][rows].to(logits.device))
 
     def loss(chosen: Tensor) -> Tensor:
@@ -225,14 +202,10 @@ def _fit(
 
 
 @torch.no_grad()
-def measure(layer: PreVerifier, drafts: Drafts, embeddings: Tensor) -> dict[str, Any]:
-    """Return how well survival is told: AUC, and the expected calibration error over 20 bins."""
-    survival = torch.cat(
-        [
-            survival_of(layer, drafts, rows, embeddings)[1].cpu()
-            for rows in torch.arange(len(drafts["accept"])).split(1024)
-        ]
-    ).flatten()
+def measure(layer: PreVerifier, drafts: Drafts) -> dict[str, Any]:
+    """Return how well survival is predicted: AUC, and the expected calibration error over 20 bins."""
+    every = torch.arange(len(drafts["accept"])).split(1024)
+    survival = torch.cat([survival_of(layer, drafts, rows)[1].cpu() for rows in every]).flatten()
     alive = drafts["accept"].cumprod(-1).flatten()
     bins, ece = (survival * 20).long().clamp(max=19), 0.0
     for each in bins.unique():

@@ -1,21 +1,26 @@
-"""What all recipes are given: a target, where the texts come from, where results go."""
+"""What all recipes share: a target, the texts, and the folders of results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.api.decoder import Decoder
 from forerun.api.loading import load_model, load_tokenizer
+from forerun.methods import AR
 from forerun.model.causal_lm import CausalLM, context_of
-from forerun.train.loop import claim
-from forerun.train.own_output import own_output
-from forerun.train.processes import Processes, processes
+from forerun.sampling.params import SamplingParams
+from forerun.train.loop import claim, save_missing
 from forerun.train.texts import Texts, check_chats, read_texts, tokenize
+
+ROWS = 64  # windows of a file, decoded together
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,8 @@ class Run:
         out: folder of the trained weights.
         data: files or folders of text, from which prompts for the target's own output are cut.
         chats: a folder of conversations (`forerun.train.chat_data`), which take the place of `data`.
-        work: holds what a stopped run needs to go on, and what several trainings may share: own output, labels, drafts.
-            A folder of that name in `out` by default.
-        sharing: the processes that train together, as `accelerate launch` starts them.
+        work: state that a stopped run continues from, and what trainings may share: own output, labels, drafts.
+            By default the folder "work" in `out`.
     """
 
     target: str
@@ -40,7 +44,6 @@ class Run:
     device: str | None = None
     trust_remote_code: bool = False
     say: Callable[[str], None] = print
-    sharing: Processes = field(default_factory=processes)
 
     @property
     def shared(self) -> Path:
@@ -48,7 +51,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where this training itself keeps its state."""
+        """Return the folder of this training's own state."""
         return self.shared / "training" / self.out.resolve().name
 
     @property
@@ -59,7 +62,7 @@ class Run:
     def load(self, source: str, part: str, dtype: str | None = None) -> PreTrainedModel:
         """Load a model as training needs it."""
         how: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "dtype": dtype, "plain": True}
-        return load_model(source, part, device=self.sharing.device(self.device), **how)
+        return load_model(source, part, device=self.device, **how)
 
     def prompts(self, least: int) -> tuple[PreTrainedTokenizerBase, np.ndarray | None]:
         """Return the target's tokenizer and the stream of tokens that prompts are cut from, None for conversations.
@@ -72,30 +75,65 @@ class Run:
         if self.chats is not None:
             check_chats(self.chats, tokenizer, self.target)
             return tokenizer, None
-        stream = tokenize(tokenizer, list(read_texts(self.data, tokenizer)))
+        stream = tokenize(tokenizer, list(read_texts(self.data)))
         if len(stream) < least:
             raise ValueError(f"--data holds {len(stream)} tokens; give at least {least}")
         return tokenizer, stream
 
     def claim(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Mark the folders as this run's; raise ValueError where they are others'. `shared` are settings that what is
-        shared depends on, `own` those of this training."""
+        """Mark the folders as this run's; raise ValueError if they are another run's.
+
+        `shared` are settings that the shared files depend on, `own` those of this training.
+        """
         claim(self.shared, {"data": list(self.data), "chats": self.chats and str(self.chats), **shared})
         claim(self.folder, own)
 
-    def own_output(self, target: CausalLM, stream: np.ndarray | None, **how: Any) -> list[np.ndarray]:
-        """Make the target's own output in the first process, which the others then read."""
+    def own_output(
+        self,
+        target: CausalLM,
+        stream: np.ndarray | None,
+        *,
+        sequences: int,
+        prompts: Sequence[int],
+        length: int,
+        temperatures: Sequence[float],
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[np.ndarray]:
+        """Make `sequences` windows [N, length] that begin with tokens of `stream` [n] and continue as the target does.
+
+        Files take the `temperatures` in turn, then the lengths of `prompts`. Existing files are not made again; more
+        sequences begin with the same files. Raises ValueError if the folder holds another target's or other settings.
+        """
         assert stream is not None
-        if not self.sharing.is_first:
-            self.sharing.wait()
-        windows = own_output(target, stream, self.shared / "own-output", say=self.say, **how)
-        if self.sharing.is_first:
-            self.sharing.wait()
-        return windows
+        work, rows = self.shared / "own-output", min(ROWS, max(1, sequences // len(temperatures)))
+        settings = {"prompts": list(prompts), "length": length, "temperatures": list(temperatures), "top_p": top_p}
+        claim(work, settings | {"target": target.fingerprint, "rows": rows, "seed": seed})
+        decoder = Decoder(target.model, method=AR())
+
+        def make(part: int) -> dict[str, torch.Tensor]:
+            prompt = prompts[part // len(temperatures) % len(prompts)]
+            starts = np.random.default_rng([seed, part]).integers(len(stream) - prompt, size=rows)
+            begins = [stream[start : start + prompt].tolist() for start in starts]
+            params = SamplingParams(
+                max_new_tokens=length - prompt,
+                temperature=temperatures[part % len(temperatures)],
+                top_p=top_p,
+                ignore_eos=True,
+                seed=seed + part * rows,
+            )
+            done = decoder.generate(begins, params)
+            windows = [begin + each.tokens for begin, each in zip(begins, done, strict=True)]
+            return {"tokens": torch.tensor(windows, dtype=torch.int32)}
+
+        paths = [work / f"{part:05d}.safetensors" for part in range(-(-sequences // rows))]
+        save_missing(paths, make, f"own output, {rows} sequences each", self.say)
+        windows = [load_file(path)["tokens"].numpy() for path in paths]
+        return [*windows[:-1], windows[-1][: sequences - rows * (len(paths) - 1)]]
 
 
 def check_context(config: PreTrainedConfig, parts: Sequence[Texts] | None, length: int, model: str) -> None:
-    """Raise ValueError where conversations, or else windows of so many tokens, are longer than a model's context."""
+    """Raise ValueError if conversations, or else windows of `length` tokens, are longer than a model's context."""
     what = "a window"
     if parts is not None:
         what, length = "the longest conversation", max(part.tokens.shape[1] for part in parts)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from forerun.files import read_text
-from forerun.train.corpus import Split, source_files, spare_files
+from forerun.train.corpus import Split, source_files
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -23,18 +23,15 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 # Files.
 
 
-def read_texts(sources: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the texts of files and of folders' files: .jsonl gives the "text" field of each line, others themselves.
+def read_texts(sources: Iterable[str]) -> Iterator[str]:
+    """Yield the texts of files and of folders' files: of .jsonl the "text" of each line, of other files the whole text.
 
-    "stdlib" stands for the training split of the standard library, "stdlib-spare" for files that the embedded pair has
-    not seen. Raises ValueError for a file that is missing or not text, and for a line without a "text".
+    "stdlib" stands for the training split of the standard library. Raises ValueError for a file that is missing or not
+    text, and for a line without a "text".
     """
     for source in sources:
         if source == "stdlib":
             yield from (text for _, text in source_files("train"))
-            continue
-        if source == "stdlib-spare":
-            yield from spare_files(tokenizer)
             continue
         path = Path(source)
         paths = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
@@ -75,29 +72,19 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seed: int
 
 @dataclass(frozen=True)
 class Conversation:
-    """One question with its answer, as `forerun.train.chat_data` makes them.
-
-    Attributes:
-        question: the user's turn.
-        prompt: ids [p] of the whole prompt, the template's own included.
-        answer: ids [a], with the end token where it ended.
-        text: the answer.
-        temperature: that it was answered at.
-        source: "own" or "stdlib".
-        split: one of SPLITS, which follows from the question.
-    """
+    """One question with its answer, as `forerun.train.chat_data` makes them."""
 
     question: str
-    prompt: list[int]
-    answer: list[int]
-    text: str
-    temperature: float
-    source: str
-    split: str
+    prompt: list[int]  # token ids, the template's own included
+    answer: list[int]  # token ids, with the end token of a finished answer
+    text: str  # of the answer
+    temperature: float  # of the answer
+    source: str  # of the question: "own" or "given"
+    split: str  # one of SPLITS, which follows from the question
 
 
 def check_chats(folder: Path, tokenizer: PreTrainedTokenizerBase, target: str) -> None:
-    """Raise ValueError where there are no conversations, or those of a model with another tokenizer."""
+    """Raise ValueError for a folder without conversations, or with those of another tokenizer."""
     for each in read_chats(folder, SPLITS[0])[:8]:
         is_known = max([*each.prompt, *each.answer]) < len(tokenizer)
         if not is_known or tokenizer.decode(each.answer, skip_special_tokens=True) != each.text:
@@ -105,7 +92,7 @@ def check_chats(folder: Path, tokenizer: PreTrainedTokenizerBase, target: str) -
 
 
 def read_chats(folder: Path, split: str) -> list[Conversation]:
-    """Return the conversations of a split; raise ValueError where they have not been made."""
+    """Return the conversations of a split; raise ValueError if they have not been made."""
     path = folder / f"{split}.jsonl"
     if not path.is_file():
         raise ValueError(f"no conversations in {folder}: `forerun train chat-data` makes them")
@@ -121,8 +108,8 @@ class Texts:
 
     Attributes:
         tokens: [N, T] int64.
-        begins, ends: [N] the positions `begins` to `ends - 1` count: a draft meets the target's distributions there.
-            A position's distribution is that of the token after it.
+        begins, ends: [N] the positions `begins` to `ends - 1` count: the loss compares distributions there. A
+            position's distribution is that of the token after it.
     """
 
     tokens: Tensor
@@ -138,21 +125,20 @@ class Texts:
         return Texts(self.tokens[rows, : int(ends.max())], begins, ends)
 
     def counted(self, ahead: int = 0) -> Tensor:
-        """Return [N, T - ahead] bool: at which positions a draft meets the distribution that is `ahead` positions
-        further, if it has begun by then."""
+        """Return [N, T - ahead] bool: the positions of the output where `ahead` positions further count too."""
         at = torch.arange(max(0, self.tokens.shape[1] - ahead), device=self.tokens.device)
         return (at >= self.begins[:, None]) & (at + ahead < self.ends[:, None])
 
     @property
     def digest(self) -> str:
-        """What tells these texts from others."""
+        """Return a hash of the texts."""
         found = hashlib.sha256()
         for part in (self.tokens, self.begins, self.ends):
             found.update(part.cpu().numpy().tobytes())
         return found.hexdigest()
 
     def frequencies(self, vocabulary: int) -> Tensor:
-        """Count [V] how often each token stands after a position that counts."""
+        """Return [V] how often each token stands after a position that counts."""
         return torch.bincount(self.tokens[:, 1:][self.counted()[:, :-1]], minlength=vocabulary)
 
     def to(self, device: torch.device) -> Texts:
@@ -168,8 +154,7 @@ class Texts:
         if bool((self.ends == self.ends[0]).all()):
             return torch.from_numpy(rng.integers(len(self), size=size))
         order = self.ends.argsort(stable=True)
-        # A few neighbours more than are wanted, so that batches mix.
-        near = min(len(self), 4 * size)
+        near = min(len(self), 4 * size)  # more than needed, so that batches mix
         start = int(rng.integers(len(self) - near + 1))
         return order[start + torch.from_numpy(rng.permutation(near)[:size])]
 
@@ -193,7 +178,7 @@ def of_chats(conversations: Sequence[Conversation], longest: int = 512) -> Texts
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for row, own in enumerate(rows):
         tokens[row, : len(own)] = torch.tensor(own)
-    # What stands after the last token is never asked for.
+    # No label is needed for the last token.
     ends = torch.tensor([len(own) - 1 for own in rows])
     return Texts(tokens, torch.tensor([len(each.prompt) - 1 for each in kept]), ends)
 

