@@ -20,13 +20,14 @@ serve: $(INSTALLED)-serve
 test: $(INSTALLED)-dev
 	$(BIN)/pytest -n auto --dist worksteal
 
-# Tests of C under AddressSanitizer and UBSan. They fail where C is not in use, and end at the first fault.
-SANITIZED := $(addprefix tests/test_,tiles.py native_chain.py native_heads.py native_sizes.py bits.py cache.py allocation.py)
+# Tests of C under AddressSanitizer and UBSan, which end at the first fault. The library is built again behind them.
+SANITIZED := $(addprefix tests/test_,quantised.py fused_chain.py quantised_heads.py cache.py allocation.py)
 sanitize: $(INSTALLED)-dev
-	CC=gcc FORERUN_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" \
+	CC=gcc CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" $(BIN)/python forerun/csrc/build.py
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
-	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 FORERUN_TESTS_NEED_C=1 \
-	$(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED)
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED); \
+	found=$$?; $(BIN)/python forerun/csrc/build.py && exit $$found
 
 quality: $(INSTALLED)-dev
 	$(BIN)/ruff check .
@@ -51,7 +52,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Installing by other constraints makes what was installed before stale.
-$(INSTALLED): $(BIN)/python pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): $(BIN)/python pyproject.toml setup.py $(wildcard forerun/csrc/*.[ch]) $(CONSTRAINTS)
 	$(INSTALL) --editable .
 	rm -f $(VENV)/installed-by-*
 	touch $@

@@ -9,12 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from forerun.backends.native import library
+from forerun.backends.kernels import library, missing
 
 _home = tempfile.TemporaryDirectory(prefix="forerun-tests-")
 os.environ["FORERUN_HOME"] = _home.name
-# C is compiled once for all that run: workers of pytest-xdist find the name that the first process has set.
-os.environ.setdefault("FORERUN_NATIVE_FOLDER", f"{_home.name}/native")
 # Tests run side by side, and what they start does too.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
@@ -23,6 +21,6 @@ settings.load_profile("suite")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Under `make sanitize` tests that skip for want of C would prove nothing."""
-    if os.environ.get("FORERUN_TESTS_NEED_C") and library() is None:
-        pytest.exit("C is not in use: there is no compiler, or it cannot build layers.c", returncode=1)
+    """Without the C library most tests of few-bit weights would prove nothing."""
+    if library() is None:
+        pytest.exit(f"the C library is not in use: {missing()}", returncode=1)

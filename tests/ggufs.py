@@ -83,6 +83,10 @@ def small(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrai
     return model
 
 
+# Where a block has its scales in float16.
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
+
+
 def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
     """A matrix in the bytes of a type. Types that `gguf` cannot make get random codes: they mean another matrix."""
     type = Type[kind]
@@ -93,7 +97,7 @@ def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
         rows, count = weight.shape[0], weight.shape[1] // block
         made = np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, (rows, count, size), np.uint8)
         scale = np.array([2e-5], np.float16).view(np.uint8)
-        for place in {"Q6_K": (208,), "Q4_K": (0, 2)}[kind]:
+        for place in SCALES[kind]:
             made[..., place : place + 2] = scale
         return made.reshape(rows, count * size)
 

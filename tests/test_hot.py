@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import families
 import pytest
 import torch
 import transformers
-from toys import COSTS, noisy_copy, p_value, random_layer, tiny, tiny_tokenizer
+from toys import COSTS, noisy_copy, p_value, random_layer, rows_of, tiny, tiny_tokenizer
 
 import forerun
 from forerun import Decoder
@@ -21,7 +22,7 @@ PROMPTS = [[1, 2, 3, 9, 2], [30, 31, 4], [7]]
 
 def hot(model: CausalLM, tokens: list[int]) -> CausalLM:
     head = model.head.get_parameter("weight").detach().clone()
-    return model.fresh().draft_with(HotHead(head, torch.zeros(len(head)), torch.tensor(tokens)), None)
+    return model.fresh().draft_with(HotHead(rows_of(head), len(head), torch.tensor(tokens)), None)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
@@ -60,14 +61,14 @@ def test_a_models_own_scale_of_logits(name: str, setting: dict[str, float]) -> N
 
 
 def test_a_row_has_the_same_bits_beside_others() -> None:
-    model = hot(CausalLM(tiny("llama")), [5, 1, 3])
+    model = prepare_draft(store(families.tiny("llama"), "int8"), None, 12)
     model.add(0)
-    (alone,) = model.extend([0], [[4, 8]])
+    (alone,) = model.extend([0], [[4, 38]])
     beside = model.fresh()
     beside.add(0)
     beside.add(1)
-    assert torch.allclose(beside.extend([0, 1], [[4, 8], [11, 12]])[0], alone, atol=1e-6)
-    assert torch.isinf(beside.extend([0], [[5]])[0][:, [11, 12]]).all()
+    assert torch.equal(beside.extend([0, 1], [[4, 38], [31, 32]])[0], alone)
+    assert torch.isinf(beside.extend([0], [[5]])[0][:, [31, 32]]).all()
 
 
 @pytest.mark.parametrize("name", ["sd", "pacer", "ouroboros", "cumulative"])
@@ -166,3 +167,11 @@ def test_int8_drafts_have_a_hot_head_too() -> None:
     kept = [*range(12), 20]
     assert torch.allclose(found[:, kept], full[:, kept], atol=0.1 * float(full.abs().max()))
     assert int(torch.isfinite(found).sum()) == 2 * len(kept)
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "bfloat16"])
+def test_a_hot_head_keeps_no_whole_head(kind: str | None) -> None:
+    model = tiny("llama", vocab=4096)
+    part = prepare_draft(model if kind is None else store(model, kind), None, 12)
+    held = [each for each in vars(part.hot).values() if isinstance(each, torch.Tensor)]
+    assert held and all(each.numel() <= 12 for each in held)

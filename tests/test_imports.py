@@ -14,7 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 # Folders, and the files in the package's root, from the ground up. Each may import what stands before it.
 ORDER = [
-    *("failures", "files", "kinds"),
+    *("failures", "files", "kinds", "csrc"),
     *("sampling", "text", "engine", "model", "zoo", "heads", "backends", "methods", "api"),
     *("train", "bench", "server", "scale", "integrations", "cli"),
     *("__init__", "__main__"),

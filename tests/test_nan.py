@@ -18,7 +18,6 @@ from transformers.generation import logits_process as hf
 
 from forerun import Decoder
 from forerun.backends import prepare
-from forerun.backends.family import FamilyForward
 from forerun.backends.heads import HiddenLM
 from forerun.backends.stored import store
 from forerun.engine.acceptance import accept, accept_greedy
@@ -54,14 +53,8 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 FORMS: dict[str, Callable[[], CausalLM]] = {
     "transformers": lambda: CausalLM(models()[0]),
     "lean": lambda: prepare(models()[0]),
-    "few bits": lambda: few_bits(FamilyForward),
-    "few bits, C": lambda: few_bits(None),
+    "few bits": lambda: prepare(store(poisoned(families.tiny("llama")), "bfloat16")),
 }
-
-
-def few_bits(forward: Any) -> CausalLM:
-    model = store(poisoned(families.tiny("llama")), "bfloat16")
-    return prepare(model) if forward is None else CausalLM(model, forward(model))
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from time import perf_counter
 from typing import Any
@@ -355,3 +355,9 @@ def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
     rare = max(rare, int((expected < 5).sum()))
     bins = [torch.cat([each[:rare].sum(0, keepdim=True), each[rare:]]).numpy() for each in (observed, expected)]
     return float(chisquare(bins[0], bins[1] * (bins[0].sum() / bins[1].sum())).pvalue)
+
+
+def rows_of(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """What a hot head asks of a whole head's weight [V, d]."""
+    bias = torch.zeros(len(weight)) if bias is None else bias
+    return lambda tokens: (weight[tokens], bias[tokens])

@@ -8,13 +8,11 @@ from functools import cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends.family import FamilyForward, is_family
+from forerun.backends.kernels import library, missing
 from forerun.backends.lean import lean_forward
-from forerun.backends.native import library
-from forerun.backends.native_family import NativeForward, fits
 from forerun.backends.packed import pack
+from forerun.backends.quantised import quantised_forward
 from forerun.backends.stored import is_stored
-from forerun.backends.tiles import has_tiles
 from forerun.model.causal_lm import CausalLM
 
 _LOG = logging.getLogger("forerun")
@@ -55,26 +53,16 @@ def _package(module: nn.Module) -> str:
 
 @cache
 def warn_without_kernels() -> None:
-    """Log one line, once a process, if products in few bits run in torch and not in our kernels."""
-    if not has_tiles():
-        reason = "no compiler was found" if library() is None else "this processor has no AVX512-VNNI"
-        _LOG.warning(
-            f"weights in few bits run on torch's kernels, as {reason}: slower (with AVX2 alone a token takes up to "
-            "8 times as long), and drafts bring less, as verifying several tokens costs nearly as much as decoding them"
-        )
-
-
-def family_forward(model: PreTrainedModel) -> FamilyForward:
-    """The family's forward, with C between its products where there is a compiler for it."""
-    compiled = library()
-    if compiled is None or not fits(model):
-        return FamilyForward(model)
-    return NativeForward(model, compiled)
+    """Log one line, once a process, why products in few bits run in torch and not in our kernels."""
+    _LOG.warning(
+        f"weights in few bits run on torch's kernels: {missing()}. A token takes up to 8 times as long, and drafts "
+        "bring less, as verifying several tokens costs nearly as much as decoding them"
+    )
 
 
 def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -> CausalLM:
     """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
-    Where its weights are stored in few bits it is the family's (`forerun.backends.family`), else its own.
+    Where its weights are stored in few bits it is that of `forerun.backends.quantised`, else its own.
 
     Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
     the model itself, which is good for nothing else then, and so needs no second copy of its weights. Raises
@@ -82,11 +70,10 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
     if is_stored(model):
-        if model.device.type == "cpu":
+        if library() is None:
             warn_without_kernels()
-        if not (fast and is_family(model)):
-            return plain
-        return CausalLM(model, family_forward(model))
+        quick = quantised_forward(model) if fast else None
+        return plain if quick is None else CausalLM(model, quick)
     if not fast or is_spread(model) or not is_as_made(model):
         return plain
     forward = lean_forward(model)

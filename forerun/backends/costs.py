@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import log
 from statistics import median
@@ -27,7 +27,9 @@ TOP_P = 0.95
 COUNTS = (1, 2, 4, 8, 16, 32)
 RUN = 10
 QUIET = 0.2  # the share of forwards that are taken to be undisturbed, on a machine that has more to do
-SECONDS = 1.0  # that measure_costs spends on a model, more or less
+SECONDS = 1.0  # that measure_costs spends on a model's forwards, more or less
+SHARE = 0.3  # seconds for each of the other figures
+LEAST_REPEATS = 3
 CONTEXT = 256
 STATES = 4
 CHAIN = 4  # tokens of a draft in one call
@@ -68,8 +70,8 @@ def _chained_cost(draft: CausalLM, context: int, drawing: Drawing | None) -> flo
     """Milliseconds of a token that the draft makes in one call with others, 0 where it does not."""
     if draft.fused_draft is None:
         return 0.0
-    draft, seconds = filled(draft, [number % draft.vocab_size for number in range(context)]), []
-    for _ in range(3 * RUN):
+    draft, seconds = behind(draft, context), list[float]()
+    for _ in rounds(3 * RUN):
         begun = perf_counter()
         found = draft.chain(0, [0], CHAIN, 0.0, 0.0, (), drawing)
         seconds.append(perf_counter() - begun)
@@ -88,9 +90,9 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
     source = torch.Generator(target.device).manual_seed(0)  # the user's random state stays as it is
 
     def extra(model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]) -> float:
-        model, chain = filled(model, [0]), Draft.chain(0, [0] * (tokens - 1))
+        model, chain = behind(model, 1), Draft.chain(0, [0] * (tokens - 1))
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for sampler in samplers * min(20, max(3, int(100 * SECONDS / ms))):
+        for sampler in samplers * min(20, max(LEAST_REPEATS, int(100 * SECONDS / ms))):
             (scores,) = model.forward([0], [chain]).logits
             begun = perf_counter()
             use(sampler, chain, scores)
@@ -121,7 +123,7 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         states = torch.zeros(rows, context, head.width, dtype=head.dtype, device=head.device)
         state = head.extend(ids, list(states), [[0] * context] * rows)
         seconds = []
-        for _ in range(3 * RUN):
+        for _ in rounds(3 * RUN):
             begun = perf_counter()
             if eagle:  # whose states are each made with the token behind it
                 following = head.branch(ids, state[:, None], token.expand(rows, 1), 0, itself.expand(rows, 1, 1))
@@ -138,14 +140,14 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
 
 
 @torch.inference_mode()
-def _layer_costs(layer: PreVerifier, draft: CausalLM, repeats: int = 30) -> tuple[float, float]:
+def _layer_costs(layer: PreVerifier, draft: CausalLM, most: int = 30) -> tuple[float, float]:
     """Median ms of a pre-verifier's call on four tokens, and of reading a token's probability, between forwards of the
     draft: they never find a warm cache."""
-    fast, draft = quick(layer), filled(draft, [0])
+    fast, draft = quick(layer), behind(draft, 1)
     config, calls, glances = layer.config, [], []
     hidden = torch.zeros(1, 4, config.draft_size)
     echoes = [[(0,) * len(SIZES)] * 4]
-    for _ in range(repeats):
+    for _ in rounds(most):
         scores = draft.forward([0], [Draft.root(0)]).logits[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
         state = fast.begin([[1.0, 1.0, 1.0]])
@@ -169,16 +171,40 @@ def filled(model: CausalLM, tokens: Sequence[int], rows: int = 1) -> CausalLM:
     return model
 
 
+@torch.inference_mode()
+def behind(model: CausalLM, context: int, rows: int = 1) -> CausalLM:
+    """A model with a cache of its own, in which the sequences 0, 1, .. hold so many tokens, all with the first one's
+    keys and values: a prompt would take longer than what is measured behind it."""
+    model = model.fresh()
+    for id in range(rows):
+        model.add(id, context + COUNTS[-1])
+    model.extend(range(rows), [[0]] * rows)
+    for layer in model.cache.layers:
+        for part in layer.buffers:
+            part[:rows, :, 1:context] = part[:rows, :, :1]
+    model.cache.lengths[:] = [context] * rows
+    return model
+
+
+def rounds(most: int) -> Iterator[int]:
+    """Goes on until `most`, or until SHARE seconds are over and there have been enough."""
+    begun = perf_counter()
+    for done in range(most):
+        if done >= LEAST_REPEATS and perf_counter() - begun > SHARE:
+            return
+        yield done
+
+
 def usual_context(*models: CausalLM | None) -> int:
     """256 tokens, or half of a model's context where that is less."""
     return min([CONTEXT, *(model.context // 2 for model in models if model is not None and model.context)])
 
 
 def _table(model: CausalLM, context: int) -> dict[int, float]:
-    first = forward_costs(model, (1,), context, repeats=3, share=QUIET)[1]
+    first = forward_costs(model, (1,), context, repeats=LEAST_REPEATS, share=QUIET)[1]
     # Forwards of the larger sizes take about twice as long.
-    repeats = int(SECONDS * 1000 / max(2 * first * len(COUNTS), 1e-3))
-    return forward_costs(model, context=context, repeats=min(max(repeats, 3), 3 * RUN), share=QUIET)
+    most = int(SECONDS * 1000 / max(2 * first * len(COUNTS), 1e-3))
+    return forward_costs(model, context=context, repeats=min(max(most, LEAST_REPEATS), 3 * RUN), share=QUIET)
 
 
 @torch.inference_mode()
@@ -201,16 +227,17 @@ def forward_costs(
     counts = [count for count in counts if room is None or count <= room]
     if not counts:
         raise ValueError(f"a context of {model.context} has no room behind {context} tokens: choose fewer")
-    model, ids = filled(model, [number % model.vocab_size for number in range(context)], rows), list(range(rows))
+    model, ids = behind(model, context, rows), list(range(rows))
     drafts = {count: [Draft.chain(0, [0] * (count - 1))] * rows for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(-(-repeats // RUN)):
         for count, draft in drafts.items():
-            for repeat in range(min(RUN, repeats) + 2):
+            warming = 2 if repeats > LEAST_REPEATS else 1
+            for repeat in range(min(RUN, repeats) + warming):
                 begun = model.clock()
                 model.forward(ids, draft)
                 if model.device.type == "cuda":
                     torch.cuda.synchronize()
-                if repeat >= 2:  # the first ones warm up
+                if repeat >= warming:
                     seconds[count].append(model.clock() - begun)
     return {count: round(1000 * sorted(taken)[int(share * len(taken))], 4) for count, taken in seconds.items()}

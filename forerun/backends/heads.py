@@ -5,24 +5,34 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.backends.information import NativeInformation, token_information
+from forerun.backends.information import token_information
 from forerun.backends.lean import LeanLayers
-from forerun.backends.native_heads import Guess, HeadChain, NativeHead, head_chain, native_head
 from forerun.backends.packed import Product, product
-from forerun.backends.scores import draft_head
+from forerun.backends.quantised_heads import QuantisedHead, quantised_head
+from forerun.backends.stored import StoredLinear
 from forerun.engine.target import Capture
 from forerun.heads.heads import HeadLayer, HiddenDrafter
 from forerun.model.batch import Inputs, pad
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.model.rows import Rows
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Tokens of a chain, how probable the head finds each, and their states' logits [n, S] without token information
+    and old ones."""
+
+    tokens: list[int]
+    chances: list[float]
+    logits: Tensor
 
 
 class HiddenLM(Rows):
@@ -37,12 +47,10 @@ class HiddenLM(Rows):
         information: of tokens [..], T [.., S] (lyanna). None for a head without it.
         feature: which states of the target it takes as features, see `HiddenConfig`.
         curves: calibration, see `HiddenConfig`.
-        native: runs the layers instead, where C can.
-        chain: drafts a whole chain for one sequence instead, where C can (`guess`).
+        quantised: runs the layers instead, where the C library can.
     """
 
-    native: NativeHead | None = None
-    chain: HeadChain | None = None
+    quantised: QuantisedHead | None = None
     information: Product | None = None
 
     @torch.no_grad()
@@ -56,18 +64,14 @@ class HiddenLM(Rows):
         self.hot, self.vocab_size = head.hot.to(self.device), target.vocab_size
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
-        self.logits: Product = draft_head(weight, bias if bias.any() else None, few)
+        self.logits: Product = multiply(weight, bias if bias.any() else None)
         self._enter = (head.enter.weight.float().clone(), config.rms_norm_eps) if self.feature == "below" else None
         self._depth = config.num_hidden_layers
         self._empty()
         self.embeddings = target.model.get_input_embeddings()
         self.information = token_information(head, self.dtype, few)
-        self.native = native_head(head) if few else None
-        if self.native is not None:
-            known = self.information
-            if known is None or isinstance(known, NativeInformation):
-                is_eagle = self.kind == "eagle"
-                self.chain = head_chain(self.native, self.logits, self.hot, known, self.embeddings, is_eagle)
+        self.quantised = quantised_head(head) if few else None
+        if self.quantised is not None:
             return
         fuse = head.fuse.weight.to(self.dtype)
         self.both = multiply(fuse)
@@ -90,13 +94,14 @@ class HiddenLM(Rows):
 
     def _empty(self) -> None:
         self.cache, self._prompt = KVCache(self._depth), KVCache(self._depth)
+        self._guessed: list[Tensor] = []  # states of the last guess, and their logits
+        self._logits: list[Tensor] = []
+        self._last = 0
 
     def fresh(self) -> HiddenLM:
         """Return the same head with a cache of its own."""
         other = copy.copy(self)
         other._empty()
-        if self.chain is not None:
-            other.chain = self.chain.fresh()
         return other
 
     @torch.inference_mode()
@@ -121,8 +126,9 @@ class HiddenLM(Rows):
         return self._extend(self.cache, ids, [self._entered(own) for own in states], tokens)
 
     def guesses(self, id: int, count: int, most: int) -> bool:
-        """Return whether `guess` can draft `most` tokens after `count` features of a sequence."""
-        return self.chain is not None and self.chain.fits(self.length(id), count, most)
+        """Return whether `guess` can draft `most` tokens after `count` features of a sequence, and is worth it."""
+        context = 0 if self.quantised is None else self.quantised.context
+        return 0 < count <= context - most - self.length(id)
 
     @torch.inference_mode()
     def guess(
@@ -142,8 +148,32 @@ class HiddenLM(Rows):
         With a `start` continue the draft of that length that the last call made of the same features. `old` [m, S]:
         logits of the first places that are added with `weight`.
         """
-        assert self.chain is not None
-        return self.chain(self.cache, id, self._entered(features), tokens, root, most, start, old, weight)
+        row, last = self.cache.row(id), start + most
+        logits = self._logits[:start]
+        if not start:
+            self._guessed = [self.extend([id], [features], [tokens])]
+        length, states = self.cache.lengths[row], self._guessed
+        before = self._last if start else root
+        self.cache.lengths[row] += max(len(states) - 1, 0)
+        if self.kind == "lyanna":
+            states += self.roll([id], states[-1], last - len(states))
+        found, chances = list[int](), list[float]()
+        for place in range(start, last):
+            if place == len(states):
+                seen, token = torch.ones(1, 1, place, dtype=torch.bool), torch.tensor([[before]])
+                states.append(self.branch([id], states[-1][:, None], token, place - 1, seen)[:, 0])
+            sums = self.logits(states[place])[0].float()
+            logits.append(sums)
+            if old is not None and place < len(old):
+                sums = sums + weight * old[place]
+            if self.information is not None:
+                sums = sums + self.information(torch.tensor([before]))[0]
+            best = int(sums.argmax())
+            before = int(self.hot[best])
+            found.append(before)
+            chances.append(float(sums.softmax(-1)[best]))
+        self.cache.lengths[row], self._logits, self._last = length, logits, before
+        return Guess(found, chances, torch.stack(logits))
 
     def _entered(self, features: Tensor) -> Tensor:
         if self._enter is None:
@@ -157,8 +187,8 @@ class HiddenLM(Rows):
         counts = [len(own) for own in states]
         x = states[0] if len(states) == 1 else torch.cat(list(states))
         x = self._beside(x, torch.tensor([token for own in tokens for token in own], device=self.device))
-        if self.native is not None:
-            return self.native.extend(cache, ids, x, counts)
+        if self.quantised is not None:
+            return self.quantised.extend(cache, ids, x, counts)
         depths = [range(count) for count in counts]
         inputs = Inputs([cache.row(id) for id in ids], depths, given=self.both(x))
         x = self._run(inputs, cache)
@@ -171,8 +201,8 @@ class HiddenLM(Rows):
         [R, d] that follow."""
         if steps < 1:
             return []
-        if self.native is not None:
-            return self.native.roll(self.cache, ids, states, steps)
+        if self.quantised is not None:
+            return self.quantised.roll(self.cache, ids, states, steps)
         one, found = [range(1)] * len(ids), []
         for _ in range(steps):
             states = self._run(self._inputs(ids, one, given=self.between(states)), self.cache)
@@ -185,9 +215,9 @@ class HiddenLM(Rows):
         """Run and keep states [R, w, d] with the tokens [R, w] after them, all of them `depth` places after each
         sequence's text. `seen` [R, w, P + w] bool: which of the P states that were kept last, and of themselves, each
         one sees. Return the states [R, w, d] after them."""
-        if self.native is not None:
+        if self.quantised is not None:
             x = self._beside(states.flatten(0, 1), tokens.flatten())
-            return self.native.branch(self.cache, ids, x, depth, seen).view(states.shape)
+            return self.quantised.branch(self.cache, ids, x, depth, seen).view(states.shape)
         width = tokens.shape[1]
         depths = [[depth - (seen.shape[-1] - width)] * width] * len(ids)
         x = self.both(self._beside(states.flatten(0, 1), tokens.flatten()))
@@ -210,15 +240,33 @@ class HiddenLM(Rows):
         return self.layers.normed(inputs.unpad(x.view(batch.states.shape))) * self.gain
 
 
+class HeadRows:
+    """Weight [n, d] and bias [n] of a model's LM head for some tokens [n], whatever form its weights are stored in."""
+
+    def __init__(self, target: CausalLM, size: int, dtype: torch.dtype | None = None) -> None:
+        """`size` is that of the states it reads, `dtype` theirs if it is not the target's."""
+        head: Any = target.head
+        self._dtype = dtype or target.dtype
+        if isinstance(head, StoredLinear):
+            self._rows = lambda tokens: head.stored.floats(tokens.tolist())
+            self._bias = torch.zeros(head.out_features) if head.bias is None else head.bias
+        elif type(head) is nn.Linear and type(head.weight.data) is Tensor and not head._forward_hooks:
+            self._rows = head.weight.__getitem__
+            self._bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
+        else:  # what it gives for one number of a state after the other
+            own = getattr(getattr(head, "weight", None), "dtype", self._dtype)
+            ones = torch.eye(size, dtype=own, device=target.device)
+            self._bias = head(ones.new_zeros(1, size))[0]
+            whole = torch.cat([(head(part) - self._bias).to(self._dtype) for part in ones.split(256)]).T
+            self._rows = whole.__getitem__
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rows(tokens).to(self._dtype).contiguous(), self._bias[tokens].to(self._dtype)
+
+
 @torch.no_grad()
 def head_rows(target: CausalLM, tokens: Tensor, size: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Return weight [S, d] and bias [S] of the LM head for these tokens, whatever form its weights are stored in.
-
-    `size` is that of its inputs, `dtype` theirs if it is not the target's.
-    """
-    head, kept = target.head, dtype or target.dtype
-    own = getattr(getattr(head, "weight", None), "dtype", kept)  # a stored head takes any
-    ones = torch.eye(size, dtype=own, device=target.device)
-    bias = head(ones.new_zeros(1, size))[0, tokens]
-    columns = [head(part)[:, tokens] - bias for part in ones.split(256)]
-    return torch.cat(columns).T.to(kept).contiguous(), bias.to(kept)
+    """Return `HeadRows` of these tokens alone."""
+    weight, bias = HeadRows(target, size, dtype)(tokens)
+    return weight.clone(), bias.clone()

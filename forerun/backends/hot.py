@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.backends import prepare
-from forerun.backends.heads import head_rows
-from forerun.backends.native_chain import native_chain
-from forerun.backends.scores import draft_head
+from forerun.backends.chain import fused_chain
+from forerun.backends.heads import HeadRows
+from forerun.backends.packed import Product, product
 from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 
@@ -37,16 +37,20 @@ class HotHead:
 
     most = 256
 
-    def __init__(self, weight: Tensor, bias: Tensor, tokens: Tensor) -> None:
-        """`weight` [V, d] and `bias` [V] are the whole head's."""
-        self.tokens, self.vocab_size = tokens, len(weight)
-        self._is_hot = torch.zeros(len(weight), dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
-        hot = weight[tokens]
-        on_cpu = weight.device.type == "cpu"
-        self.product = draft_head(hot, bias[tokens] if bias.any() else None, few=on_cpu)
-        self.weight, self._whole_bias = weight.bfloat16() if on_cpu else weight, bias
+    def __init__(
+        self, rows: Callable[[Tensor], tuple[Tensor, Tensor]], vocab_size: int, tokens: Tensor, scale: float = 1.0
+    ) -> None:
+        """`rows`: weight [n, d] and bias [n] of tokens [n], which are multiplied by `scale`."""
+        self.tokens, self.vocab_size, self._head, self._scale = tokens, vocab_size, rows, scale
+        self._is_hot = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
+        weight, bias = self._scaled(tokens)
+        self.product: Product = product(weight, bias if bias.any() else None, one_row=True, few=True)
         self._met: dict[int, dict[int, None]] = {}  # by sequence, the tokens of its text that are not hot
         self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # these tokens, their weight and bias
+
+    def _scaled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        weight, bias = self._head(tokens)
+        return self._scale * weight, self._scale * bias
 
     def fresh(self) -> HotHead:
         """The same head, which knows no text."""
@@ -90,8 +94,9 @@ class HotHead:
         return logits
 
     def _gather(self, id: int) -> tuple[Tensor, Tensor, Tensor]:
-        met = torch.tensor(self.context_tokens(id), device=self.weight.device)
-        self._rows[id] = met, self.weight[met].float().T.contiguous(), self._whole_bias[met].float()
+        met = torch.tensor(self.context_tokens(id), device=self.tokens.device)
+        weight, bias = self._scaled(met)
+        self._rows[id] = met, weight.float().T.contiguous(), bias.float()
         return self._rows[id]
 
 
@@ -102,12 +107,11 @@ def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int 
     tokens = hot_tokens(folder if isinstance(folder, Path) else None, count, plain.vocab_size)
     hot = None
     if tokens is not None:
-        size = model.config.get_text_config(decoder=True).hidden_size
-        weight, bias = head_rows(plain, torch.arange(plain.vocab_size, device=plain.device), size)
-        scale = logit_scale(model.config.get_text_config(decoder=True))
-        hot = HotHead(scale * weight, scale * bias, tokens.to(plain.device))
+        config = model.config.get_text_config(decoder=True)
+        rows = HeadRows(plain, config.hidden_size)
+        hot = HotHead(rows, plain.vocab_size, tokens.to(plain.device), logit_scale(config))
     ready = prepare(model, **how)
-    return ready.draft_with(hot, native_chain(ready.backend, hot))
+    return ready.draft_with(hot, fused_chain(ready.backend, hot))
 
 
 def logit_scale(config: PreTrainedConfig) -> float:

@@ -12,12 +12,14 @@ import copy
 from collections.abc import Callable
 
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from forerun.backends.bits import BLOCK, stored
+from forerun.backends.kernels import library
 from forerun.backends.machine import processor
+from forerun.backends.panels import BLOCK, quantise
 
 Product = Callable[[Tensor], Tensor]
 
@@ -33,13 +35,12 @@ def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False, f
     rows, which are then 5 to 20 percent faster; not on AMD's processors, where MKL runs single rows on one thread and
     panels take half as long. Elsewhere it is `functional.linear`.
 
-    With `few` a CPU keeps the weight in 8 bits, where its inputs divide into blocks: for drafts, which may round.
+    With `few` a CPU keeps the weight in 8 bits, where the C library is and inputs divide into blocks: for drafts, which
+    may round. Outputs are float32 then.
     """
-    if few and weight.device.type == "cpu" and weight.shape[1] % BLOCK == 0:
-        packed = stored(weight, "int8")
-        if bias is None:
-            return lambda x: packed(x).to(x.dtype)
-        return lambda x: packed(x).to(x.dtype) + bias
+    if few and weight.device.type == "cpu" and weight.shape[1] % BLOCK == 0 and library() is not None:
+        packed = quantise(weight, Type.Q8_0)
+        return packed if bias is None else lambda x: packed(x) + bias
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return lambda x: functional.linear(x, weight, bias)
     size = len(weight)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends.bits import Blocks, Dense, LinearSlice, Packed, check_inputs, quantise, stored, take
-from forerun.backends.scores import Scores, scores
-from forerun.backends.tiles import Tiles
+from forerun.backends.panels import Dense, Panels, Rows, check_inputs, quantise
 from forerun.kinds import KINDS
+
+FORMATS = {"int4": Type.Q4_1, "int8": Type.Q8_0, "bfloat16": Type.BF16}  # what float weights are rounded to
 
 
 class StoredLinear(nn.Module):
-    """A linear layer for inference, its weight stored in few bits. Inputs are rounded to bfloat16, as are outputs,
-    which then come in the inputs' dtype."""
+    """A linear layer for inference. Outputs come in the inputs' dtype."""
 
-    def __init__(
-        self, weight: Packed | Tiles | Dense | LinearSlice | Scores, inputs: int, bias: Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: Panels | Dense, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = inputs, weight.out
+        self.in_features, self.out_features = weight.inputs, weight.out
         self.stored, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,74 +28,53 @@ class StoredLinear(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding in blocks, or in bfloat16 [V, d]."""
+    """An embedding in the rows of a file."""
 
-    def __init__(self, weight: Blocks | Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = (weight.codes if isinstance(weight, Blocks) else weight).shape
-        self.stored, self.dtype = weight, dtype
+        self.num_embeddings, self.embedding_dim = rows.out, rows.inputs
+        self.stored, self.dtype = rows, dtype
 
     def forward(self, ids: Tensor) -> Tensor:
         """[.., d] of tokens [..], in the model's dtype."""
-        return take(self.stored, ids.reshape(-1)).to(self.dtype).view(*ids.shape, -1)
+        return self.stored.floats(ids.flatten().tolist()).to(self.dtype).view(*ids.shape, -1)
 
 
 def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """A float model on a CPU with its linear layers stored as `kind`, in place. The LM head becomes `Scores`, over its
-    own values in 8 bits or bfloat16; the embedding is kept in bfloat16. It can be neither trained nor saved any more.
+    """Round the linear layers of a float model on a CPU to `kind`, in place, and its embedding to bfloat16.
 
-    Raises ValueError, before anything is changed, for inputs that its blocks do not divide, and for models whose layers
-    keep their weights in modules of their own.
+    The LM head has 8 bits where layers have 4. The model can be neither trained nor saved any more. Raises ValueError,
+    before anything is changed, for inputs that its blocks do not divide, and for models whose layers keep their weights
+    in modules of their own.
     """
     assert kind in KINDS
     linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
-    if not set(linears.values()) - {model.get_output_embeddings()}:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not set(linears.values()) - {head}:
         raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers to store as {kind}: choose float32")
     if kind != "bfloat16":
         for name, linear in linears.items():
             check_inputs(linear.in_features, f"{name} of {type(model).__name__}")
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    table = None
-    if type(embedding) is nn.Embedding:
-        table = embedding.weight.detach().bfloat16()
-        model.set_input_embeddings(StoredEmbedding(table, model.dtype))
     for name, linear in linears.items():
-        weight = linear.weight
-        if linear is not head:
-            own: Packed | Tiles | Dense | Scores = stored(weight, kind)
-        elif table is not None and weight is embedding.weight:
-            own = scores(table)
-        else:
-            own = scores(weight.detach().bfloat16() if kind == "bfloat16" else quantise(weight, 8))
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, StoredLinear(own, linear.in_features, linear.bias))
+        own = "int8" if linear is head and kind == "int4" else kind
+        weight = quantise(linear.weight, FORMATS[own], linear is head)
+        model.set_submodule(name, StoredLinear(weight, linear.bias))
+    if type(embedding) is nn.Embedding:
+        model.set_input_embeddings(StoredEmbedding(Rows.quantised(embedding.weight, Type.BF16), model.dtype))
     return model
 
 
 def kinds_of(model: nn.Module) -> dict[str, int]:
     """Bytes of a model's weights by what they are stored as."""
     found: dict[str, int] = {}
-    seen = set()
     for module in model.modules():
-        if not isinstance(module, StoredLinear | StoredEmbedding):
-            continue
-        weight = module.stored.whole if isinstance(module.stored, LinearSlice) else module.stored
-        for part in (weight, weight.exact) if isinstance(weight, Scores) else (weight,):
-            if id(part) not in seen:
-                seen.add(id(part))
-                found[kind_of(part)] = found.get(kind_of(part), 0) + part.nbytes
+        if isinstance(module, StoredLinear | StoredEmbedding):
+            kind = module.stored.type.name
+            found[kind] = found.get(kind, 0) + module.stored.nbytes
     for parameter in model.parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
         found[kind] = found.get(kind, 0) + parameter.nbytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def kind_of(weight: Packed | Tiles | Dense | LinearSlice | Scores | Blocks | Tensor) -> str:
-    """What one weight is stored as."""
-    weight = weight.whole if isinstance(weight, LinearSlice) else weight
-    if isinstance(weight, Scores):
-        return "int8"
-    return f"int{weight.bits}" if isinstance(weight, Packed | Tiles | Blocks) else "bfloat16"
 
 
 def is_stored(model: nn.Module) -> bool:

@@ -49,7 +49,7 @@ class DraftHead(Protocol):
 
 
 class FusedDraft(Protocol):
-    """Drafts a chain in one call (`forerun.backends.native_chain`); see `CausalLM.chain`.
+    """Drafts a chain in one call (`forerun.backends.chain`); see `CausalLM.chain`.
 
     Attributes:
         hot: the head that it drafts with; None for the model's own.

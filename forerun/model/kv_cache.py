@@ -318,13 +318,12 @@ class KVLayer(CacheLayerMixin):
     def release(self) -> None:
         """Has none, as before the first states."""
         super().__init__()
-        del self.both, self._keys, self._values, self._both
+        del self.both, self._keys, self._values
 
     def use(self) -> None:
         """Looks at the rows of the forward under way."""
         if self.is_initialized:
             self._keys, self._values = self.keys[: self.cache._size], self.values[: self.cache._size]
-            self._both = self.both[: self.cache._size] if self.both is not None else None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Writes [B, G, N, D] where `KVCache.begin` wants it; returns views [B, G, end, D]."""
@@ -342,27 +341,6 @@ class KVLayer(CacheLayerMixin):
             self._keys[rows, :, slots] = key_states.transpose(1, 2)
             self._values[rows, :, slots] = value_states.transpose(1, 2)
         return self._keys.narrow(2, 0, cache._end), self._values.narrow(2, 0, cache._end)
-
-    def update_both(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of keys and values in one tensor [B, N, 2 G, D]."""
-        cache = self.cache
-        if not self.is_initialized:
-            self.lazy_initialization(*states.transpose(1, 2).chunk(2, 1))
-        assert self._both is not None
-        if cache._slots is None:
-            self._both.narrow(2, cache._start, states.shape[1]).copy_(states.transpose(1, 2))
-        else:
-            self.put_both(states, cache._slots)
-        return self.seen()
-
-    def seen(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, capacity, D] of the rows of the forward under way."""
-        return self._keys, self._values
-
-    def put_both(self, states: Tensor, slots: Tensor) -> None:
-        """Writes keys and values [B, N, 2 G, D] into slots [B, N] of the rows of the forward under way."""
-        assert self._both is not None
-        self._both[self.cache._row_indexes[self.cache._size], :, slots] = states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache._end, 0

@@ -15,8 +15,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from forerun.api.layers import load_head
-from forerun.backends.bits import BLOCK
 from forerun.backends.heads import head_rows
+from forerun.backends.panels import BLOCK
 from forerun.heads.heads import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, cross_entropy, in_parts, label

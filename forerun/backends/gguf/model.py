@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from forerun.backends.bits import Blocks
 from forerun.backends.gguf.config import configuration, model_class, special_ids
 from forerun.backends.gguf.reader import GgufFile, open_gguf
-from forerun.backends.gguf.tensors import EMBEDDING, FLOATS, Matrices
-from forerun.backends.stored import StoredEmbedding, StoredLinear
+from forerun.backends.panels import FORMATS as KNOWN
+from forerun.backends.panels import Rows, check_inputs, pack
+from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
 from forerun.kinds import KINDS
+
+_LOG = logging.getLogger("forerun")
 
 # The file's names for modules, by what they are called in transformers.
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -31,6 +38,10 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+EMBEDDING = "token_embd.weight"
+_FLOATS = (Type.F32, Type.F16)
+# What need not be stored anew to have so many bits.
+_KEPT = {"int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K), "int8": (Type.Q8_0,), "bfloat16": (Type.BF16,)}
 _TURNED = ("llama", "mistral", "smollm3")  # whose files have queries and keys in the order of another rotation
 
 
@@ -42,7 +53,7 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
 
     Args:
         kind: "float32" (an ordinary model), "bfloat16", "int8" or "int4" for every matrix. None: as the file has them.
-            Q4_0, Q4_1, Q8_0 and BF16 stay as they are, F16 and F32 beside those become bfloat16, others 8 bits.
+            Formats that the C library does not know become 8 bits.
 
     Raises ValueError for an unknown kind, and for files that cannot be loaded: those of `gguf_config`, tensors that are
     missing, unknown or of other sizes, types that `gguf` cannot read.
@@ -51,6 +62,10 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
         raise ValueError(f"unknown weights {kind!r}; there are {', '.join(KINDS)}")
     file = open_gguf(path)
     config = configuration(file)
+    size = sum(int(tensor.n_bytes) for tensor in file.tensors.values())
+    _LOG.info(
+        f"reading {file.path.name}: about {1.04 * size / 1e6:,.0f} MB of memory, more where it is stored otherwise"
+    )
     with torch.device("meta"):
         model: Any = model_class(config)(config)
     modules = {
@@ -58,9 +73,12 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     }
     _check(file, model, modules)
     matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
-    plain = kind == "float32" or (kind is None and all(matrix.tensor_type in FLOATS for matrix in matrices))
-    fill = _fill_plain if plain else _fill
-    note = fill(file, model, modules, kind)
+    plain = kind == "float32" or (kind is None and all(matrix.tensor_type in _FLOATS for matrix in matrices))
+    note = None
+    if plain:
+        _fill_plain(file, model, modules)
+    else:
+        note = _fill(file, model, modules, kind)
     base = model.model
     base.rotary_emb = _rotary(file, base.rotary_emb, config)
     model.generation_config = GenerationConfig(**special_ids(file))
@@ -96,38 +114,70 @@ def _check(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
 
 
 def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None) -> str | None:
-    """Puts in weights in few bits; returns what changed."""
-    matrices, config = Matrices(file, kind), model.config
-    table = matrices.embedding(file.tensor(EMBEDDING))
-    if isinstance(table, Blocks):
-        model.model.embed_tokens = StoredEmbedding(table, torch.float32)
-    else:
-        model.model.embed_tokens.weight = _parameter(table)
-    # The LM head first: what packing the biggest matrix takes for a while is there for the others afterwards.
-    for name, place in sorted(modules.items(), key=lambda item: item[0] != "output"):
+    """Put in weights for products of a few rows, with the file's own values unless a kind is asked for. Return what
+    changed."""
+    changes: Counter[tuple[str, str]] = Counter()
+
+    def rows(name: str, kind: str | None) -> Rows:
+        tensor = file.tensor(name)
+        if kind is None and tensor.tensor_type not in KNOWN:
+            kind = "int8"
+        if kind is None or tensor.tensor_type in _KEPT[kind]:
+            raw = np.asarray(tensor.data).reshape(int(tensor.shape[1]), -1).view(np.uint8)
+            return Rows(raw, tensor.tensor_type)
+        if kind != "bfloat16":
+            try:
+                check_inputs(int(tensor.shape[0]), name)
+            except ValueError as error:
+                raise file.error(str(error)) from None
+        how = "rounded to bfloat16" if kind == "bfloat16" else f"stored anew in {kind.removeprefix('int')} bits"
+        changes[tensor.tensor_type.name, how] += 1
+        own = FORMATS[kind]
+        return Rows(np.concatenate([Rows.quantised(part, own).rows for part in file.floats(tensor)]), own)
+
+    # Looked up, and not multiplied: as the file has it.
+    embedding = rows(EMBEDDING, None)
+    model.model.embed_tokens = StoredEmbedding(embedding, torch.float32)
+    for name, place in modules.items():
         module = model.get_submodule(place)
         if not isinstance(module, nn.Linear):
             if name != "token_embd":
                 module.weight = _parameter(_vector(file, f"{name}.weight"))
             continue
-        order = _order(name, config)
-        tied = name == "output" and config.tie_word_embeddings
-        tensor = file.tensor(EMBEDDING if tied else f"{name}.weight")
-        weight = matrices.scores(tensor) if name == "output" else matrices.product(tensor, order)
+        order, is_head = _order(name, model.config), name == "output"
+        tensor = EMBEDDING if is_head and model.config.tie_word_embeddings else f"{name}.weight"
+        own_kind = kind
+        if is_head and kind == "int4" and file.tensor(tensor).tensor_type not in _KEPT["int4"]:
+            own_kind = "int8"
+        own = rows(tensor, own_kind)
+        weight = pack(own if order is None else own.chosen(order.tolist()), is_head)
         bias = None if module.bias is None else _vector(file, f"{name}.bias", order)
-        model.set_submodule(place, StoredLinear(weight, module.in_features, bias))
-    return matrices.note()
+        model.set_submodule(place, StoredLinear(weight, bias))
+        del own
+        _forget_pages(file.tensor(tensor).data)
+    parts = [
+        f"{count} {type} {'matrix' if count == 1 else 'matrices'} {how}"
+        for (type, how), count in sorted(changes.items())
+    ]
+    return f"{file.path.name}: {', '.join(parts)}" if parts else None
 
 
-def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None) -> None:
+def _forget_pages(data: Any) -> None:
+    """Let the system take back the pages of a mapped file: what has been packed is not read again."""
+    while isinstance(data, np.ndarray | memoryview):
+        data = data.base if isinstance(data, np.ndarray) else data.obj
+    if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        data.madvise(mmap.MADV_DONTNEED)
+
+
+def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
     """Puts in float32 weights, as the file has them."""
-    matrices = Matrices(file, kind)
     for name, place in modules.items():
         module, order = model.get_submodule(place), _order(name, model.config)
         if name == "output" and model.config.tie_word_embeddings:
             module.weight = model.model.embed_tokens.weight
         else:
-            weight = matrices.whole(file.tensor(f"{name}.weight")).view(module.weight.shape)
+            weight = torch.cat(list(file.floats(file.tensor(f"{name}.weight")))).view(module.weight.shape)
             module.weight = nn.Parameter(weight if order is None else weight[order])
         if getattr(module, "bias", None) is not None:
             module.bias = nn.Parameter(_vector(file, f"{name}.bias", order))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from toys import BASELINES, COSTS, p_value, random_layer
+from toys import BASELINES, COSTS, p_value, random_layer, rows_of
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from forerun import Decoder
+from forerun.backends.chain import FusedChain, fused_chain
 from forerun.backends.costs import measure_costs
 from forerun.backends.hot import HotHead, prepare_draft
-from forerun.backends.native_chain import LONGEST, PENDING, NativeChain, native_chain
-from forerun.backends.scores import draft_head
 from forerun.backends.stored import store
-from forerun.backends.tiles import has_tiles
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import Parts, method
 from forerun.methods.chain import Chain, ChainDrafter, FixedLength
@@ -27,22 +26,30 @@ from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
 
-pytestmark = pytest.mark.skipif(not has_tiles(), reason="this machine has no kernels of ours")
-
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
 
 
-def small(name: str = "llama", kind: str = "int8", hot: bool = False) -> CausalLM:
+def small(
+    name: str = "llama",
+    kind: str = "int8",
+    hot: bool = False,
+    change: Callable[[torch.Tensor], object] = lambda weight: None,
+    tokens: torch.Tensor | None = None,
+) -> CausalLM:
+    """`change`: of the LM head's weight. `tokens`: the hot ones."""
     model = tiny(name)
+    with torch.no_grad():
+        change(model.get_output_embeddings().weight)
     weight = model.get_output_embeddings().weight.detach().clone()
     found = prepare_draft(store(model, kind), None, None)
     if hot:
-        found = with_head(found, HotHead(weight, torch.zeros(len(weight)), torch.arange(3, 120, 3)))
+        tokens = torch.arange(3, 120, 3) if tokens is None else tokens
+        found = with_head(found, HotHead(rows_of(weight), len(weight), tokens))
     return found
 
 
 def with_head(model: CausalLM, head: HotHead) -> CausalLM:
-    return model.draft_with(head, native_chain(model.backend, head))
+    return model.draft_with(head, fused_chain(model.backend, head))
 
 
 def begun(model: CausalLM, rows: int = 1) -> CausalLM:
@@ -70,13 +77,13 @@ def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
     return [each.clone() for pair in model.cache.view(id, model.length(id)) if pair is not None for each in pair]
 
 
-@pytest.mark.parametrize("pending", [[7], [7, 8, 9], list(range(3, 3 + PENDING))])
+@pytest.mark.parametrize("pending", [[7], [7, 8, 9], list(range(3, 36))])
 @pytest.mark.parametrize(
     ("name", "kind", "hot"),
     [
         ("llama", "int8", False),
         ("llama", "int8", True),
-        ("llama", "int4", True),
+        ("llama", "int4", False),
         ("qwen2", "int8", True),
         ("qwen3", "int8", False),
         ("mistral", "int8", False),
@@ -93,17 +100,12 @@ def test_tokens_keys_and_values_are_those_of_roll(name: str, kind: str, hot: boo
 
 
 def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
-    model = begun(small(hot=True))
-    assert model.hot is not None
-    weight = model.hot.weight.float()
-    weight[31] *= 50  # it stands in the prompt, and is not hot
-    with_head(model, HotHead(weight, torch.zeros(len(weight)), model.hot.tokens))
-    model.hot.add_context_tokens(0, PROMPT)
+    def change(weight: torch.Tensor) -> None:
+        weight[31] *= 50  # it stands in the prompt, and is not hot
+
+    model, other = (begun(small(hot=True, change=change)) for _ in range(2))
     drafts = [drafted(model, 0, [4], 1, 0.0, 0.0, ()) or [] for _ in range(12)]
     assert [31] in drafts
-    other = begun(small(hot=True))
-    other.hot = model.hot.fresh()
-    other.hot.add_context_tokens(0, PROMPT)
     assert drafts == [rolled(other, 0, [4], 1)[0] for _ in range(12)]
 
 
@@ -128,18 +130,20 @@ def test_it_ends_where_the_bounds_say() -> None:
 
 
 def test_it_does_nothing_where_it_cannot() -> None:
-    model = begun(small())
-    assert drafted(model, 0, [7] * (PENDING + 1), 2, 0.0, 0.0, ()) is None
-    assert drafted(model, 0, [7], 2, 0.0, 0.0, range(40)) is None
-    assert drafted(model, 0, [7], LONGEST + 1, 0.0, 0.0, ()) is None
-    assert model.length(0) == len(PROMPT)
-    for other in (tiny("llama"), store(tiny("llama"), "bfloat16")):
-        assert drafted(begun(prepare_draft(other, None, None)), 0, [7], 2, 0.0, 0.0, ()) is None
-    assert draft_head(torch.randn(40, 64), torch.randn(40), few=True) is not None  # a bias: no head for C
+    assert drafted(begun(prepare_draft(tiny("llama"), None, None)), 0, [7], 2, 0.0, 0.0, ()) is None
     biased = small()
-    weight = torch.randn(biased.vocab_size, 64)
-    with_head(biased, HotHead(weight, torch.randn(biased.vocab_size), torch.arange(9)))
+    weight, bias = torch.randn(biased.vocab_size, 64), torch.randn(biased.vocab_size)
+    with_head(biased, HotHead(rows_of(weight, bias), len(weight), torch.arange(9)))
     assert drafted(begun(biased), 0, [7], 2, 0.0, 0.0, ()) is None
+
+
+def test_any_number_of_tokens_and_ends() -> None:
+    pending, ends = [7 + number % 50 for number in range(90)], [*range(40, 130)]
+    one, other = begun(small()), begun(small())
+    tokens, _ = rolled(one, 0, pending, 100)
+    assert drafted(other, 0, pending, 100, 0.0, 0.0, ()) == tokens
+    found = drafted(begun(small()), 0, pending, 100, 0.0, 0.0, ends)
+    assert found == tokens[: next((place + 1 for place, token in enumerate(tokens) if token in ends), 100)]
 
 
 def test_copies_have_buffers_of_their_own() -> None:
@@ -177,13 +181,13 @@ def test_a_cache_that_grows_and_other_threads() -> None:
 )
 def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths and all, alone and where a second request joins; and the call is what drafts."""
-    calls, call = [], NativeChain.__call__
+    calls, call = [], FusedChain.__call__
 
-    def counted(self: NativeChain, *arguments: Any) -> Any:
+    def counted(self: FusedChain, *arguments: Any) -> Any:
         calls.append(arguments)
         return call(self, *arguments)
 
-    monkeypatch.setattr(NativeChain, "__call__", counted)
+    monkeypatch.setattr(FusedChain, "__call__", counted)
 
     def decoded() -> list[list[tuple[Any, ...]]]:
         layer = None
@@ -302,10 +306,7 @@ def test_bounds_are_those_of_the_sampled_tokens() -> None:
 def test_a_seed_drafts_what_its_races_say(law: SamplingDistribution, scale: float, more: int, hot: bool) -> None:
     """The tokens of `forerun.sampling.seeded`, the improbable ones, which run as one, included; a target may have
     `more`."""
-    model = small(hot=True)
-    assert model.hot is not None
-    weight, tokens = scale * model.hot.weight.float(), model.hot.tokens
-    model = with_head(model, HotHead(weight, torch.zeros(len(weight)), tokens if hot else torch.arange(len(weight))))
+    model = small(hot=True, change=lambda weight: weight.mul_(scale), tokens=None if hot else torch.arange(130))
     same, low = [], []
     for stream in range(200):
         races = [SeededStream(5, stream).at(position) for position in range(4)]
@@ -328,8 +329,7 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(verification: 
     """Three tokens, of which two are drafted by a model of another law, or one where the rule ends the draft."""
     model, law, joint = begun(small()), SamplingDistribution(0.3, 0.5), torch.zeros(130, 130, 130)
     tokens = torch.arange(3, 120, 3) if hot else torch.arange(130)
-    weight = tiny("llama").get_output_embeddings().weight.detach().float()
-    weight = weight + 0.4 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    noise = torch.Generator().manual_seed(1)
 
     def behind(text: list[int]) -> torch.Tensor:
         _, (logits,), _ = model.roll([0], [text], 1, model.vocab_size)
@@ -342,7 +342,11 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(verification: 
         second = behind([PROMPT[-1], one])
         for two in second.nonzero()[:, 0].tolist():
             joint[one, two] = first[one] * second[two] * behind([PROMPT[-1], one, two])
-    draft = with_head(small(hot=True), HotHead(weight, torch.zeros(len(weight)), tokens))
+
+    def change(weight: torch.Tensor) -> None:
+        weight.add_(0.4 * weight.std() * torch.randn(weight.shape, generator=noise))
+
+    draft = small(hot=True, change=change, tokens=tokens)
     chosen = method("cumulative", threshold=0.25, verification=verification)
     decoder = Decoder(small(), draft=draft, method=chosen, guard=False)
     torch.manual_seed(3)
@@ -354,11 +358,7 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(verification: 
 
 
 def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
-    model = small(hot=True)
-    assert model.hot is not None
-    weight = model.hot.weight.float()
-    weight[3] = torch.nan
-    with_head(model, HotHead(weight, torch.zeros(len(weight)), model.hot.tokens))
+    model = small(hot=True, change=lambda weight: weight[3].fill_(torch.nan))
     numbers = torch.zeros(3, dtype=torch.float64)
     found = begun(model).chain(0, [7], 3, 0.0, 0.0, (), Drawing(SamplingDistribution(), numbers))
     assert found is not None and found[0] == [] and found[1] is not None and len(found[1]) == 0
@@ -390,13 +390,13 @@ def test_sampled_methods_draft_in_one_call(
     if name == "pacer":
         layer = random_layer(tiny("llama"), tiny("llama"), seed=2)
         options = {"block": 2, "most": 7, "threshold": 0.47}
-    calls, call = [], NativeChain.__call__
+    calls, call = [], FusedChain.__call__
 
-    def counted(self: NativeChain, *arguments: Any) -> Any:
+    def counted(self: FusedChain, *arguments: Any) -> Any:
         calls.append(arguments[-1])
         return call(self, *arguments)
 
-    monkeypatch.setattr(NativeChain, "__call__", counted)
+    monkeypatch.setattr(FusedChain, "__call__", counted)
 
     def decoded(**asked: Any) -> Any:
         chosen = method(name, **options)
@@ -432,7 +432,3 @@ def test_numbers_that_are_not_needed_are_still_to_come() -> None:
     for _ in chain.tokens:
         torch.rand((), dtype=torch.float64, generator=other)
     assert torch.equal(source.get_state(), other.get_state())
-    draft.crop([0], [len(PROMPT)])
-    before = source.get_state()
-    assert drafter._at_once(Chain(seq, LONGEST + 9), FixedLength(LONGEST + 1)) is None
-    assert torch.equal(source.get_state(), before)

@@ -1,0 +1,119 @@
+"""A draft of one sequence in one call of the C library (`fr_chain`).
+
+A small model is done with a token in a fraction of a millisecond. Python and torch between two tokens take longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.backends.kernels import ChainArgument, library, use_threads
+from forerun.backends.panels import Panels, checked
+from forerun.backends.quantised import QuantisedForward
+from forerun.model.forward import Forward
+from forerun.model.kv_cache import KVCache
+from forerun.sampling.sampler import Drafted, Drawing
+
+if TYPE_CHECKING:
+    from forerun.backends.hot import HotHead
+
+
+class FusedChain:
+    """Drafts the tokens of `CausalLM.roll`, or samples from its logits, and decides after each token whether another
+    one comes."""
+
+    def __init__(self, forward: QuantisedForward, hot: HotHead | None) -> None:
+        self._forward, self.hot = forward, hot
+        self._head: Panels = forward.head
+        self._names = self._places = None
+        if hot is not None:
+            assert isinstance(hot.product, Panels)
+            self._head = hot.product
+            self._names = hot.tokens.numpy().astype(np.int32)
+            self._places = np.full(forward.head.out, -1, np.int32)
+            self._places[self._names] = np.arange(len(self._names), dtype=np.int32)
+
+    def fresh(self) -> FusedChain:
+        """The same for another cache."""
+        return FusedChain(self._forward, self.hot.fresh() if self.hot is not None else None)
+
+    def __call__(
+        self,
+        cache: KVCache,
+        id: int,
+        pending: Sequence[int],
+        most: int,
+        least: float,
+        product: float,
+        ends: Collection[int],
+        drawing: Drawing | None,
+    ) -> Drafted:
+        """`CausalLM.chain`."""
+        use_threads()
+        layers, row = self._forward.layers, cache.row(id)
+        length = cache.lengths[row]
+        cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
+        layers.rotate_to(cache.capacity)
+        extra: list[int] = []
+        if self.hot is not None:
+            self.hot.add_context_tokens(id, pending)
+            extra = self.hot.context_tokens(id)
+        size = self._head.out + len(extra)
+        drafted, chances = np.empty(most, np.int32), np.empty(most, np.float32)
+        arrays: dict[str, Any] = {
+            "pending": np.asarray(pending, np.int32),
+            "extra": np.asarray(extra, np.int32),
+            "ends": np.asarray(list(ends), np.int32),
+            "names": self._names,
+            "places": self._places,
+            "drafted": drafted,
+            "chances": chances,
+        }
+        chain = ChainArgument(
+            row=row, length=length, count=len(pending), most=most, extras=len(extra), ended=len(ends), turn=1, top_p=1
+        )
+        chain.least, chain.product = least, product
+        if self.hot is not None:
+            chain.head = ctypes.addressof(self._head.argument)
+        probs: Tensor | None = None
+        if drawing is not None:
+            chain.turn, chain.top_p = 1 / drawing.distribution.temperature, drawing.distribution.top_p
+            probs = torch.empty(most if drawing.numbers is not None else 1, size)
+            chain.probs = probs.data_ptr()
+            if drawing.numbers is not None:
+                arrays["numbers"] = np.ascontiguousarray(drawing.numbers.numpy(), np.float64)
+            else:
+                arrays["keys"] = np.asarray(drawing.keys[:most], np.uint64)
+                chain.among = drawing.size or self._forward.head.out
+        for name, array in arrays.items():
+            setattr(chain, name, None if array is None else array.ctypes.data)
+        found: Any = library()
+        caches = layers.cache(cache)
+        count = checked(found.fr_chain(ctypes.byref(layers.model), caches, ctypes.byref(chain)))
+        cache.lengths[row] = length + len(pending) + max(count, 1) - 1
+        whole = None
+        if probs is not None and drawing is not None and drawing.numbers is not None:
+            whole = self._whole(probs[:count], extra)
+        return Drafted(drafted[:count].tolist(), whole, chances[:count].tolist())
+
+    def _whole(self, probs: Tensor, extra: Sequence[int]) -> Tensor:
+        """Distributions [n, V] from those of the head's tokens and of the text's."""
+        if self.hot is None:
+            return probs
+        whole = torch.zeros(len(probs), self.hot.vocab_size)
+        whole[:, self.hot.tokens] = probs[:, : self._head.out]
+        whole[:, list(extra)] = probs[:, self._head.out :]
+        return whole
+
+
+def fused_chain(forward: Forward, hot: HotHead | None) -> FusedChain | None:
+    """None for a forward of another kind, and for a hot head that is no plain product."""
+    if not isinstance(forward, QuantisedForward) or (hot is not None and not isinstance(hot.product, Panels)):
+        return None
+    return FusedChain(forward, hot)

@@ -1,0 +1,142 @@
+"""The C library of `forerun/csrc`: its structures, and the instruction set that it runs with.
+
+It is built when forerun is installed. FORERUN_KERNELS names another instruction set than the best one ("plain", "avx2",
+"avxvnni", "avx512vnni", "neon"), or "none": torch then does it all, more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from forerun.csrc.build import HERE, LIBRARY
+
+ABI, VARIABLE = 1, "FORERUN_KERNELS"
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class MatrixArgument(ctypes.Structure):
+    """`fr_matrix`."""
+
+    _fields_ = (*((name, _I) for name in ("layout", "outputs", "inputs")), ("panels", _P))
+
+
+class LayerArgument(ctypes.Structure):
+    """`fr_layer`."""
+
+    _fields_ = (
+        *((name, MatrixArgument) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, _P) for name in ("first", "second", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")),
+        *((name, _I) for name in ("window", "turned")),
+    )
+
+
+class ModelArgument(ctypes.Structure):
+    """`fr_model`."""
+
+    _fields_ = (
+        *((name, _I) for name in ("d", "heads", "groups", "size", "layers", "positions", "vocabulary", "embed_format")),
+        *((name, _P) for name in ("layer", "norm", "cos", "sin", "embed")),
+        ("embed_row", _L),
+        ("head", MatrixArgument),
+        ("eps", _F),
+    )
+
+
+class CacheArgument(ctypes.Structure):
+    """`fr_cache`."""
+
+    _fields_ = (("keys", _P), ("values", _P), ("row", _L), ("group", _L), ("rows", _I), ("capacity", _I))
+
+
+class BatchArgument(ctypes.Structure):
+    """`fr_batch`."""
+
+    _fields_ = (
+        *((name, _I) for name in ("n", "path")),
+        *((name, _P) for name in ("tokens", "states", "row", "slot", "position", "length", "seen", "paths")),
+        *((name, _P) for name in ("normed", "capture", "captured", "asked", "head", "extra", "logits")),
+        *((name, _I) for name in ("captures", "asks", "extras")),
+    )
+
+
+class ChainArgument(ctypes.Structure):
+    """`fr_chain_request`."""
+
+    _fields_ = (
+        *((name, _I) for name in ("row", "length", "count", "most")),
+        *((name, _P) for name in ("pending", "head", "names", "places", "extra", "ends", "numbers", "keys", "probs")),
+        *((name, _P) for name in ("drafted", "chances")),
+        *((name, _I) for name in ("extras", "ended", "among")),
+        *((name, _F) for name in ("least", "product", "turn", "top_p")),
+    )
+
+
+# In the order of `fr_sizes`; None: of the library alone.
+_STRUCTURES = MatrixArgument, None, LayerArgument, ModelArgument, CacheArgument, BatchArgument, ChainArgument
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "fr_select": (_I, (ctypes.c_char_p,)),
+    "fr_variant": (ctypes.c_char_p, ()),
+    "fr_panel_bytes": (ctypes.c_size_t, (_I, _I, _I, _P)),
+    "fr_pack_all": (_I, (_I, _P, ctypes.c_size_t, _I, _I, _P)),
+    "fr_unpack": (_I, (_P, _I, _P)),
+    "fr_values": (_I, (_I, _P, ctypes.c_size_t, _I, _P)),
+    "fr_threads": (_I, (_I,)),
+    "fr_multiply": (_I, (_P, _P, _I, _P)),
+    "fr_forward": (_I, (_P, _P, _P)),
+    "fr_chain": (_I, (_P, _P, _P)),
+}
+
+
+def library() -> Any | None:
+    """Return the library's functions, or None if they were not built, do not fit, or are not wanted.
+
+    Raises ValueError for an instruction set in FORERUN_KERNELS that is unknown or that this machine lacks.
+    """
+    return _library(os.environ.get(VARIABLE, ""))[0]
+
+
+def missing() -> str:
+    """Return why there is no library."""
+    return _library(os.environ.get(VARIABLE, ""))[1]
+
+
+def variant() -> str | None:
+    """Return the name of the instruction set that runs, or None without the library."""
+    found = library()
+    return None if found is None else str(found.fr_variant().decode())
+
+
+def use_threads() -> None:
+    """Let as many threads work as torch has."""
+    found = library()
+    if found is not None:
+        found.fr_threads(torch.get_num_threads())
+
+
+@cache
+def _library(wanted: str) -> tuple[Any | None, str]:
+    if wanted == "none":
+        return None, f"{VARIABLE} is none"
+    try:
+        found = ctypes.CDLL(str(HERE / LIBRARY))
+    except OSError:
+        return None, "they were not built when forerun was installed: install a C compiler, then forerun again"
+    sizes = (_I * len(_STRUCTURES))()
+    count = found.fr_sizes(sizes, len(sizes))
+    fit = all(each is None or ctypes.sizeof(each) == size for each, size in zip(_STRUCTURES, sizes, strict=True))
+    if found.fr_abi() != ABI or count != len(sizes) or not fit:
+        return None, f"{LIBRARY} is of another version: install forerun again"
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    if found.fr_select(wanted.encode()) < 0:
+        here = [
+            name for name in ("plain", "avx2", "avxvnni", "avx512vnni", "neon") if found.fr_select(name.encode()) >= 0
+        ]
+        raise ValueError(f"{VARIABLE} must be {', '.join(here)} or none on this machine, not {wanted!r}")
+    return found, ""

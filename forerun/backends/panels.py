@@ -1,0 +1,169 @@
+"""Matrices in the blocks of a GGUF file, packed for products of a few rows (`forerun/csrc`).
+
+The weights' values are the file's own. Inputs of a product are rounded to 8 bits in blocks of 32, as in llama.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, quants
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.backends.kernels import MatrixArgument, library, use_threads
+
+# In the order of the library's `fr_format`.
+FORMATS = (
+    *(Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
+    *(Type.F16, Type.BF16, Type.F32, Type.Q3_K, Type.Q2_K),
+)
+_STEP = 4096  # rows that are de-quantised at a time
+BLOCK = 32  # inputs that share a scale, of what float weights are quantised to
+
+
+class Rows:
+    """A matrix's rows as they are in a file: what is looked up, and not multiplied.
+
+    Attributes:
+        rows: [outputs, bytes of a row] uint8, which may be mapped from the file.
+    """
+
+    def __init__(self, rows: np.ndarray, type: Type) -> None:
+        block, size = GGML_QUANT_SIZES[type]
+        self.rows, self.type = rows, type
+        self.out, self.inputs = len(rows), rows.shape[1] // size * block
+
+    @classmethod
+    def quantised(cls, weight: Tensor, type: Type) -> Rows:
+        """Round float weights [out, in] to a format."""
+        return cls(quants.quantize(weight.detach().float().numpy(), type).view(np.uint8), type)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows.nbytes)
+
+    def chosen(self, outputs: Sequence[int]) -> Rows:
+        """Return the rows of these outputs."""
+        return Rows(self.rows[np.asarray(outputs, dtype=np.int64)], self.type)
+
+    def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
+        """Return the values [n, in] of these rows, or of all."""
+        rows = self.rows if outputs is None else self.rows[np.asarray(outputs, dtype=np.int64)]
+        return torch.from_numpy(quants.dequantize(np.ascontiguousarray(rows), self.type))
+
+
+class Panels:
+    """A matrix packed in panels of 8 outputs.
+
+    Attributes:
+        type: the format of the file that it comes from.
+        argument: for the library.
+        nbytes: of the panels.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        """Raises ValueError for a number of inputs that the format does not have."""
+        found, layout = library(), ctypes.c_int32()
+        assert found is not None
+        self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
+        number = FORMATS.index(rows.type)
+        self.nbytes = found.fr_panel_bytes(number, self.out, self.inputs, ctypes.byref(layout))
+        if not self.nbytes:
+            raise ValueError(f"{rows.type.name} has no rows of {rows.inputs} inputs")
+        self._memory = _pages(self.nbytes)
+        address = self._memory.ctypes.data
+        raw = np.ascontiguousarray(rows.rows)
+        if found.fr_pack_all(number, raw.ctypes.data, raw.nbytes, self.out, self.inputs, address):
+            raise ValueError(f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes")
+        self.argument = MatrixArgument(layout.value, self.out, self.inputs, address)
+
+    def __deepcopy__(self, memo: object) -> Panels:
+        return self  # nothing changes it
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product [n, out] float32 with [n, in]."""
+        x = x.float().contiguous()
+        assert x.shape[1] == self.inputs
+        use_threads()
+        found: Any = library()
+        out = torch.empty(len(x), self.out)
+        checked(found.fr_multiply(ctypes.byref(self.argument), x.data_ptr(), len(x), out.data_ptr()))
+        return out
+
+    def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
+        """Return the values [n, in] of these outputs, or of all."""
+        found: Any = library()
+        chosen = range(self.out) if outputs is None else outputs
+        values = torch.empty(len(chosen), self.inputs)
+        for output, row in zip(chosen, values, strict=True):
+            checked(found.fr_unpack(ctypes.byref(self.argument), output, row.data_ptr()))
+        return values
+
+
+class Dense:
+    """A matrix in torch's floats, where the library is missing or does not have its sizes.
+
+    Layers are rounded to bfloat16; a head's logits would get ties from that, so it stays in float32.
+    """
+
+    def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
+        self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
+        self.weight = torch.empty(rows.out, rows.inputs, dtype=dtype)
+        for start in range(0, rows.out, _STEP):
+            self.weight[start : start + _STEP] = rows.floats(range(start, min(start + _STEP, rows.out)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product [n, out] float32 with [n, in]."""
+        return functional.linear(x.to(self.weight.dtype), self.weight).float()
+
+    def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
+        """Return the values [n, in] of these outputs, or of all."""
+        return (self.weight if outputs is None else self.weight[list(outputs)]).float()
+
+
+def pack(rows: Rows, is_head: bool = False) -> Panels | Dense:
+    """Return rows for products: packed, or for torch where they cannot be."""
+    found = library() if rows.type in FORMATS else None
+    if found is not None and found.fr_panel_bytes(FORMATS.index(rows.type), rows.out, rows.inputs, None):
+        return Panels(rows)
+    return Dense(rows, torch.float32 if is_head or rows.type == Type.F32 else torch.bfloat16)
+
+
+def quantise(weight: Tensor, type: Type, is_head: bool = False) -> Panels | Dense:
+    """Return float weights [out, in] rounded to a format, for products."""
+    return pack(Rows.quantised(weight, type), is_head)
+
+
+def check_inputs(inputs: int, name: str) -> None:
+    """Raise ValueError for inputs that blocks do not divide."""
+    if inputs % BLOCK:
+        raise ValueError(f"{name} has {inputs} inputs, which blocks of {BLOCK} do not divide: choose bfloat16 weights")
+
+
+def checked(code: int) -> int:
+    """Return what a function of the library returned; raise for sizes that it refused and for memory that it lacks."""
+    if code == -2:
+        raise MemoryError("no memory for a forward")
+    if code < 0:
+        raise RuntimeError("the C library was given sizes that do not fit")
+    return code
+
+
+def _pages(size: int) -> np.ndarray:
+    """Return zeroed bytes in large pages, if the system has them: fewer of them are looked up."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    pages = mmap.mmap(-1, size, **private)  # shared ones seldom get large pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint8)

@@ -1,0 +1,283 @@
+"""The forward of the Llama family with weights in few bits, in one call of C: Llama, Mistral, Qwen2, Qwen3, SmolLM3.
+
+A token's logits have the same bits whatever is run with it, on every instruction set (`forerun/csrc`). Keys and values
+are float16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from forerun.backends.kernels import (
+    BatchArgument,
+    CacheArgument,
+    LayerArgument,
+    MatrixArgument,
+    ModelArgument,
+    library,
+    use_threads,
+)
+from forerun.backends.panels import FORMATS, Panels, Rows, checked
+from forerun.engine.target import Capture
+from forerun.model.batch import Inputs
+from forerun.model.kv_cache import KVCache
+
+FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
+_ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """New entries of some rows of a cache, row after row. All are int32 [n].
+
+    Attributes:
+        row, slot, position: where each goes, and its place in the text.
+        length: slots of its row, from the first, that it sees.
+        seen, paths: how many slots [n, P] it sees besides, its own among them, and which. None: rows are chains.
+    """
+
+    row: np.ndarray
+    slot: np.ndarray
+    position: np.ndarray
+    length: np.ndarray
+    seen: np.ndarray | None = None
+    paths: np.ndarray | None = None
+
+
+def lay_out(inputs: Inputs, cache: KVCache) -> FlatBatch:
+    """Lay out new entries, and tell the cache where they go."""
+    lengths = [cache.lengths[row] for row in inputs.rows]
+    counts = [len(depths) for depths in inputs.depths]
+    start = max(cache.lengths[: inputs.size])
+    cache.begin(inputs.size, start, start + max(counts))
+    rows = np.repeat(np.asarray(inputs.rows, np.int32), counts)
+    slots = np.concatenate(
+        [np.arange(at, at + count, dtype=np.int32) for at, count in zip(lengths, counts, strict=True)]
+    )
+    positions = np.concatenate(
+        [np.asarray(depths, np.int32) + np.int32(at) for at, depths in zip(lengths, inputs.depths, strict=True)]
+    )
+    if inputs.masks is None:
+        return FlatBatch(rows, slots, positions, slots + np.int32(1))
+    back = inputs.masks[0].shape[1] - inputs.masks[0].shape[0]
+    first = np.asarray(lengths, np.int32) - np.int32(back)
+    seen = np.concatenate([mask.sum(1).numpy() for mask in inputs.masks]).astype(np.int32)
+    paths = np.zeros((len(rows), int(seen.max())), np.int32)
+    node = 0
+    for mask, start in zip(inputs.masks, first, strict=True):
+        # Ancestors come in the order of their depths, as a parent comes before its children.
+        for own in mask.numpy():
+            path = np.flatnonzero(own)
+            paths[node, : len(path)] = path + start
+            node += 1
+    return FlatBatch(rows, slots, positions, np.repeat(first, counts), seen, paths)
+
+
+class Layers:
+    """Decoder layers and the norm after them, for the library.
+
+    Attributes:
+        model: for the library; its tables of rotations grow.
+        width, heads, groups, size: of states, and of attention.
+    """
+
+    def __init__(self, model: ModelArgument, frequencies: Tensor, scaling: float, kept: Any) -> None:
+        """`frequencies` [D / 2] of the rotation, `scaling` of its cosines and sines; `kept`: what `model` points to."""
+        self.model, self._kept = model, kept
+        self.width, self.heads, self.groups, self.size = model.d, model.heads, model.groups, model.size
+        self._frequencies, self._scaling = frequencies.float(), scaling
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._caches: WeakKeyDictionary[KVCache, tuple[Tensor | None, Any]] = WeakKeyDictionary()
+
+    def rotate_to(self, end: int) -> None:
+        """Have cosines and sines of at least the first `end` positions."""
+        if end > self.model.positions:
+            places = torch.arange(1 << max(end - 1, 255).bit_length(), dtype=torch.float32)
+            angles = torch.outer(places, self._frequencies)
+            cos, sin = (each * self._scaling for each in (angles.cos(), angles.sin()))
+            self._kept, self._tables = (self._kept, self._tables), (cos, sin)  # another thread may read the old ones
+            self.model.cos, self.model.sin, self.model.positions = cos.data_ptr(), sin.data_ptr(), len(places)
+
+    def cache(self, cache: KVCache) -> Any:
+        """Return where a cache's keys and values are, allocated if they were not."""
+        found, both = self._caches.get(cache), cache.layers[-1].both if cache.layers[-1].is_initialized else None
+        if found is not None and both is found[0]:
+            return found[1]
+        arguments = (CacheArgument * len(cache.layers))()
+        for at, layer in zip(arguments, cache.layers, strict=True):
+            if not layer.is_initialized:
+                state = torch.empty(1, self.groups, 1, self.size, dtype=torch.float16)
+                layer.lazy_initialization(state, state)
+            both = layer.both
+            assert both is not None and both.is_contiguous()
+            at.keys, at.values = both.data_ptr(), both[:, self.groups :].data_ptr()
+            at.row, at.group, at.rows, at.capacity = both.stride(0), both.stride(1), both.shape[0], both.shape[2]
+        self._caches[cache] = both, arguments
+        return arguments
+
+    def __call__(
+        self,
+        batch: FlatBatch,
+        cache: KVCache,
+        *,
+        tokens: np.ndarray | None = None,
+        states: Tensor | None = None,
+        logits: int = 0,
+        normed: bool = False,
+        capture: Sequence[int] = (),
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Run tokens int32 [n] or states [n, d].
+
+        Args:
+            logits: outputs of the LM head; 0: none are wanted.
+            normed: whether states after the last norm are.
+            capture: layers whose inputs are.
+
+        Returns:
+            Logits [n, V], states [n, d] and captured states [captures, n, d], in float32.
+        """
+        use_threads()
+        n = len(batch.row)
+        self.rotate_to(cache.capacity)
+        place = np.arange(n, dtype=np.int32)
+        captured_layers = np.asarray(capture, np.int32)
+        scores = torch.empty(n, logits) if logits else None
+        whole = torch.empty(n, self.width) if normed else None
+        captured = torch.empty(len(capture), n, self.width) if capture else None
+        argument = BatchArgument(n=n, captures=len(capture), asks=n if logits else 0)
+        argument.row, argument.slot = batch.row.ctypes.data, batch.slot.ctypes.data
+        argument.position, argument.length = batch.position.ctypes.data, batch.length.ctypes.data
+        if batch.paths is not None:
+            assert batch.seen is not None
+            argument.path, argument.paths = batch.paths.shape[1], batch.paths.ctypes.data
+            argument.seen = batch.seen.ctypes.data
+        if tokens is not None:
+            argument.tokens = tokens.ctypes.data
+        if states is not None:
+            states = states.float().contiguous()
+            argument.states = states.data_ptr()
+        argument.asked, argument.capture = place.ctypes.data, captured_layers.ctypes.data
+        for name, tensor in (("logits", scores), ("normed", whole), ("captured", captured)):
+            setattr(argument, name, None if tensor is None else tensor.data_ptr())
+        found: Any = library()
+        checked(found.fr_forward(ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument)))
+        return scores, whole, captured
+
+
+class QuantisedForward:
+    """Logits from tokens, as `forerun.model.forward.Forward` says."""
+
+    dtype, pads = torch.float32, False  # of hidden states
+    exact: Literal["bitwise"] = "bitwise"
+
+    def __init__(self, model: PreTrainedModel, embedding: Rows, head: Panels) -> None:
+        """The model's linear layers hold `Panels`."""
+        config: Any = model.config
+        base: Any = model.model
+        self.embedding, self.head = embedding, head
+        rotary = base.rotary_emb
+        turned = 2 * len(rotary.inv_freq)
+        kinds = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None) or 0
+        arguments = (LayerArgument * len(base.layers))()
+        kept: list[Any] = [arguments, embedding, head]
+
+        def floats(part: Tensor | None) -> int | None:
+            if part is None:
+                return None
+            kept.append(part.detach().float().contiguous())
+            return int(kept[-1].data_ptr())
+
+        def panels(linear: Any) -> MatrixArgument:
+            kept.append(linear.stored)
+            return linear.stored.argument
+
+        for number, (at, layer) in enumerate(zip(arguments, base.layers, strict=True)):
+            attention, mlp = layer.self_attn, layer.mlp
+            for name in ("q", "k", "v"):
+                linear = getattr(attention, f"{name}_proj")
+                setattr(at, name, panels(linear))
+                setattr(at, f"{name}_bias", floats(linear.bias))
+            at.o = panels(attention.o_proj)
+            at.gate, at.up, at.down = panels(mlp.gate_proj), panels(mlp.up_proj), panels(mlp.down_proj)
+            at.first, at.second = floats(layer.input_layernorm.weight), floats(layer.post_attention_layernorm.weight)
+            for name in ("q_norm", "k_norm"):
+                setattr(at, name, floats(getattr(getattr(attention, name, None), "weight", None)))
+            slides = kinds[number] == "sliding_attention" if kinds else bool(window)
+            at.window = window if slides else 0
+            at.turned = turned if getattr(attention, "use_rope", True) else 0
+        argument = ModelArgument(
+            d=config.hidden_size,
+            heads=config.num_attention_heads,
+            groups=config.num_key_value_heads,
+            size=head_size(config),
+            layers=len(arguments),
+            vocabulary=embedding.out,
+            embed_format=FORMATS.index(embedding.type),
+            layer=ctypes.addressof(arguments),
+            norm=floats(base.norm.weight),
+            embed=embedding.rows.ctypes.data,
+            embed_row=embedding.rows.shape[1],
+            head=head.argument,
+            eps=config.rms_norm_eps,
+        )
+        self.layers = Layers(argument, rotary.inv_freq, float(rotary.attention_scaling), kept)
+        self._below = len(arguments) - 1
+
+    def __call__(
+        self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
+    ) -> tuple[Tensor | None, Tensor | None]:
+        batch = lay_out(inputs, cache)
+        if inputs.tokens is not None:
+            tokens = np.fromiter((token for own in inputs.tokens for token in own), np.int32, len(batch.row))
+        else:
+            assert inputs.given is not None
+            tokens = inputs.given.to(torch.int32).contiguous().numpy()
+        scores, normed, captured = self.layers(
+            batch,
+            cache,
+            tokens=tokens,
+            logits=self.head.out if logits else 0,
+            normed=capture == "head",
+            capture=[self._below] if capture == "below" else [],
+        )
+        hidden = captured[0] if captured is not None else normed
+        return scores, hidden
+
+
+def quantised_forward(model: Any) -> QuantisedForward | None:
+    """Return the forward of a model of the family whose weights are `Panels`; None for another one."""
+    config = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
+        return None
+    if config.hidden_act != "silu" or rope not in _ROPE or getattr(config, "mlp_bias", False):
+        return None
+    embedding, head, linears = model.model.embed_tokens, model.lm_head, [model.lm_head]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if attention.o_proj.bias is not None:
+            return None
+    if not all(isinstance(getattr(each, "stored", None), Panels) for each in linears) or head.bias is not None:
+        return None
+    rows = getattr(embedding, "stored", None)
+    sizes = config.hidden_size, config.intermediate_size, head_size(config), 2 * len(model.model.rotary_emb.inv_freq)
+    if not isinstance(rows, Rows) or any(size % 8 for size in sizes) or sizes[-1] % 16:
+        return None
+    return QuantisedForward(model, rows, head.stored)
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Return how many numbers a head of attention has."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

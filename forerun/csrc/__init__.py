@@ -1,0 +1,1 @@
+"""Kernels in C, and how they are built."""

@@ -1,0 +1,206 @@
+#define _GNU_SOURCE
+
+#include "threads.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#endif
+
+#define MOST 256     /* threads */
+#define SPINS 2000   /* looks, some tens of microseconds, before a thread sleeps */
+#define PIECES 6     /* of a job for each thread */
+#define HALF 24      /* bits of a number of pieces */
+#define OF_HALF (((uint64_t)1 << HALF) - 1)
+
+typedef _Atomic(uint32_t) word;
+
+static struct {
+    pthread_mutex_t lock;
+    int wanted, started, has_handlers;
+    pthread_t threads[MOST];
+    /* The job: how many pieces it has (bits 24 to 47) and which one is next (below). A piece that is claimed is of the
+       job that it was claimed from, which cannot end before the piece does: what follows may be read then. */
+    _Alignas(64) _Atomic(uint64_t) job;
+    fr_work *work;
+    void *argument;
+    int64_t parts, piece;
+    _Alignas(64) word done;    /* pieces of the job */
+    _Alignas(64) word calls;   /* changes with each job */
+    word asleep, is_waiting, ends;
+    void *scratch;
+    int64_t room;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static inline void rest(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#ifdef __linux__
+static void sleep_while(word *at, uint32_t value) { syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0); }
+
+static void wake(word *at, int count) { syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
+#else
+static pthread_mutex_t sleeping = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+
+static void sleep_while(word *at, uint32_t value) {
+    pthread_mutex_lock(&sleeping);
+    while (atomic_load(at) == value) pthread_cond_wait(&changed, &sleeping);
+    pthread_mutex_unlock(&sleeping);
+}
+
+static void wake(word *at, int count) {
+    (void)at, (void)count;
+    pthread_mutex_lock(&sleeping); /* who has looked at the word sleeps by now */
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&sleeping);
+}
+#endif
+
+static int is_open(uint64_t job) { return (job & OF_HALF) < (job >> HALF & OF_HALF); }
+
+/* Does pieces of the job until none is left. Only who sees one left asks for it, so that the number of the next piece
+   passes the number of pieces by one a thread at most. */
+static void do_pieces(int thread) {
+    while (is_open(atomic_load_explicit(&pool.job, memory_order_relaxed))) {
+        uint64_t claimed = atomic_fetch_add_explicit(&pool.job, 1, memory_order_acquire);
+        if (!is_open(claimed)) return;
+        int64_t first = (int64_t)(claimed & OF_HALF) * pool.piece, last = first + pool.piece;
+        uint32_t pieces = claimed >> HALF & OF_HALF;
+        pool.work(pool.argument, first, last < pool.parts ? last : pool.parts, thread);
+        if (atomic_fetch_add(&pool.done, 1) + 1 == pieces && atomic_load(&pool.is_waiting)) wake(&pool.done, 1);
+    }
+}
+
+static void *run_worker(void *number) {
+    uint32_t seen = atomic_load(&pool.calls);
+    while (!atomic_load(&pool.ends)) {
+        do_pieces((int)(intptr_t)number);
+        for (int i = 0; i < SPINS && atomic_load_explicit(&pool.calls, memory_order_relaxed) == seen; i++) rest();
+        if (atomic_load(&pool.calls) == seen) {
+            atomic_fetch_add(&pool.asleep, 1);
+            sleep_while(&pool.calls, seen);
+            atomic_fetch_sub(&pool.asleep, 1);
+        }
+        seen = atomic_load(&pool.calls);
+    }
+    return NULL;
+}
+
+static void call_workers(void) {
+    atomic_fetch_add(&pool.calls, 1);
+    if (atomic_load(&pool.asleep)) wake(&pool.calls, MOST);
+}
+
+static void end_workers(void) {
+    atomic_store(&pool.ends, 1);
+    call_workers();
+    for (int i = 0; i < pool.started; i++) pthread_join(pool.threads[i], NULL);
+    atomic_store(&pool.ends, 0);
+    pool.started = 0;
+}
+
+static int usable(void) {
+#ifdef __linux__
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+    long found = sysconf(_SC_NPROCESSORS_ONLN);
+    return found > 0 ? (int)found : 1;
+}
+
+int fr_workers(void) {
+    if (!pool.wanted) pool.wanted = usable();
+    if (pool.wanted > MOST) pool.wanted = MOST;
+    return pool.wanted;
+}
+
+/* A child of a fork has none of the threads, and starts its own. No job is under way when one is made. */
+static void leave_behind(void) {
+    pool.started = 0;
+    atomic_store(&pool.asleep, 0);
+    pthread_mutex_init(&pool.lock, NULL);
+#ifndef __linux__
+    pthread_mutex_init(&sleeping, NULL);
+    pthread_cond_init(&changed, NULL);
+#endif
+}
+
+void fr_enter(void) {
+    pthread_mutex_lock(&pool.lock);
+    if (!pool.has_handlers) pool.has_handlers = !pthread_atfork(fr_enter, fr_leave, leave_behind);
+}
+
+void fr_leave(void) { pthread_mutex_unlock(&pool.lock); }
+
+int fr_threads(int count) {
+    fr_enter();
+    if (count > 0 && count != pool.wanted) {
+        end_workers();
+        pool.wanted = count;
+    }
+    int found = fr_workers();
+    fr_leave();
+    return found;
+}
+
+static void start_workers(void) {
+    sigset_t all, before; /* signals are for threads that know what to do with them */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.started < fr_workers() - 1) {
+        if (pthread_create(&pool.threads[pool.started], NULL, run_worker, (void *)(intptr_t)(pool.started + 1))) break;
+        pool.started++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece) {
+    int64_t threads = fr_workers();
+    if (piece < 1) piece = (parts + threads * PIECES - 1) / (threads * PIECES);
+    if (piece < parts / (int64_t)OF_HALF + 1) piece = parts / (int64_t)OF_HALF + 1;
+    if (threads == 1 || parts <= piece) {
+        if (parts > 0) work(argument, 0, parts, 0);
+        return;
+    }
+    if (pool.started < threads - 1) start_workers();
+    uint32_t pieces = (uint32_t)((parts + piece - 1) / piece), done;
+    pool.work = work;
+    pool.argument = argument;
+    pool.parts = parts;
+    pool.piece = piece;
+    atomic_store(&pool.done, 0);
+    atomic_store_explicit(&pool.job, (uint64_t)pieces << HALF, memory_order_release);
+    call_workers();
+    do_pieces(0);
+    for (int i = 0; i < SPINS && atomic_load_explicit(&pool.done, memory_order_acquire) != pieces; i++) rest();
+    if (atomic_load(&pool.done) == pieces) return;
+    atomic_store(&pool.is_waiting, 1);
+    while ((done = atomic_load(&pool.done)) != pieces) sleep_while(&pool.done, done);
+    atomic_store(&pool.is_waiting, 0);
+}
+
+void *fr_scratch(int64_t bytes) {
+    if (bytes > pool.room) {
+        void *found = NULL;
+        free(pool.scratch);
+        pool.scratch = NULL;
+        pool.room = 0;
+        if (posix_memalign(&found, 64, (size_t)bytes)) return NULL;
+        pool.scratch = found;
+        pool.room = bytes;
+    }
+    return pool.scratch;
+}

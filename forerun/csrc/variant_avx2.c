@@ -1,0 +1,4 @@
+#define FR_VARIANT avx2
+#define FR_ISA FR_AVX2
+#include "products.c"
+#include "between.c"

@@ -1,0 +1,4 @@
+#define FR_VARIANT avx512vnni
+#define FR_ISA FR_AVX512VNNI
+#include "products.c"
+#include "between.c"

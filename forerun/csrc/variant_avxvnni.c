@@ -1,0 +1,4 @@
+#define FR_VARIANT avxvnni
+#define FR_ISA FR_AVXVNNI
+#include "products.c"
+#include "between.c"

@@ -1,0 +1,39 @@
+"""Build the C library beside the package: no Python ABI, so that one wheel a platform serves every Python."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+CSRC = Path("forerun/csrc")
+build = runpy.run_path(str(CSRC / "build.py"))
+
+
+class Library(build_ext):
+    """Compile each file with its own flags; a machine that cannot goes on without."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], build["LIBRARY"]))
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            build["build"](target)
+        except (OSError, RuntimeError) as error:
+            raise CompileError(f"no fast kernels, torch's serve, several times slower: {error}") from error
+
+
+class AnyPython(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+sources = sorted(str(path) for path in CSRC.iterdir() if path.suffix in (".c", ".h", ".py"))
+setup(
+    ext_modules=[Extension("forerun.csrc._forerun", sources, optional=True)],
+    cmdclass={"build_ext": Library, "bdist_wheel": AnyPython},
+)

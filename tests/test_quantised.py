@@ -1,0 +1,305 @@
+"""Weights in few bits: what is stored, and that a row's bits do not depend on what stands beside it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from families import MODELS, tiny
+from gguf import GGMLQuantizationType as Type
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from forerun import load
+from forerun.api.loading import load_model
+from forerun.backends import prepare, warn_without_kernels
+from forerun.backends.facts import facts_of
+from forerun.backends.kernels import library
+from forerun.backends.panels import Dense, Panels, Rows, quantise
+from forerun.backends.quantised import QuantisedForward, lay_out
+from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear, is_stored, store
+from forerun.engine.draft import Draft
+from forerun.model.batch import Inputs
+from forerun.model.causal_lm import CausalLM
+from forerun.model.eager import EagerForward
+from forerun.model.kv_cache import KVCache
+
+KINDS = ("int4", "int8", "bfloat16")
+METHODS = ("ar", "sd", "suffix", "hybrid", "ouroboros", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_KERNELS", "none")
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("int4", 15), ("int8", 254)])
+def test_quantising_loses_half_a_step_at_most(kind: str, steps: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 64)
+    blocks = weight.unflatten(1, (-1, 32))
+    size = blocks.amax(-1) - blocks.amin(-1) if kind == "int4" else 2 * blocks.abs().amax(-1)
+    apart = (quantise(weight, FORMATS[kind]).floats() - weight).abs().unflatten(1, (-1, 32))
+    assert (apart <= size[..., None] / steps * 0.51 + 1e-3 * blocks.abs()).all()
+    assert torch.equal(quantise(torch.zeros(3, 32), FORMATS[kind]).floats(), torch.zeros(3, 32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_changes_no_weight(kind: str) -> None:
+    torch.manual_seed(0)
+    rows = Rows.quantised(torch.randn(70, 96) * torch.logspace(-3, 1, 70)[:, None], FORMATS[kind])
+    packed = Panels(rows)
+    assert torch.equal(packed.floats(), rows.floats())
+    assert torch.equal(packed.floats([69, 3]), rows.floats([69, 3]))
+    assert torch.equal(packed.floats([69, 3]), rows.chosen([69, 3]).floats())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_stored_weight(kind: str) -> None:
+    torch.manual_seed(0)
+    weight, x = quantise(torch.randn(100, 64), FORMATS[kind]), torch.randn(37, 64)
+    assert torch.allclose(weight(x), x @ weight.floats().T, rtol=0.02, atol=0.15)
+    assert torch.equal(torch.cat([weight(x[:5]), weight(x[5:6]), weight(x[6:])]), weight(x))
+
+
+def test_threads_change_no_bit() -> None:
+    weight, x = quantise(torch.randn(96, 320), Type.Q4_1), torch.randn(5, 320)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(weight(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_forward_is_transformers_own(name: str, kind: str) -> None:
+    """Both run the same stored weights; they round in other places."""
+    _same(name, kind)
+
+
+@pytest.mark.parametrize("heads", [(3, 1, 64), (9, 1, 64), (3, 1, 128), (4, 1, 96), (2, 1, 256)])
+def test_any_number_of_heads_of_any_size(heads: tuple[int, int, int]) -> None:
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+    _same("llama", "int8", hidden_size=32 * heads[0], **sizes)
+
+
+def _same(name: str, kind: str, **sizes: int) -> None:
+    model = store(tiny(name, **sizes), kind)
+    quick = prepare(model)
+    assert isinstance(quick.backend, QuantisedForward)
+    assert f"C for {library().fr_variant().decode()}" == facts_of(quick)["kernel"]
+    tokens = [[int(token) for token in torch.randint(3, 130, (size,))] for size in (300, 7, 40)]
+    drafts = [Draft.chain(5, [6, 7]), Draft([5, 9, 9, 11, 12], [-1, 0, 0, 1, 2], origins=["draft"] * 5), Draft.root(8)]
+    logits = []
+    for each in (quick, CausalLM(copy.deepcopy(model))):
+        for id, prompt in enumerate(tokens):
+            each.add(id)
+            each.extend([id], [prompt])
+        logits.append(torch.cat(each.forward([0, 1, 2], drafts).logits))
+    assert logits[0].dtype == torch.float32
+    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[1].std()
+
+
+@pytest.mark.usefixtures("without_library")
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_library_torch_has_the_same_weights(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_without_kernels.cache_clear()
+    model = store(tiny("qwen2"), kind)
+    plain = prepare(model)
+    assert "weights in few bits run on torch's kernels: FORERUN_KERNELS is none" in caplog.text
+    assert isinstance(plain.backend, EagerForward) and plain.exact == "rounding"
+    assert facts_of(plain)["kernel"] == f"{FORMATS[kind].name} products in torch"
+    monkeypatch.delenv("FORERUN_KERNELS")
+    quick = prepare(store(tiny("qwen2"), kind))
+    logits = []
+    for each in (plain, quick):
+        each.add(0)
+        logits.append(each.extend([0], [[5, 6, 7, 8, 9, 10]])[0])
+    assert (logits[0] - logits[1]).abs().max() < 0.15 * logits[1].std()
+    head = model.get_output_embeddings().stored
+    assert isinstance(head, Dense) and head.weight.dtype == torch.float32
+
+
+def test_an_instruction_set_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_KERNELS", "abacus")
+    with pytest.raises(ValueError, match=r"FORERUN_KERNELS must be plain, .* or none on this machine, not 'abacus'"):
+        library()
+
+
+CASES = [(name, kind) for name in MODELS for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def model(request: pytest.FixtureRequest) -> CausalLM:
+    name, kind = request.param
+    found = prepare(store(tiny(name), kind))
+    assert isinstance(found.backend, QuantisedForward) and found.exact == "bitwise"
+    return found
+
+
+def _single(model: CausalLM, tokens: list[int], start: int) -> list[torch.Tensor]:
+    """Logits behind every token from `start` on, each from a forward of its own, in a cache that was made likewise."""
+    model = model.fresh()
+    model.add(0)
+    found = [model.extend([0], [[token]])[0][0] for token in tokens]
+    return found[start:]
+
+
+def _tree(draw: st.DrawFn, tokens: list[int]) -> tuple[Draft, list[int]]:
+    """A tree with a path of these tokens, and the nodes of that path."""
+    parents, ids, path = [-1], [tokens[0]], [0]
+    while len(path) < len(tokens):
+        if draw(st.booleans()) or len(ids) > 24:
+            parents.append(path[-1])
+            ids.append(tokens[len(path)])
+            path.append(len(ids) - 1)
+        else:
+            parents.append(draw(st.integers(0, len(ids) - 1)))
+            ids.append(draw(st.integers(3, 129)))
+    return Draft(tokens=ids, parents=parents, origins=["draft"] * len(ids)), path
+
+
+@settings(max_examples=6, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.DataObject) -> None:
+    """Chains, trees, ragged batches, prompts in any pieces, prefixes from the store, and what is decoded after."""
+    length = data.draw(st.sampled_from([1, 3, 9, 40, 250, 254]))
+    maker = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    tokens = [int(token) for token in torch.randint(3, 130, (length + 12,), generator=maker)]
+    single = _single(model, tokens, length)
+    other = model.fresh(2**24)
+    chunk = data.draw(st.sampled_from([1, 5, 64, 512]))
+    cut = data.draw(st.integers(0, length))
+    list(other.prefill(tokens[:cut], chunk))  # what the store then holds of the prompt
+    other.forget_prompt()
+    list(other.prefill(tokens[:length], chunk))
+    other.join(0)
+    rows = data.draw(st.integers(1, 3))
+    neighbours = []
+    for id in range(1, rows):
+        other.add(id)
+        size = data.draw(st.sampled_from([2, 30, 270]))
+        other.extend([id], [[int(token) for token in torch.randint(3, 130, (size,), generator=maker)]])
+        neighbours.append(Draft.chain(5, list(range(6, 6 + data.draw(st.integers(0, 9))))))
+    count = data.draw(st.integers(1, 9))
+    if data.draw(st.booleans()):
+        draft, path = _tree(data.draw, tokens[length : length + count])
+    else:
+        draft, path = Draft.chain(tokens[length], tokens[length + 1 : length + count]), list(range(count))
+    ids = data.draw(st.permutations(range(rows)))
+    drafts = [draft if id == 0 else neighbours[id - 1] for id in ids]
+    logits = other.forward(ids, drafts).logits[ids.index(0)]
+    for place, node in enumerate(path):
+        assert torch.equal(logits[node], single[place])
+    other.commit(ids, [path if id == 0 else [0] for id in ids])
+    behind = other.extend([0], [tokens[length + count : length + count + 2]])[0]
+    assert torch.equal(behind[0], single[count])
+    assert torch.equal(behind[1], single[count + 1])
+    ends = other.fresh(2**24)
+    ends.prompts.store = other.prompts.store
+    other.park(0, tokens[: length + count + 2])
+    list(ends.prefill(tokens[: length + count + 1], 7))  # decoded keys and values, in place of a prompt's
+    ends.join(9)
+    assert torch.equal(ends.forward([9], [Draft.root(tokens[length + count + 1])]).logits[0][0], single[count + 1])
+
+
+def test_nothing_is_run_beside_what_was_asked_for() -> None:
+    """A long draft in one row is no work for the others, nor are rows without a draft."""
+    cache = KVCache(1)
+    for id, length in enumerate((5, 9, 2)):
+        cache.add(id, 32)
+        cache.lengths[id] = length
+    batch = lay_out(Inputs([2, 1], [range(4), range(1)], tokens=[[7, 8, 9, 10], [11]]), cache)
+    assert batch.row.tolist() == [2, 2, 2, 2, 1]
+    assert batch.slot.tolist() == batch.position.tolist() == [2, 3, 4, 5, 9]
+    assert batch.length.tolist() == [3, 4, 5, 6, 10] and batch.paths is None
+    tree = Draft([7, 8, 9, 10], [-1, 0, 0, 2], origins=["draft"] * 4)
+    batch = lay_out(Inputs([2], [tree.depths], [tree.mask()], [tree.tokens]), cache)
+    assert batch.slot.tolist() == [2, 3, 4, 5] and batch.position.tolist() == [2, 3, 3, 4]
+    assert batch.length.tolist() == [2] * 4 and batch.seen is not None and batch.seen.tolist() == [1, 2, 2, 3]
+    assert batch.paths is not None and batch.paths.tolist() == [[2, 0, 0], [2, 3, 0], [2, 4, 0], [2, 4, 5]]
+
+
+def test_a_model_of_another_architecture_has_its_linear_layers_replaced() -> None:
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=130, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = GPTNeoXForCausalLM(config).eval()
+    tokens = torch.arange(3, 30)[None]
+    with torch.inference_mode():
+        before = model(tokens).logits
+        kept = prepare(store(model, "int8"))
+        after = model(tokens).logits
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert kept.exact == "rounding" and isinstance(kept.backend, EagerForward)
+    assert 0 < (before - after).abs().max() < 0.05 * before.std() + 0.02
+
+
+def test_drafts_are_in_8_bits_where_they_can_be(tmp_path: Path) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+    for model, fits in ((tiny("llama"), True), (gpt2, False)):
+        model.save_pretrained(tmp_path / model.config.model_type)
+        for part, weights in (("draft", "auto"), ("draft", "float32"), ("target", None)):
+            loaded = load_model(tmp_path / model.config.model_type, part, device="cpu", weights=weights)
+            assert is_stored(loaded) == (fits and weights == "auto")
+
+
+def test_blocks_that_do_not_divide_the_inputs() -> None:
+    with pytest.raises(ValueError, match=r"q_proj .* 48 inputs, which blocks of 32 do not divide"):
+        store(tiny("llama", hidden_size=48), "int4")
+    assert prepare(store(tiny("llama", hidden_size=48), "bfloat16")).exact == "bitwise"
+
+
+def test_embeddings() -> None:
+    weight, ids = torch.randn(50, 64), torch.tensor([[3, 7], [49, 0]])
+    rows = Rows.quantised(weight, Type.BF16)
+    assert torch.equal(StoredEmbedding(rows, torch.float32)(ids), weight.bfloat16().float()[ids])
+    blocks = Rows.quantised(weight, Type.Q8_0)
+    assert torch.equal(StoredEmbedding(blocks, torch.bfloat16)(ids), blocks.floats()[ids].bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_linear_layer_keeps_shape_dtype_and_bias(kind: str) -> None:
+    linear = nn.Linear(64, 40)
+    layer = StoredLinear(quantise(linear.weight, FORMATS[kind]), linear.bias)
+    x = torch.randn(2, 3, 64)
+    assert layer(x).dtype == torch.float32 and layer(x).shape == (2, 3, 40)
+    assert torch.allclose(layer(x), linear(x), atol=0.15 if kind == "int4" else 0.03)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
+    said = {}
+    for method in METHODS:
+        decoder = load("embedded", draft="embedded", method=method, weights=kind, guard=False)
+        assert decoder.info()["target"]["exact"] == "bitwise"
+        assert decoder.info()["target"]["weights"] == FORMATS[kind].name
+        done = decoder.generate(["def first(items):\n", "import os\n\n\ndef walk(path"], max_new_tokens=40)
+        said[method] = [each.tokens for each in done]
+        if method != "ar":
+            assert sum(each.stats.tau for each in done) > 2.2
+    assert all(each == said["ar"] for each in said.values())
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="weights 'int8' are for models that are loaded by name; this target is an"):
+        load(model, weights="int8", method="suffix")
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no nn\.Linear in its layers to store as int8"):
+        store(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)), "int8")
+    with pytest.raises(ValueError, match="unknown weights 'int3'; there are float32, bfloat16, int8, int4 and auto"):
+        load(weights="int3")
+    with pytest.raises(ValueError, match="give dtype or weights, not both"):
+        load(weights="int8", dtype="bfloat16")
