@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Lines of Python. Tests are those of benchmarks/ too. The aim is 22,500 and 18,000.
-LIMITS = {"forerun": 26_950, "tests": 24_150}
-LONGEST = 525  # lines of the longest file of the package. Aim: 400
+LIMITS = {"forerun": 24_100, "tests": 23_600}
+LONGEST = 400  # lines of the longest file of the package
 
 
 def lines(path: Path) -> int:
