@@ -19,12 +19,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from forerun.races import Races
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
 from forerun.csrc.build import HERE, VARIANTS, build
+from forerun.sampling.seeded import SeededStream as Races
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 FORMATS = {"Q4_0": 3, "Q4_1": 4, "Q8_0": 7, "F32": 10}
