@@ -15,7 +15,7 @@
 #endif
 
 #define MOST 256     /* threads */
-#define SPINS 2000   /* looks, some tens of microseconds, before a thread sleeps */
+#define SPINS 20000  /* looks, about as long as Python takes between two calls, before a thread sleeps */
 #define PIECES 6     /* of a job for each thread */
 #define HALF 24      /* bits of a number of pieces */
 #define OF_HALF (((uint64_t)1 << HALF) - 1)
