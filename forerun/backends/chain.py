@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.backends.kernels import ChainArgument, library, use_threads
-from forerun.backends.panels import Panels, checked
+from forerun.backends.kernels import ChainArgument, run
+from forerun.backends.panels import Panels
 from forerun.backends.quantised import QuantisedForward
 from forerun.model.forward import Forward
 from forerun.model.kv_cache import KVCache
@@ -55,7 +55,6 @@ class FusedChain:
         drawing: Drawing | None,
     ) -> Drafted:
         """`CausalLM.chain`."""
-        use_threads()
         layers, row = self._forward.layers, cache.row(id)
         length = cache.lengths[row]
         cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
@@ -93,9 +92,7 @@ class FusedChain:
                 chain.among = drawing.size or self._forward.head.out
         for name, array in arrays.items():
             setattr(chain, name, None if array is None else array.ctypes.data)
-        found: Any = library()
-        caches = layers.cache(cache)
-        count = checked(found.fr_chain(ctypes.byref(layers.model), caches, ctypes.byref(chain)))
+        count = run("fr_chain", ctypes.byref(layers.model), layers.cache(cache), ctypes.byref(chain))
         cache.lengths[row] = length + len(pending) + max(count, 1) - 1
         whole = None
         if probs is not None and drawing is not None and drawing.numbers is not None:

@@ -111,11 +111,21 @@ def variant() -> str | None:
     return None if found is None else str(found.fr_variant().decode())
 
 
-def use_threads() -> None:
-    """Let as many threads work as torch has."""
+def run(function: str, *arguments: Any) -> int:
+    """Call a function of the library with as many threads as torch has, and return its result. Raises as `checked`."""
     found = library()
-    if found is not None:
-        found.fr_threads(torch.get_num_threads())
+    assert found is not None
+    found.fr_threads(torch.get_num_threads())
+    return checked(getattr(found, function)(*arguments))
+
+
+def checked(code: int) -> int:
+    """Return what a function of the library returned; raise for sizes that it refused and for memory that it lacks."""
+    if code == -2:
+        raise MemoryError("no memory for a forward")
+    if code < 0:
+        raise RuntimeError("the C library was given sizes that do not fit")
+    return code
 
 
 @cache

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.backends.kernels import MatrixArgument, library, use_threads
+from forerun.backends.kernels import MatrixArgument, checked, library, run
 
 # In the order of the library's `fr_format`.
 FORMATS = (
@@ -91,10 +91,8 @@ class Panels:
         """Return the product [n, out] float32 with [n, in]."""
         x = x.float().contiguous()
         assert x.shape[1] == self.inputs
-        use_threads()
-        found: Any = library()
         out = torch.empty(len(x), self.out)
-        checked(found.fr_multiply(ctypes.byref(self.argument), x.data_ptr(), len(x), out.data_ptr()))
+        run("fr_multiply", ctypes.byref(self.argument), x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
@@ -149,15 +147,6 @@ def check_inputs(inputs: int, name: str) -> None:
     """Raise ValueError for inputs that blocks do not divide."""
     if inputs % BLOCK:
         raise ValueError(f"{name} has {inputs} inputs, which blocks of {BLOCK} do not divide: choose bfloat16 weights")
-
-
-def checked(code: int) -> int:
-    """Return what a function of the library returned; raise for sizes that it refused and for memory that it lacks."""
-    if code == -2:
-        raise MemoryError("no memory for a forward")
-    if code < 0:
-        raise RuntimeError("the C library was given sizes that do not fit")
-    return code
 
 
 def _pages(size: int) -> np.ndarray:

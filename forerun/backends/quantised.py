@@ -23,10 +23,9 @@ from forerun.backends.kernels import (
     LayerArgument,
     MatrixArgument,
     ModelArgument,
-    library,
-    use_threads,
+    run,
 )
-from forerun.backends.panels import FORMATS, Panels, Rows, checked
+from forerun.backends.panels import FORMATS, Panels, Rows
 from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
@@ -145,7 +144,6 @@ class Layers:
         Returns:
             Logits [n, V], states [n, d] and captured states [captures, n, d], in float32.
         """
-        use_threads()
         n = len(batch.row)
         self.rotate_to(cache.capacity)
         place = np.arange(n, dtype=np.int32)
@@ -168,8 +166,7 @@ class Layers:
         argument.asked, argument.capture = place.ctypes.data, captured_layers.ctypes.data
         for name, tensor in (("logits", scores), ("normed", whole), ("captured", captured)):
             setattr(argument, name, None if tensor is None else tensor.data_ptr())
-        found: Any = library()
-        checked(found.fr_forward(ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument)))
+        run("fr_forward", ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument))
         return scores, whole, captured
 
 
