@@ -16,7 +16,7 @@ from benchmarks.peers import is_llama, peer_settings
 from forerun.backends.gguf import find
 from forerun.bench.runners import Loaded, Outcome, Run
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import resolve
+from forerun.zoo import locate
 
 STEP = 256  # what its context's size is a multiple of
 
@@ -117,7 +117,7 @@ def load_llama(loaded: Loaded) -> LlamaCpp:
     names = [name for name in plan.methods if is_llama(name)]
     if target.device.type != "cpu":
         raise ValueError(f"method {names[0]!r} runs on the CPU and the target on {target.device}: give --device cpu")
-    path = find(resolve(plan.target, "target"))
+    path = find(locate(plan.target, "target"))
     assert path is not None  # the plan was checked
     drafted = max(peer_settings(name).get("num_pred_tokens", 0) for name in names)
     longest = max(len(prompt.tokens or ()) for prompts in loaded.datasets.values() for prompt in prompts)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.bench.plan import Plan, Runner
 from forerun.methods import METHODS, Method, is_method
-from forerun.zoo import resolve
+from forerun.zoo import locate
 
 if TYPE_CHECKING:
     from forerun.bench.runners import Loaded, Run
@@ -182,7 +182,7 @@ def check_llama(name: str, target: str, batch: int, device: str | None) -> None:
         raise ValueError(f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}")
     from forerun.backends.gguf import find
 
-    if find(resolve(target, "target")) is None:
+    if find(locate(target, "target")) is None:
         raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")
     if find_spec("llama_cpp") is None:
         raise ValueError(f"method {name!r} needs 'pip install llama-cpp-python', which compiles llama.cpp")

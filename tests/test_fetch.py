@@ -32,7 +32,7 @@ from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
 from forerun.cli.commands import app
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import companion, own_draft, resolve
+from forerun.zoo import companion, locate, own_draft
 from forerun.zoo import fetch as fetching
 from forerun.zoo.fetch import sha256_of
 
@@ -312,10 +312,10 @@ def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, ".lock"}
     shown = CliRunner().invoke(app, ["fetch", "qwen-coder-draft", "qwen-coder", "--path"])
     assert shown.stdout == f"{draft}\n{pair}\n"
-    assert resolve("qwen-coder", "target") == resolve("qwen-coder", "draft") == pair
-    assert resolve("qwen-coder-draft", "draft") == draft
+    assert locate("qwen-coder", "target") == locate("qwen-coder", "draft") == pair
+    assert locate("qwen-coder-draft", "draft") == draft
     with pytest.raises(ValueError, match="forerun has no head for 'qwen-coder'"):
-        resolve("qwen-coder", "head")
+        locate("qwen-coder", "head")
 
 
 KILLED = """
@@ -428,13 +428,13 @@ def test_the_hub_comes_first(pair: Path, downloaded: list[str], monkeypatch: pyt
 def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
-    for call in (lambda: resolve("smollm2", "target"), lambda: forerun.load("smollm2")):
+    for call in (lambda: locate("smollm2", "target"), lambda: forerun.load("smollm2")):
         with pytest.raises(ValueError, match=r"^the model 'smollm2' is not here: `forerun fetch smollm2` gets it"):
             call()
-    assert resolve("./smollm2", "target") == Path("smollm2")
+    assert locate("./smollm2", "target") == Path("smollm2")
     with pytest.raises(ValueError, match="forerun has no draft for 'smollm2'"):
         monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
-        resolve("smollm2", "draft")
+        locate("smollm2", "draft")
 
 
 def test_an_installed_package_is_found_without_an_import(
@@ -448,10 +448,10 @@ def test_an_installed_package_is_found_without_an_import(
     monkeypatch.setitem(zoo.MODELS, "smollm2", tiny)
     assert zoo.find("smollm2") is None
     shutil.copy(model, package / FILE)
-    assert resolve("smollm2", "target") == package / FILE
+    assert locate("smollm2", "target") == package / FILE
     assert fetch() == package / FILE
     install(model, home)
-    assert resolve("smollm2", "target") == home / FILE
+    assert locate("smollm2", "target") == home / FILE
 
 
 def test_companions_are_found_by_name_only(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
-from forerun.zoo import SMOLLM2, find, resolve
+from forerun.zoo import SMOLLM2, find, locate
 
 WAYS = ("shared", "text")
 LETTERS = "abcdefghijklmnopqrstuvwxyz().,:0123456789"
@@ -590,7 +590,7 @@ def test_the_chat_model_with_the_embedded_draft(way: str, monkeypatch: pytest.Mo
     if target is None:
         pytest.skip("the chat model is not there: forerun fetch smollm2")
     prompts = ["def quicksort(items):\n", "The capital of France is", "import os\n\nclass Reader:\n"]
-    draft = resolve("embedded", "draft")
+    draft = locate("embedded", "draft")
     decoder = forerun.load(target, draft=draft, draft_tokens=way, method="sd", gamma=4, guard=False)
     found = decoder.generate(prompts, max_new_tokens=12)
     plain = Decoder(decoder.target, decoder.tokenizer, method=AR()).generate(prompts, max_new_tokens=12)

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from forerun.bench.report import versions
-from forerun.zoo import resolve
+from forerun.zoo import locate
 
 TOKENS, PROMPT = (1, 2, 3, 4, 6, 8, 12, 16), 256
 
@@ -86,7 +86,7 @@ def main() -> None:
     asked = parser.parse_args()
     results: dict[str, Any] = {}
     for name in asked.models:
-        path = str(resolve(name, "target"))
+        path = str(locate(name, "target"))
         ms: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         rates: dict[str, list[float]] = defaultdict(list)
         for _ in range(asked.rounds):

@@ -29,7 +29,7 @@ from forerun.kinds import check_kind
 from forerun.model.causal_lm import context_of
 from forerun.model.claims import check_config, check_model, lacking
 from forerun.text.vocabularies import Translation, translate
-from forerun.zoo import resolve
+from forerun.zoo import locate
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Prompt = str | Sequence[int]
@@ -114,7 +114,7 @@ def load_model(
         if weights not in (None, "auto"):
             raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
         return source
-    name, source = str(source), resolve(source, part)
+    name, source = str(source), locate(source, part)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
@@ -186,7 +186,7 @@ def check_split(source: Any, part: str, weights: str | None, device: str | None,
         raise ValueError(f"tensor_parallel is for models that are loaded by name; this {part} is an object")
     if device is not None or device_map is not None:
         raise ValueError("give tensor_parallel or a device, not both: each rank takes its own")
-    folder = resolve(source, part)
+    folder = locate(source, part)
     stored = isinstance(folder, Path) and (_gguf_file(folder) is not None or (folder / WEIGHTS).exists())
     if stored or weights in ("int4", "int8"):
         raise ValueError(f"{part} {str(source)!r}: weights in few bits cannot be split among ranks")
@@ -207,7 +207,7 @@ def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
 
 def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the text configuration of a hub id, folder or GGUF file. Raises ValueError for none or a broken one."""
-    folder = resolve(source, part)
+    folder = locate(source, part)
     if (file := _gguf_file(folder)) is not None:
         return gguf_config(file)
     with loading(f"{part} {str(source)!r}"):
@@ -223,7 +223,7 @@ def load_tokenizer(
     source: str | Path, part: str = "target", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a hub id, folder or GGUF file. Raises ValueError if it has none."""
-    folder = resolve(source, part)
+    folder = locate(source, part)
     if (file := _gguf_file(folder)) is not None:
         return gguf_tokenizer(file)
     # Without this, transformers makes up an empty tokenizer for some configurations.
@@ -287,7 +287,7 @@ def check_draft_tokenizer(
 
 def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a draft's hub id or folder; None for a folder without one."""
-    if not _may_have_tokenizer(resolve(draft, "draft")):
+    if not _may_have_tokenizer(locate(draft, "draft")):
         return None
     return load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from forerun.engine.costs import Costs
 from forerun.files import home, read_text, write_text
 from forerun.methods import REMOVED, Method, drop_removed, method
-from forerun.zoo import FOLDERS, resolve
+from forerun.zoo import FOLDERS, locate
 
 Mode = Literal["greedy", "sampling"]
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -97,7 +97,7 @@ class Profile:
 
 def identity(source: str | Path, part: str) -> Any:
     """Return what differs between models of one name: a hub id, or a folder's config and weight files with sizes."""
-    folder = resolve(source, part)
+    folder = locate(source, part)
     if not isinstance(folder, Path):
         return folder
     if folder.is_file():

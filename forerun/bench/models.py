@@ -27,7 +27,7 @@ from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Lyanna, Pacer
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.text.vocabularies import Translation
-from forerun.zoo import companion, resolve
+from forerun.zoo import companion, locate
 
 ROWS = 64  # the most that a decoder may be given at once, where batches are smaller
 
@@ -99,7 +99,7 @@ def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
         return target, None
     assert plan.draft is not None
     draft = load_model(plan.draft, "draft", weights=plan.draft_weights or "auto", **how)
-    folder = resolve(plan.draft, "draft")
+    folder = locate(plan.draft, "draft")
     return target, prepare_draft(draft, folder, plan.draft_vocabulary, in_place=True)
 
 

@@ -11,7 +11,7 @@ from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.kinds import check_kind, check_way
 from forerun.methods import METHODS, Method, is_method, method, parse_value
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import EMBEDDED, companion, resolve
+from forerun.zoo import EMBEDDED, companion, locate
 
 if TYPE_CHECKING:
     from forerun.bench.runners import Loaded, Run
@@ -115,12 +115,12 @@ class Plan:
                 if not (Path(folder) / "config.json").is_file():
                     raise ValueError(f"no {what} in the folder {folder!r}")
         check_datasets(self.datasets, self.data)
-        resolve(self.target, "target")
+        locate(self.target, "target")
         if self.needs_draft:
             if self.draft is None:
                 needy = next(name for name, each in self.methods.items() if each.needs_draft)
                 raise ValueError(f"method {needy!r} needs a draft model: give --draft")
-            resolve(self.draft, "draft")
+            locate(self.draft, "draft")
 
     @property
     def ours(self) -> dict[str, Method]:

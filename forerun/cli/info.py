@@ -18,7 +18,7 @@ from forerun.api.profiles import find
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption, LoadOptions, TargetOption, grouped
 from forerun.methods import METHODS
-from forerun.zoo import EMBEDDED, FOLDER, own_draft, resolve
+from forerun.zoo import EMBEDDED, FOLDER, locate, own_draft
 
 BATCHES, TOKENS = (4, 16), (1, 2, 4, 8)  # rows, and tokens of each
 SLOW = 100.0  # ms of a forward from which on batches would take minutes
@@ -36,9 +36,9 @@ def info(
 ) -> None:
     """Show versions, methods with their default settings, the embedded pair and what was tuned; with --costs, with
     --weights and for a GGUF file, what the models run as and what forwards cost."""
-    source = resolve(target, "target")
+    source = locate(target, "target")
     if loading.draft is not None:
-        resolve(loading.draft, "draft")
+        locate(loading.draft, "draft")
     quiet(loading.threads)
     facts = collect() | {"profile": _profile(target, loading)}
     from forerun.backends.gguf import find as find_gguf

@@ -141,7 +141,7 @@ class DecodeOptions(DraftOptions):
         found = resolve(target, self.draft, self.method, settings, **parts)
         for part, source in (("target", target), ("draft", self.draft)):
             if source is not None:
-                zoo.resolve(source, part)
+                zoo.locate(source, part)
         return found.method if self.method is not None or settings else None
 
 

@@ -10,7 +10,7 @@ import typer
 
 from forerun.cli.common import quiet
 from forerun.cli.options import DeviceOption, ThreadsOption, TrustOption, WeightsOption
-from forerun.zoo import EMBEDDED, own_draft, resolve
+from forerun.zoo import EMBEDDED, locate, own_draft
 
 app = typer.Typer(help="Train a draft, pre-verifier or head.", no_args_is_help=True)
 OutOption = Annotated[Path, typer.Option(help="Output folder; a stopped run continues from it.")]
@@ -38,9 +38,9 @@ def _check(data: list[str] | None, target: str, draft: str | None = None) -> lis
     for source in data or []:
         if source != "stdlib" and not Path(source).exists():
             raise ValueError(f"no such file or folder: {source}")
-    resolve(target, "target")
+    locate(target, "target")
     if draft is not None:
-        resolve(draft, "draft")
+        locate(draft, "draft")
     return data or []
 
 
@@ -94,7 +94,7 @@ def chat_data(
     threads: ThreadsOption = None,
 ) -> None:
     """Have a chat model ask and answer questions: data for --chats."""
-    resolve(target, "target")
+    locate(target, "target")
     quiet(threads)
     from forerun.train.chat_data import ChatRecipe, make_chats
     from forerun.train.texts import read_texts

@@ -26,7 +26,7 @@ from forerun.integrations.options import read
 from forerun.integrations.texts import Text, Texts
 from forerun.methods import Parts
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import resolve
+from forerun.zoo import locate
 
 CHUNK = 512  # tokens of a prompt that the draft model reads at once
 PREFIX_BYTES = 2**28  # of the draft model's KV that are kept for later prompts
@@ -71,7 +71,7 @@ class Proposer:
         on_gpu = not (device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cpu")
         model = load_model(source, "draft", weights=None if on_gpu and weights == "auto" else weights, device=device)
         check_vocabularies(int(self._target.get_vocab_size()), model.config.get_text_config().vocab_size, tokenizer)
-        folder = resolve(source, "draft")
+        folder = locate(source, "draft")
         return prepare_draft(model, folder, None, fast=True, in_place=True).fresh(PREFIX_BYTES)
 
     def _load_layer(self, draft: CausalLM) -> PreVerifier | None:

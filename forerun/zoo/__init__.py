@@ -127,7 +127,7 @@ def require(name: str) -> Path:
     return path
 
 
-def resolve(source: str | Path, part: str) -> str | Path:
+def locate(source: str | Path, part: str) -> str | Path:
     """Return the folder, GGUF file or hub id that a user's name for a target or draft (`part`) stands for.
 
     Raises ValueError for a path that does not exist, without asking a hub, and for a known model that is not here.
