@@ -384,14 +384,14 @@ def test_records_go_into_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: py
 def test_mistakes_are_told_before_anything_is_written(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: name)
+    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: name)
     with pytest.raises(ValueError, match=message):
         batch(write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "ray" else name)
     with pytest.raises(ValueError, match=r"forerun batch needs ray: pip install 'forerun\[ray\]'"):
         batch(tmp_path / "in.jsonl", tmp_path / "out", ray="local")
 

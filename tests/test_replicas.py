@@ -311,7 +311,7 @@ def test_the_config_in_the_docs_is_one_and_others_are_refused() -> None:
 def test_options_of_replicas_are_checked_before_anything_is_loaded(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: name)
+    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: name)
     found = CliRunner().invoke(cli, ["serve", *options])
     assert isinstance(found.exception, ValueError) and str(found.exception) == message
 

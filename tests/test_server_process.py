@@ -181,7 +181,7 @@ def test_mistakes_are_one_line(
 def test_without_the_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("forerun.cli.common.find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "uvicorn" else object())
     assert run_here(monkeypatch) == 2
     assert "pip install 'forerun[serve]'" in capsys.readouterr().err
 

@@ -10,16 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.common import absolute, absolute_options, best_target, check_ray, needs, quiet, say, shown_name
-from forerun.cli.options import (
-    BestTargetOption,
-    DecodeOptions,
-    KvMemoryOption,
-    MaxRowsOption,
-    ModelNameOption,
-    RayOption,
-    grouped,
-)
+from forerun.cli.common import quiet, say
+from forerun.cli.options import MaxRowsOption, ServingOptions, grouped
 from forerun.sampling.params import SamplingParams
 
 EVERY = 10.0  # seconds between two lines about the progress
@@ -30,8 +22,7 @@ KINDS = ("answered", "refused", "bad_lines", "failed")
 def batch(
     input: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch format, or prompts: one a line.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the answers; that of a killed job goes on.")],
-    target: BestTargetOption = None,
-    model_name: ModelNameOption = None,
+    serving: ServingOptions,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Of lines without max_tokens; else 1024 of chats, 16 of prompts.")
     ] = None,
@@ -40,30 +31,23 @@ def batch(
         int | None, typer.Option(help="Of lines without one, with the line's number added: repeatable sampling.")
     ] = None,
     max_rows: MaxRowsOption = 32,
-    kv_memory: KvMemoryOption = None,
-    *,
-    decoding: DecodeOptions,
-    ray: RayOption = None,
     actors: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; one a node by default.")] = None,
 ) -> None:
     """Answer a file of requests. Killed and run again, it goes on where it was. See docs/batch.md."""
-    needs("forerun batch", serve=["fastapi", "prometheus_client"], ray=["ray"] if ray else [])
-    check_ray(ray, actors=actors)
+    serving.check("forerun batch", ["fastapi", "prometheus_client"], actors=actors)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     SamplingParams(**given)
     defaults = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
-    model = best_target(target)
-    method = decoding.chosen_method(model)
-    options = absolute_options(decoding.for_load())
+    method = serving.chosen_method(serving.model)
+    options = serving.for_load()
     from forerun.scale.batch_file import scan
     from forerun.scale.batch_folder import Folder
 
-    shown = shown_name(model, model_name)
     # A job goes on with the options only that decided its answers so far.
-    job = options | {"target": absolute(model), "model_name": shown, **sampling}
+    job = options | {"target": serving.model, "model_name": serving.name, **sampling}
     job["method"] = None if method is None else {"name": method.name, **asdict(method)}
-    for name in ("device", "trust_remote_code"):
+    for name in ("device", "trust_remote_code", "kv_memory"):
         del job[name]
     source = scan(input)
     folder = Folder(out, source, job)
@@ -78,18 +62,17 @@ def batch(
             from forerun.scale import batch_local
             from forerun.server.worker import Loader
 
-            more = {"max_rows": max_rows, "kv_memory": kv_memory}
-            loader = Loader(absolute(model), method, options | more, decoding.threads)
+            loader = Loader(serving.model, method, options | {"max_rows": max_rows}, serving.threads)
             folder.on_record = _progress(folder, len(source.numbers))
             lines = source.lines(set(folder.done), defaults)
-            if ray is None:
-                seconds = asyncio.run(batch_local.run(loader, shown, max_rows, lines, folder))
+            if serving.ray is None:
+                seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder))
             else:
                 from forerun.scale import batch_ray
                 from forerun.scale.cluster import cluster
 
-                with cluster(ray, 256 * 2**20):
-                    seconds = batch_ray.run(loader, shown, max_rows, lines, folder, actors)
+                with cluster(serving.ray, 256 * 2**20):
+                    seconds = batch_ray.run(loader, serving.name, max_rows, lines, folder, actors)
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()

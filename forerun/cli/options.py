@@ -6,11 +6,13 @@ A command names an alias, or takes a whole dataclass of options through `grouped
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from copy import copy
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
+from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -25,18 +27,7 @@ from forerun.sampling.params import SamplingParams
 TargetOption = Annotated[
     str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
 ]
-BestTargetOption = Annotated[
-    str | None,
-    typer.Option(help="Hub id, folder or GGUF file; smollm2 if it is installed, else the embedded one by default."),
-]
-ModelNameOption = Annotated[str | None, typer.Option(help="Its name in answers; the target's by default.")]
 MaxRowsOption = Annotated[int, typer.Option(min=1, help="Sequences decoded at once, by each engine.")]
-KvMemoryOption = Annotated[
-    int | None, typer.Option(min=1, help="Bytes for the target's keys and values. Half of what is free by default.")
-]
-RayOption = Annotated[
-    str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")]
 MethodOption = Annotated[
     str | None,
@@ -93,13 +84,13 @@ class LoadOptions:
 
     def for_load(self) -> dict[str, Any]:
         """Return the options that `forerun.load` takes as they are."""
-        rest = ("threads", "method", "gamma", "method_arg")
+        rest = ("threads", "method", "gamma", "method_arg", "target", "model_name", "ray")
         return {name: value for name, value in vars(self).items() if name not in rest}
 
 
 @dataclass(frozen=True)
 class DraftOptions(LoadOptions):
-    """What the draft proposes too."""
+    """What the draft proposes."""
 
     draft_vocabulary: Annotated[
         int | None,
@@ -120,7 +111,7 @@ class DraftOptions(LoadOptions):
 
 @dataclass(frozen=True)
 class DecodeOptions(DraftOptions):
-    """The method too, and its trained parts."""
+    """The method and its trained parts."""
 
     method: MethodOption = None
     gamma: Annotated[int | None, typer.Option(help="Draft length; short for --method-arg gamma=N.")] = None
@@ -143,6 +134,57 @@ class DecodeOptions(DraftOptions):
             if source is not None:
                 zoo.locate(source, part)
         return found.method if self.method is not None or settings else None
+
+
+@dataclass(frozen=True)
+class ServingOptions(DecodeOptions):
+    """The target and the engines that run it. For `forerun serve` and `forerun batch`."""
+
+    target: Annotated[
+        str | None,
+        typer.Option(help="Hub id, folder or GGUF file; smollm2 if it is installed, else the embedded one by default."),
+    ] = None
+    model_name: Annotated[str | None, typer.Option(help="Its name in answers; the target's by default.")] = None
+    kv_memory: Annotated[
+        int | None, typer.Option(min=1, help="Bytes for the target's keys and values. Half of what is free by default.")
+    ] = None
+    ray: Annotated[
+        str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
+    ] = None
+
+    def check(self, command: str, packages: list[str], **for_ray: int | None) -> None:
+        """Raise ValueError for missing packages, and for options that need a cluster if none is given."""
+        for extra, names in (("serve", packages), ("ray", ["ray"] if self.ray else [])):
+            if missing := [each for each in names if find_spec(each) is None]:
+                raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'forerun[{extra}]'")
+        for name, value in for_ray.items():
+            if self.ray is None and value is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for --ray")
+        if self.ray == "":
+            raise ValueError("--ray takes local, auto or HOST:PORT")
+
+    @property
+    def model(self) -> str:
+        """The target that is named, or the best one that needs no download: a name, or an absolute path."""
+        return _absolute(self.target or (zoo.SMOLLM2 if zoo.find(zoo.SMOLLM2) is not None else zoo.EMBEDDED))
+
+    @property
+    def name(self) -> str:
+        """The model's name in answers."""
+        return self.model_name or (Path(self.model).name if Path(self.model).exists() else self.model)
+
+    def for_load(self) -> dict[str, Any]:
+        """Return the same with absolute paths, for processes in other folders."""
+        options = super().for_load()
+        return options | {key: _absolute(options[key]) for key in ("draft", "pre_verifier", "head") if options[key]}
+
+
+def _absolute(model: str | Path) -> str:
+    """Return a model's name, or the absolute path of its file or folder."""
+    if model == zoo.EMBEDDED or model in zoo.MODELS:
+        return str(model)
+    path = Path(model).expanduser()
+    return str(path.resolve() if path.exists() else model)
 
 
 @dataclass(frozen=True)
@@ -183,7 +225,10 @@ class SamplingOptions:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command."""
+    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command.
+
+    The first sentence of the class that declares a field is the title of its panel in --help.
+    """
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():
@@ -194,7 +239,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         groups[parameter.name] = group
         hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
-            parameters.append(parameter.replace(name=field.name, default=field.default, annotation=hints[field.name]))
+            owner = next(
+                each for each in reversed(group.__mro__) if field.name in vars(each).get("__annotations__", ())
+            )
+            kind, option = get_args(hints[field.name])
+            option = copy(option)  # an alias may be in several groups
+            option.rich_help_panel = str(owner.__doc__).partition(".")[0]
+            default = Parameter.empty if field.default is MISSING else field.default
+            parameters.append(parameter.replace(name=field.name, default=default, annotation=Annotated[kind, option]))
     flat = Signature(parameters)
 
     @wraps(command)

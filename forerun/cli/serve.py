@@ -10,16 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.common import absolute, absolute_options, best_target, check_ray, needs, quiet, shown_name
-from forerun.cli.options import (
-    BestTargetOption,
-    DecodeOptions,
-    KvMemoryOption,
-    MaxRowsOption,
-    ModelNameOption,
-    RayOption,
-    grouped,
-)
+from forerun.cli.common import quiet
+from forerun.cli.options import MaxRowsOption, ServingOptions, grouped
 from forerun.files import read_text
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -50,8 +42,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 @grouped
 def serve(
-    target: BestTargetOption = None,
-    model_name: ModelNameOption = None,
+    serving: ServingOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
     api_key: Annotated[
@@ -62,16 +53,12 @@ def serve(
     ] = None,
     max_rows: MaxRowsOption = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get status 503.")] = 256,
-    kv_memory: KvMemoryOption = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 * 2**20,
     max_seconds: Annotated[float, typer.Option(help="Seconds of a request, those in the queue included.")] = 600,
     drain: Annotated[float, typer.Option(help="Seconds for what runs when the server is to end.")] = 30,
-    *,
-    decoding: DecodeOptions,
     log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Lines of the log are JSON.")] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="The log has prompts too.")] = False,
-    ray: RayOption = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; 2 by default.")] = None,
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="The most while requests wait; as many as --replicas by default.")
@@ -82,9 +69,10 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
-    needs("forerun serve", serve=["fastapi", "uvicorn", "prometheus_client"], ray=["ray"] if ray else [])
+    serving.check(
+        "forerun serve", ["fastapi", "uvicorn", "prometheus_client"], replicas=replicas, max_replicas=max_replicas
+    )
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded; the loop's thread needs a core too
-    check_ray(ray, replicas=replicas, max_replicas=max_replicas)
     least = replicas or min(2, max_replicas or 2)
     most = max_replicas or least
     if most < least:
@@ -96,18 +84,17 @@ def serve(
             raise ValueError(f"--{name} must be a number of seconds, not {seconds}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise ValueError("--api-key must be printable ASCII without spaces around it")
-    model = best_target(target)
-    method = decoding.chosen_method(model)
+    method = serving.chosen_method(serving.model)
     from forerun.server.listening import listen
 
-    found = listen(host, port)
-    quiet(decoding.threads)
+    listening = listen(host, port)
+    quiet(serving.threads)
     from forerun.server.app import Settings
     from forerun.server.run import leave, serve
     from forerun.server.worker import Loader, Worker
 
-    serving = Settings(
-        model=shown_name(model, model_name),
+    settings = Settings(
+        model=serving.name,
         api_key=api_key,
         allow_origin=tuple(allow_origin or ()),
         max_body=max_body,
@@ -115,16 +102,16 @@ def serve(
         log_prompts=log_prompts,
     )
     how: dict[str, Any] = {"drain": drain, "log_level": log_level, "log_json": log_json}
-    options = decoding.for_load() | {"max_rows": max_rows, "max_queue": max_queue, "kv_memory": kv_memory}
-    options["share_outputs"] = any(each.startswith("warm=") for each in decoding.method_arg or [])
-    if ray is None:
-        serve(Worker(Loader(model, method, options, decoding.threads)), serving, found, **how)
+    options = serving.for_load() | {"max_rows": max_rows, "max_queue": max_queue}
+    options["share_outputs"] = any(each.startswith("warm=") for each in serving.method_arg or [])
+    loader = Loader(serving.model, method, options, serving.threads)
+    if serving.ray is None:
+        serve(Worker(loader), settings, listening, **how)
     else:
         from forerun.scale import replicas as scale
 
-        loader = Loader(absolute(model), method, absolute_options(options), decoding.threads)
-        count: dict[str, Any] = {"least": least, "most": most, "cpus": decoding.threads or 1}
+        count: dict[str, Any] = {"least": least, "most": most, "cpus": serving.threads or 1}
         made = scale.engines(loader, rows=max_rows, room=max_rows + max_queue, **count)
-        with scale.serving(ray, **count) as application:
-            serve(scale.fleet(made, application), serving, found, **how)
+        with scale.serving(serving.ray, **count) as application:
+            serve(scale.fleet(made, application), settings, listening, **how)
     leave()

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from forerun.cli.common import quiet
-from forerun.cli.options import DeviceOption, ThreadsOption, TrustOption, WeightsOption
+from forerun.cli.options import DeviceOption, ThreadsOption, TrustOption, WeightsOption, grouped
 from forerun.zoo import EMBEDDED, locate, own_draft
 
 app = typer.Typer(help="Train a draft, pre-verifier or head.", no_args_is_help=True)
 OutOption = Annotated[Path, typer.Option(help="Output folder; a stopped run continues from it.")]
-DataOption = Annotated[
-    list[str] | None,
-    typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
-]
-ChatsOption = Annotated[Path | None, typer.Option(help="Folder of `forerun train chat-data`, instead of --data.")]
-TargetOption = Annotated[str, typer.Option(help="Hub id or folder of the target.")]
-WorkOption = Annotated[Path | None, typer.Option(help="Folder that several trainings share.")]
-StepsOption = Annotated[int, typer.Option(min=1, help="Training steps.")]
 RateOption = Annotated[float, typer.Option(min=0, help="Learning rate.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of the training.")]
 PromptOption = Annotated[int, typer.Option(min=2, help="Tokens of text a window begins with.")]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What all trainings need."""
+
+    out: OutOption
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
+    ] = None
+    chats: Annotated[Path | None, typer.Option(help="Folder of `forerun train chat-data`, instead of --data.")] = None
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000
+    work: Annotated[Path | None, typer.Option(help="Folder that several trainings share.")] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of the training.")] = 0
+    device: DeviceOption = None
+    trust_remote_code: TrustOption = False
+    threads: ThreadsOption = None
+
+    def run(self, draft: str | None = None) -> Any:
+        """Return the run of these options. Raises ValueError for sources and models that do not exist."""
+        data = _check(self.data, self.target, draft)
+        quiet(self.threads)
+        from forerun.train.run import Run
+
+        return Run(self.target, self.out, data, self.chats, self.work, self.device, self.trust_remote_code, say)
 
 
 def say(line: str) -> None:
@@ -45,36 +64,26 @@ def _check(data: list[str] | None, target: str, draft: str | None = None) -> lis
 
 
 @app.command("draft")
+@grouped
 def draft(
-    out: OutOption,
-    data: DataOption = None,
-    chats: ChatsOption = None,
-    target: TargetOption = EMBEDDED,
+    training: TrainOptions,
     init: Annotated[str | None, typer.Option(help="Start from this model instead of a new Llama.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of a new draft.")] = 2,
     width: Annotated[int, typer.Option(min=64, help="Width of a new draft, a multiple of 64.")] = 192,
     hot: Annotated[float, typer.Option(help="Share of the vocabulary that it proposes, besides the text's.")] = 1.0,
-    steps: StepsOption = 2000,
     batch: Annotated[int, typer.Option(min=2, help="Windows a step, about half of them the target's output.")] = 16,
     length: Annotated[int, typer.Option(min=16, help="Tokens a window.")] = 512,
     sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output to make.")] = 3072,
     lr: RateOption = 3e-3,
-    work: WorkOption = None,
-    seed: SeedOption = 0,
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    threads: ThreadsOption = None,
 ) -> None:
     """Distil a draft for any target on the target's own output."""
     if width % 64:
         raise ValueError(f"--width must be a multiple of 64, not {width}")
-    data = _check(data, target, init)
-    quiet(threads)
+    run = training.run(init)
     from forerun.train.draft import DraftRecipe, train_draft
-    from forerun.train.run import Run
 
-    run = Run(target, out, data, chats, work, device, trust_remote_code, say)
-    train_draft(run, DraftRecipe(sequences, length, layers, width, hot, steps, batch, lr, seed), init)
+    recipe = DraftRecipe(sequences, length, layers, width, hot, training.steps, batch, lr, training.seed)
+    train_draft(run, recipe, init)
 
 
 @app.command("chat-data")
@@ -106,11 +115,9 @@ def chat_data(
 
 
 @app.command("pre-verifier")
+@grouped
 def pre_verifier(
-    out: OutOption,
-    data: DataOption = None,
-    chats: ChatsOption = None,
-    target: TargetOption = EMBEDDED,
+    training: TrainOptions,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     inputs: Annotated[
         str | None,
@@ -124,25 +131,17 @@ def pre_verifier(
     prompt: PromptOption = 128,
     output: Annotated[int, typer.Option(min=24, help="Tokens of output a window goes on with.")] = 148,
     anchors: Annotated[int, typer.Option(min=2, help="Drafts that leave each window or answer.")] = 48,
-    steps: StepsOption = 2000,
     lr: RateOption = 2e-3,
-    work: WorkOption = None,
-    seed: SeedOption = 0,
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    threads: ThreadsOption = None,
 ) -> None:
     """Train the layer that decides where a draft ends; best on text that neither model was trained on."""
-    draft = draft if draft is not None else own_draft(target)
+    draft = draft if draft is not None else own_draft(training.target)
     if draft is None:
         raise ValueError("give a draft: --draft")
     if width % 4:
         raise ValueError(f"--width must be a multiple of 4, not {width}")
-    data = _check(data, target, draft)
-    quiet(threads)
+    run = training.run(draft)
     from forerun.heads.pre_verifier import INPUTS
     from forerun.train.pre_verifier import Recipe, train_pre_verifier
-    from forerun.train.run import Run
 
     layer: dict[str, object] = {"width": width}
     if inputs is not None:
@@ -150,17 +149,14 @@ def pre_verifier(
         for name in inputs.split(","):
             if name not in INPUTS:
                 raise ValueError(f"--inputs takes {', '.join(INPUTS)}, not {name!r}")
-    recipe = Recipe(sequences, prompt, output, anchors, steps=steps, lr=lr, seed=seed)
-    run = Run(target, out, data, chats, work, device, trust_remote_code, say)
+    recipe = Recipe(sequences, prompt, output, anchors, steps=training.steps, lr=lr, seed=training.seed)
     train_pre_verifier(run, draft, recipe, layer)
 
 
 @app.command("lyanna")
+@grouped
 def lyanna(
-    out: OutOption,
-    data: DataOption = None,
-    chats: ChatsOption = None,
-    target: TargetOption = EMBEDDED,
+    training: TrainOptions,
     kind: Annotated[str, typer.Option(help="lyanna, or eagle to compare with.")] = "lyanna",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
     rank: Annotated[int, typer.Option(min=0, help="Rank of the token information; 0 for a head without it.")] = 64,
@@ -168,25 +164,14 @@ def lyanna(
     sequences: Annotated[int, typer.Option(min=4, help="Windows of the target's own output.")] = 2048,
     prompt: PromptOption = 64,
     output: Annotated[int, typer.Option(min=8, help="Tokens of output a window goes on with.")] = 192,
-    steps: StepsOption = 2000,
     batch: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 8,
     lr: RateOption = 6e-3,
     unroll: Annotated[int, typer.Option(min=1, help="Steps of a draft that are trained.")] = 4,
     start: Annotated[Path | None, typer.Option(help="A trained head of the same form to go on from.")] = None,
-    work: WorkOption = None,
-    seed: SeedOption = 0,
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    threads: ThreadsOption = None,
 ) -> None:
     """Train a head that drafts from the target's hidden states."""
-    data = _check(data, target)
-    quiet(threads)
+    run = training.run()
     from forerun.train.head import HeadRecipe, train_head
-    from forerun.train.run import Run
 
-    recipe = HeadRecipe(
-        sequences, prompt, output, steps, batch, lr, unroll, seed=seed, kind=kind, layers=layers, rank=rank, hot=hot
-    )
-    run = Run(target, out, data, chats, work, device, trust_remote_code, say)
-    train_head(run, recipe, start)
+    shape: dict[str, Any] = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "seed": training.seed}
+    train_head(run, HeadRecipe(sequences, prompt, output, training.steps, batch, lr, unroll, **shape), start)
