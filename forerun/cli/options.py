@@ -233,7 +233,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():
         group = parameter.annotation
-        if not is_dataclass(group):
+        if not (isinstance(group, type) and is_dataclass(group)):
             parameters.append(parameter)
             continue
         groups[parameter.name] = group
