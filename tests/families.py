@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+import transformers
+from transformers import PreTrainedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 130,
@@ -32,20 +21,21 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 20, "num_key_value_heads": 1}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "num_key_value_heads": 4}),
-    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0]}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 20, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 4}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
 }
 
 
 def tiny(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
     """A random float32 model whose logits differ enough for argmax to matter."""
-    cls, config, settings = MODELS[name]
+    family, settings = MODELS[name]
+    cls = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(seed)
-    model: Any = cls(config(**{**SIZES, **settings, **others}))
+    model: Any = cls(cls.config_class(**{**SIZES, **settings, **others}))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)

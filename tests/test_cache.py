@@ -178,14 +178,6 @@ def test_what_is_reserved_takes_no_memory_before_it_is_used() -> None:
     assert cache.allocated_bytes > 1_600_000_000 and resident() - before < 50_000_000
 
 
-def test_a_longer_length_cannot_be_cropped_to() -> None:
-    pair = Pair()
-    pair.add(4)
-    pair.commit(pair.forward({4: 2}), [[0, 1]])
-    with pytest.raises(AssertionError):
-        pair.cache.crop_to([4], [3])
-
-
 def test_a_sequence_has_one_row() -> None:
     cache = KVCache(LAYERS)
     cache.add(4)

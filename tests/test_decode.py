@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from toys import (
+    RandomTrees,
     TableLM,
     decode,
     joint_distribution,
     noisy_copy,
     p_value,
     random_table,
-    random_tree,
     tiny,
     tiny_tokenizer,
     tokens_of,
@@ -41,13 +41,12 @@ from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.sampling.sampler import Sampler
-from forerun.sampling.seeded import SeededStream
 
 V, ROWS, NEW, JOINT = 4, 2000, 5, 3
 FITS, BROKEN = 1e-4, 1e-6
 PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # with a few n-grams to look up
 
-# Thresholds at which rows stop behind different tokens.
+# Thresholds at which rows stop after different tokens.
 METHODS: dict[str, Method] = {
     "ar": AR(),
     "sd": SD(3),
@@ -65,22 +64,12 @@ METHODS: dict[str, Method] = {
 }
 
 
-class RandomTrees(PlainDrafter):
-    """Point masses at random, as trees that may be deeper than there is room."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def propose(self, seqs: list[Sequence]) -> Proposal:
-        return Proposal([random_tree(9, V, self.generator, root=seq.tokens[-1]) for seq in seqs])
-
-
 class ChainsAndTrees(ChainDrafter):
     """A sampled chain with random point masses around it."""
 
     def __init__(self, model: TableLM) -> None:
         super().__init__(model, FixedLength(2))
-        self.trees = RandomTrees()
+        self.trees = RandomTrees(V)
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         chains, trees = super().propose(seqs).drafts, self.trees.propose(seqs).drafts
@@ -92,7 +81,7 @@ DRAFTERS: dict[str, Callable[[TableLM], Drafter]] = {
         name: lambda draft, method=method: method.build(Parts(TableLM(TARGET), draft))
         for name, method in METHODS.items()
     },
-    "random trees": lambda draft: RandomTrees(),
+    "random trees": lambda draft: RandomTrees(V),
     "chains and trees": ChainsAndTrees,
 }
 
@@ -157,7 +146,7 @@ def test_another_distribution_is_seen() -> None:
 
 
 class StopWhenUnsure(LengthPolicy, StopRule):
-    """Stops behind a token that the draft itself found improbable."""
+    """Stops after a token that the draft itself found improbable."""
 
     def __init__(self, least: float, gamma: int = 4) -> None:
         self.least, self.gamma = least, gamma
@@ -199,7 +188,7 @@ class DropsTheLast(ChainDrafter):
         return Proposal(drafts)
 
 
-def test_a_policy_that_stops_behind_a_token_keeps_the_distribution() -> None:
+def test_a_policy_that_stops_after_a_token_keeps_the_distribution() -> None:
     assert fit(ChainDrafter(TableLM(DRAFT), StopWhenUnsure(0.4))) > FITS
 
 
@@ -268,7 +257,7 @@ def test_steps_add_up(drafter: str, is_greedy: bool) -> None:
 
 
 class EndsWith(StoppingCriteria):
-    """Stops behind a pair of tokens."""
+    """Stops after a pair of tokens."""
 
     def __init__(self, pair: tuple[int, int]) -> None:
         self.pair = pair
@@ -309,43 +298,6 @@ def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject)
         check_steps(rows)
 
 
-@pytest.mark.parametrize("drafter", METHODS)
-def test_a_row_does_not_depend_on_its_neighbours_seeds_or_ends(drafter: str) -> None:
-    def sampled(rows: abc.Sequence[int]) -> list[list[int]]:
-        requests = [Request(PROMPTS[row % 4], 5 + 3 * row, Sampler(False), seed=7, stream=row) for row in rows]
-        built = METHODS[drafter].build(Parts(TableLM(TARGET), TableLM(DRAFT)))
-        return [tokens_of(steps) for steps in decode(TableLM(TARGET), built, requests)]
-
-    together = sampled(range(8))
-    assert together == [sampled([row])[0] for row in range(8)]
-    assert together[::-1] == sampled(range(7, -1, -1))
-    # The same prompt under another seed is another text.
-    assert together[0] != together[4][: len(together[0])]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_seeds_on_a_real_model(method: str) -> None:
-    target = tiny("llama")
-    decoder = Decoder(target, None, noisy_copy(target, 0.03), METHODS[method])
-    prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
-    options = {"temperature": 1.0, "max_new_tokens": 24}
-    batch = decoder.generate(prompts, seed=11, **options)
-    assert [row.tokens for row in batch] == [row.tokens for row in decoder.generate(prompts, seed=11, **options)]
-    assert batch[0].tokens == decoder.generate(prompts[0], seed=11, **options).tokens
-    assert batch[0].tokens != decoder.generate(prompts[0], seed=12, **options).tokens
-
-
-def test_streams_of_neighbouring_seeds_do_not_overlap() -> None:
-    decoder = Decoder(tiny("llama"), method=AR())
-    options = {"temperature": 1.0, "max_new_tokens": 12}
-    texts = [tuple(row.tokens) for seed in range(4) for row in decoder.generate([[5, 6]] * 4, seed=seed, **options)]
-    assert len(set(texts)) == len(texts)
-    keys = {
-        SeededStream(seed, stream).at(position) for seed in range(20) for stream in range(20) for position in range(20)
-    }
-    assert len(keys) == 8000
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_stop_strings_cut_text_and_tokens(method: str) -> None:
     tokenizer = tiny_tokenizer()
@@ -355,21 +307,17 @@ def test_stop_strings_cut_text_and_tokens(method: str) -> None:
     odd = [
         i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isprintable() or "\ufffd" in tokenizer.decode([i])
     ]
-    config = GenerationConfig(max_new_tokens=30, do_sample=False, suppress_tokens=odd)
+    options = {"max_new_tokens": 30, "do_sample": False, "suppress_tokens": odd}
     prompt = tokenizer.encode("def add(a, b):\n")
-    plain = Decoder(target, tokenizer, None, AR()).generate(prompt, config)
+    plain = Decoder(target, tokenizer, None, AR()).generate(prompt, GenerationConfig(**options))
     for at in (0, 7, 20):
         stop = plain.text[at : at + 3]
-        config = replace_stop(config, [stop, "\n\n"])
+        config = GenerationConfig(**options, stop_strings=[stop, "\n\n"])
         end = next(n for n in range(1, 31) if stop in tokenizer.decode(plain.tokens[:n]))
         done = decoder.generate(prompt, config)
         assert done.tokens == plain.tokens[:end] and done.finish_reason == "stop"
         assert done.text == plain.text[: plain.text.find(stop)]
         assert "".join(chunk.text for chunk in decoder.stream(prompt, config)) == done.text
-
-
-def replace_stop(config: GenerationConfig, stop: list[str]) -> GenerationConfig:
-    return GenerationConfig(**{**config.to_diff_dict(), "stop_strings": stop})
 
 
 def test_a_drafter_sees_what_became_of_its_drafts() -> None:

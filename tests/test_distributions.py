@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
-from toys import COSTS, LAYERS, noisy_copy, p_value, random_head, random_layer, tiny
+from toys import noisy_copy, p_value, parts_of, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from forerun import Decoder
-from forerun.methods import METHODS, method
+from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 
 VOCAB, ROWS, JOINT = 6, 700, 3
@@ -67,13 +67,10 @@ def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) 
     settings = METHOD_SETTINGS[name]
     name = name.removeprefix("sampled ").partition(" ")[0]
     model, draft = target(), noisy_copy(target(), 0.05)
-    layer = random_layer(model, draft, **LAYERS[name]) if name in LAYERS else None
-    kind = METHODS[name].head
-    head = random_head(CausalLM(model), hot=5, kind=kind) if kind else None
-    chosen = method(name, **settings)
-    decoder = Decoder(model, None, draft, chosen, False, pre_verifier=layer, head=head, max_rows=250, costs=COSTS)
+    parts = parts_of(name, model, draft, hot=5)
+    decoder = Decoder(model, None, draft, method(name, **settings), False, max_rows=250, **parts)
     decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
-    torch.manual_seed(5)  # with a seed of its own a sequence would go by races, whatever is drafted
+    torch.manual_seed(5)  # with a seed of its own a sequence would be sampled the same, whatever is drafted
     rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, ignore_eos=True, **CONFIGS[config])
     assert p_value([row.tokens[:JOINT] for row in rows], joint(config)) > FITS
     # The machinery was at work: drafts were tested, and some were accepted and some not.

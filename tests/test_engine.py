@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import COSTS, LAYERS, VOCAB, TableLM, noisy_copy, random_head, random_layer, random_table, tiny, tokens_of
+from toys import VOCAB, TableLM, drain, noisy_copy, parts_of, random_table, take_step, tiny, tokens_of
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
@@ -23,7 +23,6 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.failures import TargetLostError
 from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
-from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.sampling.sampler import Sampler
 
@@ -53,12 +52,8 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 @cache
 def decoder(name: str) -> Decoder:
     target, draft = models()
-    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
-    kind = METHODS[name].head
-    head = random_head(CausalLM(target), kind=kind) if kind else None
     chosen = method(name, **SETTINGS.get(name, {}))
-    parts: Any = {"pre_verifier": layer, "head": head, "costs": COSTS}
-    return Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts)
+    return Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts_of(name, target, draft))
 
 
 def engine_of(name: str) -> Engine:
@@ -67,18 +62,14 @@ def engine_of(name: str) -> Engine:
     return made.engine
 
 
-def drain(engine: Engine) -> dict[int, list[Step]]:
-    found: dict[int, list[Step]] = {}
-    while engine.busy:
-        for step in engine.step():
-            found.setdefault(step.id, []).append(step)
-    return found
-
-
 def alone(name: str, request: Request) -> list[int]:
     engine = engine_of(name)
     id = engine.add(request)
     return tokens_of(drain(engine)[id])
+
+
+def assert_empty(engine: Engine) -> None:
+    assert not engine.target.cache.ids and not leftovers(engine.drafter)
 
 
 def leftovers(thing: object, seen: set[int] | None = None) -> list[str]:
@@ -136,8 +127,7 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
         for index, id in ids.items():
             if index in aborts and len(steps[id]) >= aborts[index] and steps[id][-1].finish_reason is None:
                 engine.abort(id)
-        for step in engine.step():
-            steps[step.id].append(step)
+        take_step(engine, steps)
         assert len(engine.running) <= engine.max_rows
         gone = {id for index, id in ids.items() if steps[id] and steps[id][-1].finish_reason is not None}
         assert not gone & set(engine.target.cache.ids)
@@ -148,8 +138,67 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
             assert index in aborts and found == wanted[index][: len(found)]
         else:
             assert found == wanted[index] and reason in ("stop", "length")
-    assert not engine.target.cache.ids
-    assert not leftovers(engine.drafter)
+    assert_empty(engine)
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which a library in Rust raises: no handler of exceptions catches it."""
+
+
+class Fails(LogitsProcessor):
+    """A user's processor that raises after `length` tokens; without an error it leaves no token to sample."""
+
+    def __init__(self, length: int, error: type[BaseException] | None) -> None:
+        self.length, self.error = length, error
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self.length:
+            return scores
+        if self.error is None:
+            return torch.full_like(scores, -torch.inf)
+        raise self.error("of the user")
+
+
+class NeverStops(StoppingCriteria):
+    """The same as a criterion."""
+
+    def __init__(self, length: int, error: type[BaseException] = ZeroDivisionError) -> None:
+        self.processor = Fails(length, error)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.processor(input_ids, scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def failing(prompt: abc.Sequence[int], how: str = "processor", greedy: bool = True) -> Request:
+    error = {"panic": Panic, "nothing": None}.get(how.split()[0], ZeroDivisionError)
+    if how.endswith("criterion"):
+        criteria = StoppingCriteriaList([NeverStops(len(prompt) + 6, error)])  # type: ignore[arg-type]
+        return Request(prompt, 20, Sampler(greedy), criteria=criteria, seed=1)
+    return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([Fails(len(prompt) + 6, error)])), seed=1)
+
+
+FAILURES = [(name, how) for name in METHODS for how in ("processor", "criterion", "nothing to sample")]
+FAILURES += [("sd", "panic in a processor"), ("sd", "panic in a criterion")]
+
+
+@pytest.mark.parametrize(("name", "how"), FAILURES)
+def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> None:
+    good = [Request(PROMPTS[0], 20), Request(PROMPTS[2], 25)]
+    wanted = [alone(name, request) for request in good]
+    engine = engine_of(name)
+    first = engine.add(good[0])
+    bad = [engine.add(failing(PROMPTS[4], how, False))]
+    if how != "nothing to sample":  # greedy decoding takes a token all the same, as transformers does
+        bad.append(engine.add(failing(PROMPTS[3], how)))
+    second = engine.add(good[1])
+    steps = drain(engine)
+    kind = Panic if "panic" in how else ValueError if "nothing" in how else ZeroDivisionError
+    for id in bad:
+        assert steps[id][-1].finish_reason == "error" and len(tokens_of(steps[id])) <= 6
+        assert isinstance(steps[id][-1].error, kind)
+    assert [tokens_of(steps[id]) for id in (first, second)] == wanted
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -171,54 +220,7 @@ def test_an_abort_frees_the_row_with_the_next_step(name: str) -> None:
     for id in ids:
         engine.abort(id)
     drain(engine)
-    assert not engine.busy and not engine.target.cache.ids and not leftovers(engine.drafter)
-
-
-class Fails(LogitsProcessor):
-    """A user's processor that raises behind so many tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] >= self.length:
-            raise ZeroDivisionError("of the user")
-        return scores
-
-
-class NeverStops(StoppingCriteria):
-    """The same as a criterion."""
-
-    def __init__(self, length: int) -> None:
-        self.processor = Fails(length)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.processor(input_ids, scores)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def failing(prompt: abc.Sequence[int], how: str, greedy: bool) -> Request:
-    if how == "processor":
-        return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([Fails(len(prompt) + 6)])), seed=1)
-    return Request(prompt, 20, Sampler(greedy), criteria=StoppingCriteriaList([NeverStops(len(prompt) + 6)]), seed=1)
-
-
-@pytest.mark.parametrize("how", ["processor", "criterion"])
-@pytest.mark.parametrize("name", METHODS)
-def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> None:
-    good = [Request(PROMPTS[0], 20), Request(PROMPTS[2], 25)]
-    wanted = [alone(name, request) for request in good]
-    engine = engine_of(name)
-    first = engine.add(good[0])
-    bad = engine.add(failing(PROMPTS[3], how, True))
-    worse = engine.add(failing(PROMPTS[4], how, False))
-    second = engine.add(good[1])
-    steps = drain(engine)
-    for id in (bad, worse):
-        assert steps[id][-1].finish_reason == "error"
-        assert isinstance(steps[id][-1].error, ZeroDivisionError)
-    assert [tokens_of(steps[id]) for id in (first, second)] == wanted
-    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+    assert_empty(engine)
 
 
 @given(data=st.data())
@@ -236,7 +238,7 @@ def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st
     engine = engine_of(name)
     steps: dict[int, list[Step]] = {}
     ids = [engine.add(request) for request in requests[:2]]
-    aborted, bad = engine.add(Request(PROMPTS[4], 20)), engine.add(failing(PROMPTS[3], "processor", True))
+    aborted, bad = engine.add(Request(PROMPTS[4], 20)), engine.add(failing(PROMPTS[3]))
     ids += [engine.add(request) for request in requests[2:]]
     owner = data.draw(st.sampled_from(["target", "drafter", "engine"]))
     names = {
@@ -261,7 +263,7 @@ def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st
         found = tokens_of(steps[id])
         assert found == tokens if request.sampler.greedy or name == "ar" else len(found) == len(tokens), (owner, place)
     assert [steps[id][-1].finish_reason for id in (aborted, bad)] == ["abort", "error"]
-    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+    assert_empty(engine)
 
 
 def test_what_is_undone_is_no_output_to_learn_from() -> None:
@@ -298,10 +300,6 @@ def interrupt_once(owner: Any, name: str, after: int) -> None:
     setattr(owner, name, interrupted)
 
 
-class Panic(BaseException):
-    """As pyo3's PanicException, which a library in Rust raises: no handler of exceptions catches it."""
-
-
 CALLS = {"target": ["forward", "commit", "prefill", "join"], "drafter": ["admit", "propose", "observe"]}
 
 
@@ -332,19 +330,18 @@ def test_who_makes_steps_fail_is_found_and_ended_alone(name: str, place: str, er
     ids = [engine.add(request) for request in good[:2]]
     bad = engine.add(Request(PROMPTS[3], 20))
     ids += [engine.add(request) for request in good[2:]]  # the last one waits for a row
-    steps = {step.id: [step] for step in engine.step()}
+    steps: dict[int, list[Step]] = {}
     while bad not in steps:
-        steps |= {step.id: [*steps.get(step.id, []), step] for step in engine.step()}
+        take_step(engine, steps)
     owner, method_name = place.split(".")
     broken = Breaking(getattr(engine, owner), method_name, error, bad)
-    for id, more in drain(engine).items():
-        steps.setdefault(id, []).extend(more)
+    drain(engine, steps)
     last = steps[bad][-1]
     assert last.finish_reason == "error" and last.error is error and last.tokens == ()
     assert tokens_of(steps[bad]) == wanted[-1][: len(tokens_of(steps[bad]))]
     assert [tokens_of(steps[id]) for id in ids] == wanted[:-1]
     assert {steps[id][-1].finish_reason for id in ids} == {"length"} and broken.times == 2**31 - 2
-    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+    assert_empty(engine)
 
 
 @given(data=st.data())
@@ -358,16 +355,14 @@ def test_a_failure_that_happens_once_costs_nobody_anything(name: str, data: st.D
     owner = data.draw(st.sampled_from(sorted(CALLS)))
     place, error = data.draw(st.sampled_from(CALLS[owner])), data.draw(st.sampled_from([RuntimeError(), Panic()]))
     ids = [engine.add(request) for request in requests]
-    steps: dict[int, list[Step]] = {id: [] for id in ids}
+    steps: dict[int, list[Step]] = {}
     for _ in range(data.draw(st.integers(0, 6))):
-        for step in engine.step():
-            steps[step.id].append(step)
+        take_step(engine, steps)
     Breaking(getattr(engine, owner), place, error, times=1)
-    for id, more in drain(engine).items():
-        steps[id] += more
+    drain(engine, steps)
     assert [tokens_of(steps[id]) for id in ids] == wanted, (owner, place)
     assert {steps[id][-1].finish_reason for id in ids} == {"length"}
-    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("place", ["forward", "prefill"])
@@ -379,12 +374,11 @@ def test_where_nothing_works_each_request_gets_its_try(place: str) -> None:
     steps = drain(engine)
     assert [[step.finish_reason for step in steps[id]] for id in ids] == [["error"]] * 5
     assert broken.calls <= 2 * len(ids)
-    assert not engine.target.cache.ids and not leftovers(engine.drafter)
+    assert_empty(engine)
 
 
 def test_a_failure_that_comes_and_goes_ends_nobody() -> None:
     """As of a batch that is too large for the memory: alone each of its rows passes."""
-    engine = engine_of("sd")
     wanted = [alone("sd", Request(prompt, 12)) for prompt in PROMPTS]
     engine = engine_of("sd")
     ids = [engine.add(Request(prompt, 12)) for prompt in PROMPTS]
@@ -407,11 +401,10 @@ def test_a_text_that_cannot_be_kept_is_no_fault_of_its_request(monkeypatch: pyte
     engine = Engine(engine_of("sd").target.fresh(2**20), PlainDrafter())
     monkeypatch.setattr(PrefixStore, "put", lambda *args, **options: (_ for _ in ()).throw(MemoryError()))
     ids = [engine.add(Request(prompt, 9)) for prompt in PROMPTS[:3]]
-    steps = engine.step()
+    found: dict[int, list[Step]] = {}
+    take_step(engine, found)
     engine.abort(ids[2])
-    found = drain(engine)
-    for step in steps:
-        found[step.id].insert(0, step)
+    drain(engine, found)
     assert [tokens_of(found[id]) for id in ids[:2]] == wanted[:2]
     assert found[ids[2]][-1].finish_reason == "abort"
 
@@ -451,27 +444,6 @@ def test_only_who_makes_steps_fail_is_told() -> None:
     assert made.generate(PROMPTS[0], max_new_tokens=30).tokens == wanted
 
 
-def test_a_panic_in_a_processor_ends_that_request_alone() -> None:
-    class Panics(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] >= 9:
-                raise Panic
-            return scores
-
-    class NeverEnds(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            raise Panic
-
-    wanted = alone("sd", Request(PROMPTS[0], 20))
-    engine = engine_of("sd")
-    good = engine.add(Request(PROMPTS[0], 20))
-    bad = [engine.add(Request(PROMPTS[3], 20, Sampler(True, LogitsProcessorList([Panics()]))))]
-    bad.append(engine.add(Request(PROMPTS[3], 20, criteria=StoppingCriteriaList([NeverEnds()]))))
-    steps = drain(engine)
-    assert tokens_of(steps[good]) == wanted
-    assert all(isinstance(steps[id][-1].error, Panic) for id in bad)
-
-
 def test_what_progress_raises_is_raised_once() -> None:
     made, told = decoder("sd"), []
     made.close()
@@ -484,44 +456,6 @@ def test_what_progress_raises_is_raised_once() -> None:
     with pytest.raises(ZeroDivisionError):
         made.generate(PROMPTS[2], max_new_tokens=5, progress=progress)
     assert len(told) == 1
-
-
-class Nothing(LogitsProcessor):
-    """Leaves no token to sample behind so many."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= self.length else scores
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_sequence_with_nothing_to_sample_ends_alone(name: str) -> None:
-    wanted = alone(name, Request(PROMPTS[0], 20))
-    engine = engine_of(name)
-    good = engine.add(Request(PROMPTS[0], 20))
-    bad = engine.add(Request(PROMPTS[1], 20, Sampler(False, LogitsProcessorList([Nothing(4)])), seed=1))
-    steps = drain(engine)
-    assert tokens_of(steps[good]) == wanted
-    assert isinstance(steps[bad][-1].error, ValueError) and len(tokens_of(steps[bad])) <= 3
-
-
-def test_what_is_not_a_number_does_not_outlive_its_request() -> None:
-    target = tiny("llama")
-    engine = Decoder(target, method=method("ar"), prefix_bytes=0).engine
-    wanted = [alone("ar", Request(prompt, 20)) for prompt in (PROMPTS[0], PROMPTS[2])]
-    first, second = (engine.add(Request(PROMPTS[4], 30)) for _ in range(2))  # buffers for two rows
-    for _ in range(3):
-        engine.step()
-    with torch.inference_mode():
-        for layer in engine.target.cache.layers:
-            layer.values[:2] = torch.nan
-    steps = drain(engine)
-    assert [steps[id][-1].finish_reason for id in (first, second)] == ["error", "error"]
-    ids = [engine.add(Request(prompt, 20)) for prompt in (PROMPTS[0], PROMPTS[2])]
-    steps = drain(engine)
-    assert [tokens_of(steps[id]) for id in ids] == wanted
 
 
 def test_a_draft_that_shows_its_states_finds_its_prefixes() -> None:
@@ -629,16 +563,13 @@ def test_the_kv_budget_holds_and_a_request_that_can_never_fit_is_refused() -> No
     made = Decoder(target, draft=noisy_copy(target, 0.03), method=method("sd"), kv_memory=2 * 256 * position)
     engine = made.engine
     ids = [engine.add(Request(prompt, 60)) for prompt in PROMPTS]
-    steps: dict[int, list[Step]] = {id: [] for id in ids}
+    steps: dict[int, list[Step]] = {}
     while engine.busy:
-        for step in engine.step():
-            steps[step.id].append(step)
+        take_step(engine, steps)
         assert len(engine.running) <= 2
         assert engine.target.cache.allocated_bytes <= 2 * 256 * position
     assert [tokens_of(steps[id]) for id in ids] == wanted
     assert max(step.rows for own in steps.values() for step in own) == 2
-    with pytest.raises(ValueError, match="kv_memory"):
-        engine.add(Request(PROMPTS[0], 1500))
     with pytest.raises(ValueError, match="kv_memory"):
         made.generate(PROMPTS[0], max_new_tokens=1500)
 
@@ -648,14 +579,12 @@ def test_the_queue_is_bounded_and_served_in_order() -> None:
     ids = [engine.add(Request([1, 2], 3 + i)) for i in range(5)]  # two rows are free
     with pytest.raises(QueueFullError):
         engine.add(Request([1], 1))
-    first: list[int] = []
+    first: dict[int, list[Step]] = {}
     while engine.busy:
-        for step in engine.step():
-            if step.id not in first:
-                first.append(step.id)
+        take_step(engine, first)
         if len(ids) < 8 and len(engine.waiting) < 3:
             ids.append(engine.add(Request([1, 2], 2)))
-    assert first == ids
+    assert list(first) == ids
     for name in ("max_rows", "max_queue", "kv_memory"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
             Engine(TableLM(random_table(8, 1)), PlainDrafter(), **{name: 0})
@@ -693,7 +622,8 @@ def test_buffers_are_allocated_once() -> None:
     made = decoder("sd")
     made.close()
     made.generate(PROMPTS * 2, max_new_tokens=30)
-    caches = made.engine.target.cache, made.engine.drafter.model.cache
+    models = made.engine.target, made.engine.drafter.model
+    caches = [each for model in models for each in (model.cache, model.prompts.cache)]
 
     def places() -> list[int]:
         return [layer.keys.data_ptr() for each in caches for layer in each.layers]

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from toys import ARCHITECTURES, CORE, COSTS, LAYERS, VOCAB, decode, noisy_copy, random_layer, tiny, tokens_of
+from toys import ARCHITECTURES, CORE, VOCAB, decode, noisy_copy, parts_of, tiny, tokens_of
 from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.baselines.lookup import Lookup
@@ -74,8 +74,7 @@ CASES += [(name, method, "plain") for name in ARCHITECTURES if name not in CORE 
 def test_greedy_output_equals_transformers(architecture: str, method: str, config: str) -> None:
     how, kind = METHODS[method]
     small = draft(architecture, kind)
-    layer = random_layer(target(architecture), small, **LAYERS[method]) if method in LAYERS else None
-    decoder = Decoder(target(architecture), None, small, how, guard=False, pre_verifier=layer, costs=COSTS)
+    decoder = Decoder(target(architecture), None, small, how, False, **parts_of(method, target(architecture), small))
     wanted = expected(architecture, config)
     together = decoder.generate(PROMPTS, GenerationConfig(**CONFIGS[config]))
     assert [row.tokens for row in together] == wanted
@@ -89,7 +88,7 @@ def test_greedy_output_equals_transformers(architecture: str, method: str, confi
 
 
 class KnowsTheAnswer(PlainDrafter):
-    """Trees that hold the right continuation behind wrong siblings, so that what is accepted is never a prefix."""
+    """Trees that hold the right continuation after wrong siblings, so that what is accepted is never a prefix."""
 
     def __init__(self, outputs: abc.Sequence[abc.Sequence[int]]) -> None:
         self.outputs = outputs

@@ -1,4 +1,4 @@
-"""Structured output: the target's law restricted to a grammar, whatever is drafted, and what is refused."""
+"""Structured output: the target's distribution restricted to a grammar, whatever is drafted, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
 from toys import (
-    COSTS,
-    LAYERS,
+    RandomTrees,
     TableLM,
     decode,
     noisy_copy,
     p_value,
-    random_head,
-    random_layer,
+    parts_of,
+    pieces,
     random_table,
-    random_tree,
     tiny,
     tiny_tokenizer,
     tokens_of,
@@ -39,7 +37,6 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import Chain, ChainDrafter, FixedLength
-from forerun.model.causal_lm import CausalLM
 from forerun.sampling import response_format as formats
 from forerun.sampling.sampler import Sampler, next_tokens
 
@@ -58,7 +55,7 @@ def regex(text: str) -> dict[str, Any]:
 END, NAMES = 0, ["", "a", "b", "c", "ab", "bc"]
 LANGUAGE = ("ca", "cab", "cb", "abab", "aba", "aac", "bb", "bba", "cc")
 ROWS, JOINT, NEW = 800, 4, 6
-PROMPT = [1, 2, 3, 2, 1, 2]  # behind which phrases can be looked up, allowed ones and others
+PROMPT = [1, 2, 3, 2, 1, 2]  # after which phrases can be looked up, allowed ones and others
 TARGET, DRAFT = random_table(6, 1, 1.3), random_table(6, 2, 1.3)
 
 
@@ -85,35 +82,22 @@ def follows(text: str) -> list[int]:
 
 @cache
 def expected() -> Tensor:
-    """[6] * JOINT: the exact law of the first tokens, filled up with end tokens."""
+    """[6] * JOINT: the exact distribution of the first tokens, filled up with end tokens."""
 
-    def law(tokens: list[int], text: str, left: int) -> Tensor:
+    def joint(tokens: list[int], text: str, left: int) -> Tensor:
         if not left:
             return torch.ones(())
+        found = torch.zeros([6] * left)
         if tokens[-1] == END and len(tokens) > len(PROMPT):
-            ended = torch.zeros([6] * left)
-            ended[(END,) * left] = 1.0
-            return ended
+            found[(END,) * left] = 1.0
+            return found
         allowed = follows(text)
-        scores = torch.full((6,), -torch.inf)
-        scores[allowed] = TARGET[tokens[-2], tokens[-1]][allowed]
-        rest = [
-            law([*tokens, token], text + NAMES[token], left - 1) if token in allowed else torch.zeros([6] * (left - 1))
-            for token in range(6)
-        ]
-        return torch.stack([p * each for p, each in zip(scores.softmax(-1), rest, strict=True)])
+        probabilities = TARGET[tokens[-2], tokens[-1]][allowed].softmax(-1)
+        for token, p in zip(allowed, probabilities, strict=True):
+            found[token] = p * joint([*tokens, token], text + NAMES[token], left - 1)
+        return found
 
-    return law(PROMPT, "", JOINT)
-
-
-class RandomTrees(PlainDrafter):
-    """Point masses at random, most of them forbidden."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def propose(self, seqs: list[Sequence]) -> Proposal:
-        return Proposal([random_tree(9, 6, self.generator, root=seq.tokens[-1]) for seq in seqs])
+    return joint(PROMPT, "", JOINT)
 
 
 class Blind(ChainDrafter):
@@ -152,7 +136,7 @@ DRAFTERS = {
     "hybrid": lambda: build(Hybrid(width=2, threshold=2.0)),
     "lookahead": lambda: build(Lookahead(2, 2, 3)),
     "ouroboros": lambda: build(Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=4)),
-    "random trees": RandomTrees,
+    "random trees": lambda: RandomTrees(6),
     "a draft without the grammar": lambda: Blind(TableLM(DRAFT)),
 }
 
@@ -185,12 +169,12 @@ def test_what_is_allowed_is_what_the_language_says() -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_sampled_output_follows_the_restricted_law(name: str) -> None:
+def test_sampled_output_follows_the_restricted_distribution(name: str) -> None:
     assert p_value(outcomes(DRAFTERS[name]()), expected()) > FITS
 
 
 class RootOnly(Sampler):
-    """Masks behind the last committed token, and not behind drafted ones."""
+    """Masks after the last committed token, and not after drafted ones."""
 
     def scores(self, logits: Tensor, prefix: Any) -> Tensor:
         found = logits.float().clone()
@@ -205,7 +189,7 @@ def test_a_mask_at_the_root_alone_is_seen() -> None:
 
 
 def test_cutting_sampled_tokens_would_not_be_exact() -> None:
-    # Why `Sampler.fitting` is for point masses: a law without the mask is not that of the tokens that are left.
+    # `Sampler.fitting` is for point masses: tokens that are left were not sampled from a distribution without the mask.
     assert p_value(outcomes(Blind(TableLM(DRAFT), cut=True), rows=2000), expected()) < BROKEN
 
 
@@ -247,9 +231,7 @@ def model() -> PreTrainedModel:
 def decoder(name: str, tokenizer: Any = None) -> Decoder:
     method = METHODS[name]
     small = noisy_copy(model(), 0.03) if method.needs_draft else None
-    layer = random_layer(model(), small, **LAYERS[name]) if name in LAYERS else None
-    head = random_head(CausalLM(model()), hot=60) if method.head else None
-    parts: Any = {"pre_verifier": layer, "head": head, "costs": COSTS}
+    parts = parts_of(name, model(), small, hot=60)
     return Decoder(model(), tokenizer or tiny_tokenizer(), small, method, False, **parts)
 
 
@@ -305,18 +287,6 @@ def test_requests_of_one_batch_have_their_own_grammars() -> None:
             found[step.id] += step.tokens
     assert list(found.values()) == [row.tokens for row in alone] * 2
     assert len({row.text for row in alone}) == len(forms) and valid(alone[0].text)
-
-
-def test_what_is_remembered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = grammar.Grammar._state
-
-    def forgetful(self: Any, text: Any) -> Any:
-        self.forget()
-        return state(self, text)
-
-    monkeypatch.setattr(grammar.Grammar, "_state", forgetful)
-    assert decoder("lookahead").generate(TEXTS[1], response_format=JSON).tokens == reference(TEXTS[1])
-    assert p_value(outcomes(DRAFTERS["sd"]()), expected()) > FITS
 
 
 def test_states_do_not_depend_on_the_way_there() -> None:
@@ -375,28 +345,6 @@ def test_special_tokens_are_no_text_and_all_ends_may_end() -> None:
     for text in ("", "x", "x<|im_"):
         ids = torch.tensor([tokenizer.encode(text)], dtype=torch.long)
         assert closed(ids, torch.zeros(1, VOCAB))[0, [0, 300, 301]].isinf().all()
-
-
-def pieces() -> PreTrainedTokenizerFast:
-    """In SentencePiece's manner: spaces are part of tokens, bytes are spelt out."""
-    names = [
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        "ca",
-        "t",
-        "c",
-        "a",
-        "cat",
-        "\u2581cat",
-    ]
-    merges = [("c", "a"), ("ca", "t"), ("\u2581", "cat")]
-    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def test_a_tokenizer_of_pieces() -> None:

@@ -10,12 +10,10 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 from test_decode import DRAFT as OTHER
-from test_decode import DRAFTERS, NEW, PROCESSORS, PROMPT, TARGET, V
+from test_decode import DRAFTERS, NEW, PROCESSORS, PROMPT, TARGET
 from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
 
 from forerun import Decoder
-from forerun.engine.acceptance import accept_seeded
-from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
 from forerun.methods import method
@@ -78,25 +76,6 @@ def test_positions_streams_and_seeds_are_independent() -> None:
             other = (SeededStream(i).at(4), SeededStream(i, 1).at(3), SeededStream(i + 1).at(3))[kind]
             table[one.sample(law), other.sample(law)] += 1
         assert chi2_contingency(table).pvalue > 1e-4
-
-
-def test_nothing_to_sample_is_refused() -> None:
-    for bad in (torch.full((4,), torch.nan), torch.zeros(4)):
-        with pytest.raises(ValueError, match="no token can be sampled"):
-            SeededStream(0).at(0).sample(bad)
-
-
-def test_counts_of_a_verdict() -> None:
-    """Chances of 1 leave the races no choice."""
-    scores = torch.full((3, V), -torch.inf)
-    scores[0, 1] = scores[1, 2] = scores[2, 3] = 0.0
-    races = SeededStream(0)
-    verdict = accept_seeded(Draft.chain(0, [1, 2]), scores, races.at)
-    assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 1, 2], 3, 2, False)
-    verdict = accept_seeded(Draft.chain(0, [2, 2]), scores, races.at)
-    assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0], 1, 1, True)
-    verdict = accept_seeded(Draft([0, 3, 1, 0], [-1, 0, 0, 2]), scores[[0, 1, 1, 1]], races.at)
-    assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 2], 2, 2, True)
 
 
 def asked(rows: int, processors: str, seed: int = 5) -> list[Request]:
@@ -178,3 +157,5 @@ def test_tokens_differ_between_rows_and_seeds() -> None:
         for row in decode(TableLM(TARGET), PlainDrafter(), asked(40, "none", seed))
     ]
     assert Counter(rows).most_common(1)[0][1] < 12
+    streams = [SeededStream(seed, stream) for seed in range(20) for stream in range(20)]
+    assert len({stream.at(position) for stream in streams for position in range(20)}) == 8000

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from joining import join_all
-from toys import CONTEXT, VOCAB, random_tree, tiny
+from toys import CONTEXT, VOCAB, join_all, random_tree, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from forerun.backends import lean, prepare

@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 from toys import p_value, random_tree, tiny
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from forerun.engine import acceptance
-from forerun.engine.acceptance import Verdict, accept
+from forerun.engine.acceptance import Verdict, accept, accept_seeded
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.penalties import LogitBias, Penalties
-from forerun.sampling.sampler import QuickTopP, Sampler, next_tokens, sample
+from forerun.sampling.sampler import QuickTopP, Sampler, Source, next_tokens, sample
+from forerun.sampling.seeded import SeededStream
 
 V, LENGTH, TRIALS = 4, 3, 6000
 FITS, BROKEN = 1e-4, 1e-6
 
-Distributions = list[np.ndarray]  # [V], [V, V], [V, V, V]: the distribution of the next token behind 0, 1, 2 tokens
+Distributions = list[np.ndarray]  # [V], [V, V], [V, V, V]: the distribution of the next token after 0, 1, 2 tokens
 
 
 def distributions(seed: int) -> Distributions:
@@ -88,14 +88,14 @@ def chain(rng: np.random.Generator, tell: str = "truth") -> Draft:
     return grown.draft()
 
 
-def block(rng: np.random.Generator, depth: int = 3, behind: bool = False) -> Draft:
-    """A chain that is verified as a whole. Whether it goes on behind its first token depends on that token."""
+def block(rng: np.random.Generator, depth: int = 3, points: bool = False) -> Draft:
+    """A chain that is verified as a whole. Whether it goes on after its first token depends on that token."""
     grown = Grown()
     for node in range(depth):
         grown.sample_children(rng, node, 1)
         if node == 0 and grown.tokens[-1] == 2:
             break
-    for token in (1, 3) if behind else ():
+    for token in (1, 3) if points else ():
         grown.add(len(grown.q), token, None)
     return replace(grown.draft(), block=True)
 
@@ -121,7 +121,7 @@ DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
     "point tree": partial(tree, tell="nothing"),
     "mixed tree": mixed,
     "block": block,
-    "block and points": partial(block, depth=2, behind=True),
+    "block and points": partial(block, depth=2, points=True),
     "block among siblings": lambda rng: replace(mixed(rng), block=True),
     "block with a branch": lambda rng: block(rng, 2).merge(Draft.chain(0, [0, 0])),
 }
@@ -236,7 +236,7 @@ def test_a_block_accepts_more() -> None:
 
 
 def test_the_longest_prefix_of_a_block_counts() -> None:
-    """To take a shorter one breaks the law by too little for a chi-square test."""
+    """To take a shorter one changes the distribution by too little for a chi-square test."""
     p, q = torch.tensor([[0.3, 0.6, 0.05, 0.05]] * 4), torch.tensor([[0.4, 0.2, 0.2, 0.2]] * 3)
     chain = Draft.chain(0, [0, 0, 0], q)
     for lucky in ([], [1], [2], [1, 2], [1, 2, 3]):
@@ -255,21 +255,26 @@ def test_a_block_of_the_targets_own_distributions_is_accepted() -> None:
         assert (verdict.accepted, verdict.rejected) == (3, False)
 
 
-def test_counts_of_a_verdict() -> None:
-    generator = torch.Generator().manual_seed(0)
+RULES: dict[str, Callable[[Draft, Tensor], Verdict]] = {
+    "greedy": lambda draft, scores: accept(draft, scores, True, None),
+    "sampled": lambda draft, scores: accept(draft, scores, False, torch.Generator().manual_seed(0)),
+    "seeded": lambda draft, scores: accept_seeded(draft, scores, SeededStream(0).at),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_counts_of_a_verdict(rule: str) -> None:
+    """Probabilities of 1 leave no choice."""
     always = torch.full((3, V), -torch.inf)
     always[0, 1] = always[1, 2] = always[2, 3] = 0.0
-    chain = Draft.chain(0, [1, 2])
-    for greedy in (True, False):
-        verdict = accept(chain, always, greedy, generator)
-        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 1, 2], 3, 2, False)
-        # Behind the first rejection nothing was looked at.
-        verdict = accept(Draft.chain(0, [2, 2]), always, greedy, generator)
-        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0], 1, 1, True)
-        verdict = accept(Draft([0, 3, 1, 0], [-1, 0, 0, 2]), always[[0, 1, 1, 1]], greedy, generator)
-        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0, 2], 2, 2, True)
-        verdict = accept(Draft.root(0), always[:1], greedy, generator)
-        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == ([0], 1, 0, False)
+    for draft, rows, expected in (
+        (Draft.chain(0, [1, 2]), [0, 1, 2], ([0, 1, 2], 3, 2, False)),
+        (Draft.chain(0, [2, 2]), [0, 1, 2], ([0], 1, 1, True)),  # after the first rejection nothing was looked at
+        (Draft([0, 3, 1, 0], [-1, 0, 0, 2]), [0, 1, 1, 1], ([0, 2], 2, 2, True)),
+        (Draft.root(0), [0], ([0], 1, 0, False)),
+    ):
+        verdict = RULES[rule](draft, always[rows])
+        assert (verdict.path, verdict.token, verdict.tested, verdict.rejected) == expected
 
 
 def near_ties(size: int, generator: torch.Generator) -> Tensor:
@@ -407,23 +412,17 @@ def test_rows_chosen_together_are_chosen_as_alone(names: list[str]) -> None:
             assert distributions is not None and (alone[2] is None or alone[2].equal(distributions[row : row + 1]))
 
 
-def test_a_distribution_of_nothing_is_refused() -> None:
+@pytest.mark.parametrize("source", [None, SeededStream(0).at(0)], ids=["torch", "seeded"])
+def test_a_distribution_of_nothing_is_refused(source: Source) -> None:
     for distribution in (torch.full((4,), torch.nan), torch.zeros(4)):
         with pytest.raises(ValueError, match="no token can be sampled"):
-            sample(distribution, None)
+            sample(distribution, source)
 
 
 def test_samples_follow_the_distribution_and_never_give_what_has_no_probability() -> None:
     distribution = torch.tensor([0.0, 0.5, 0.0, 1.5, 2.0, 0.0])  # not normalised
     generator = torch.Generator().manual_seed(5)
-    counts = torch.bincount(torch.tensor([sample(distribution, generator) for _ in range(4000)]), minlength=6)
-    assert not counts[distribution == 0].any()
-    assert (
-        chisquare(
-            counts[distribution > 0].numpy(), (distribution[distribution > 0] / distribution.sum() * 4000).numpy()
-        ).pvalue
-        > 1e-3
-    )
+    assert p_value([[sample(distribution, generator)] for _ in range(4000)], distribution) > 1e-3
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models
+from toys import pieces as make_pieces
 from toys import tiny_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopStringCriteria
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -92,25 +93,12 @@ def test_nothing_of_a_stop_string_leaks(chunks: tuple[str, list[list[int]]], sto
         found = [whole.find(s) for s in stop if s in whole]
         if found:
             assert stream.stopped and emitted == whole[: min(found)]
-            # Whatever comes behind it is not text any more.
+            # Whatever comes after it is not text any more.
             assert push(stream, tiny_tokenizer().encode("abc"), True) == ""
             return
         # What only looked like a stop string is out again as soon as that is known.
         assert emitted == whole[: len(whole) - (0 if finished else beginning(whole, stop))]
     assert emitted == text and not stream.stopped
-
-
-@given(texts, stops)
-def test_token_by_token_gives_what_one_chunk_gives(text: str, stop: list[str]) -> None:
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer.encode(text)
-    # Where decoding stops: the first token that completes a stop string.
-    ids = next((ids[:n] for n in range(1, len(ids)) if any(s in known(ids[:n]) for s in stop)), ids)
-    single, whole = TextStream(tokenizer, [], stop), TextStream(tokenizer, [], stop)
-    for n, token in enumerate(ids, 1):
-        push(single, [token], n == len(ids))
-    push(whole, ids, True)
-    assert single.text == whole.text
 
 
 def test_pieces_carry_the_origin_of_the_token_that_completed_them() -> None:
@@ -163,18 +151,7 @@ def test_the_end_token_is_no_text() -> None:
 # Stop strings
 
 
-@cache
-def pieces() -> PreTrainedTokenizerFast:
-    """Like sentencepiece: spaces stand at the beginning of tokens, rare characters are bytes, a first space is cut."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abcdefst."]
-    words += ["\u2581a", "\u2581st", "ab", "ba", "aba", "\u2581\u2581", "st\u2581a", "c.", "\u00e9", "\u2581b\u2581"]
-    backend = Tokenizer(
-        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
-    )
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    backend.decoder = decoders.Sequence([*steps])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+pieces = cache(make_pieces)
 
 
 @cache
@@ -188,7 +165,7 @@ def theirs(tokenizer: Callable[[], PreTrainedTokenizerBase], stop: tuple[str, ..
 
 
 def check(tokenizer: Callable[[], PreTrainedTokenizerBase], stop: tuple[str, ...], tokens: list[int]) -> bool:
-    """Our answer behind every token, compared with transformers'; returns whether any was True."""
+    """Our answer after every token, compared with transformers'; returns whether any was True."""
     ours, criterion = StopStrings(tokenizer(), stop), theirs(tokenizer, stop)
     answers = [ours(tokens[:n]) for n in range(1, len(tokens) + 1)]
     assert answers == [bool(criterion(torch.tensor([tokens[:n]]), None)) for n in range(1, len(tokens) + 1)]  # type: ignore[arg-type]
@@ -222,18 +199,19 @@ def test_tokens_end_where_transformers_ends_them(tokenizer: Any, stop: tuple[str
     assert found
 
 
-@given(st.lists(st.integers(0, 299), min_size=1, max_size=12), st.sampled_from(STOPS))
-def test_any_tokens_end_where_transformers_ends_them(tokens: list[int], stop: tuple[str, ...]) -> None:
-    check(tiny_tokenizer, stop, tokens)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.text("ab .\u00e9\u6f22", min_size=1, max_size=5), min_size=1, max_size=3), st.randoms())
-def test_any_stop_strings_end_where_transformers_ends_them(stop: list[str], chance: random.Random) -> None:
+@given(
+    st.lists(st.text("ab .\u00e9\u6f22", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple)
+    | st.sampled_from(STOPS),
+    st.lists(st.integers(0, 299), max_size=12),
+    st.randoms(),
+)
+def test_any_tokens_and_stop_strings_end_where_transformers_ends_them(
+    stop: tuple[str, ...], others: list[int], chance: random.Random
+) -> None:
     for tokenizer in (tiny_tokenizer, pieces):
         near = [token for text in stop for token in tokenizer().encode("a" + text + chance.choice(["", "b", " "]))]
         with suppress(ValueError):
-            check(tokenizer, tuple(stop), [chance.choice(near) for _ in range(10)] + near)
+            check(tokenizer, stop, [*others, *(chance.choice(near) for _ in range(10)), *near])
 
 
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer, pieces])
@@ -315,7 +293,7 @@ def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:
 
 
 @pytest.mark.parametrize("stop", [[], ["<|end|>!"]])
-@pytest.mark.parametrize("kind", ["special", "halves", "a half behind which nothing comes"])
+@pytest.mark.parametrize("kind", ["special", "halves", "a half after which nothing comes"])
 def test_tokens_without_text_cost_no_more_and_more(kind: str, stop: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, runs = tiny_tokenizer(), 400
     special, half = tokenizer.all_special_ids[0], tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0x80])

@@ -8,14 +8,27 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
+from subprocess import CompletedProcess
 
+import commands
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import BASELINES, TableLM, decode, joint_distribution, p_value, random_table, tiny, tiny_tokenizer, tokens_of
+from toys import (
+    BASELINES,
+    TableLM,
+    decode,
+    joint_distribution,
+    p_value,
+    pieces,
+    random_table,
+    tiny,
+    tiny_tokenizer,
+    tokens_of,
+)
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -24,10 +37,10 @@ from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun import Decoder
 from forerun.backends.hot import prepare_draft
-from forerun.cli import main
-from forerun.engine.engine import Engine, Step
+from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.stats import summarise
+from forerun.engine.step import Proposal
 from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
@@ -37,23 +50,7 @@ from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
 from forerun.zoo import SMOLLM2, find, locate
 
 WAYS = ("shared", "text")
-LETTERS = "abcdefghijklmnopqrstuvwxyz().,:0123456789"
 TEXT = "the cat sat on the mat, def add(a, b): caf\u00e9 \u6771\u4eac"
-
-
-def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
-    """As SentencePiece has it: spaces are U+2581, characters that it lacks are bytes, a space comes before a text."""
-    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "a"), ("a", "t"), ("c", "at"), ("\u2581", "cat")]
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *LETTERS]
-    names += ["".join(pair) for pair in merges]
-    vocabulary = {name: id for id, name in enumerate(names)}
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    spaces = normalizers.Replace(" ", "\u2581")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces] if prefix else [spaces])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def bytelevel() -> PreTrainedTokenizerFast:
@@ -68,7 +65,7 @@ def lowercasing() -> PreTrainedTokenizerFast:
 
 
 def of_letters(letters: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of so many letters, in this order, and what is merged of them."""
+    """A byte-level tokenizer of these letters, in this order, and what is merged of them."""
     names = [*letters.replace(" ", "\u0120"), *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, list(merges)))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -124,23 +121,15 @@ def test_texts_in_the_middle_of_others_get_no_space() -> None:
     assert low.spell(low.encode(" The CAT \ufb01n")) == b" the cat fin"
 
 
-def test_half_characters() -> None:
-    for text in ("", "a", "\u00e9", "\u6771", "\U0001f600", "ab\u6771"):
-        coded = text.encode()
-        assert whole(coded) == (coded, b"")
-    assert whole("a\u6771".encode()[:-1]) == (b"a", "\u6771".encode()[:-1])
-    assert whole("\U0001f600".encode()[:3]) == (b"", "\U0001f600".encode()[:3])
-    assert whole(b"a\x80") == (b"a\x80", b"") and whole(b"\x80" * 5) == (b"\x80" * 5, b"")
-
-
-@given(st.binary(max_size=8))
-def test_what_is_cut_off_is_the_beginning_of_a_character(text: bytes) -> None:
-    head, half = whole(text)
-    assert head + half == text and len(half) < 4
-    if half:
-        with pytest.raises(UnicodeDecodeError) as caught:
-            half.decode()
-        assert caught.value.reason == "unexpected end of data" or half[0] >= 0xF5 or len(half) > 1
+@given(st.text(max_size=4), st.binary(max_size=8))
+def test_what_is_cut_off_is_the_beginning_of_a_character(text: str, other: bytes) -> None:
+    coded, last = text.encode(), text[-1:].encode()
+    assert whole(coded) == (coded, b"")
+    for count in range(1, len(last)):
+        assert whole(coded[:-count]) == (text[:-1].encode(), last[:-count])
+    for each in (other, coded + b"\x80" * 5):  # bytes of no text
+        head, half = whole(each)
+        assert head + half == each and len(half) < 4 and (not half or half[0] >= 0xC0)
 
 
 # Reading and writing.
@@ -241,26 +230,16 @@ CASES: dict[str, tuple[Method, str, LogitsProcessorList | None]] = {
 }
 
 
-def apart(way: str) -> Translation:
-    """A target of a, b, c, ab and a draft of c, bc, a, b."""
-    return translate(of_letters("abc", [("a", "b")]), shuffled(), "d", way)
-
-
-def shuffled() -> PreTrainedTokenizerFast:
-    names = {"c": 0, "bc": 1, "a": 2, "b": 3}
-    tokenizer = of_letters("abc", [("b", "c")])
-    tokenizer.backend_tokenizer.model = models.BPE(names, [("b", "c")])
-    return tokenizer
+def drafter_of(chosen: Method, way: str) -> TranslatedDrafter:
+    """For a target of a, b, c, ab, from a draft of c, a, b, bc."""
+    both = translate(of_letters("abc", [("a", "b")]), of_letters("cab", [("b", "c")]), "d", way)
+    return chosen.build(Parts(TableLM(TARGET), TableLM(DRAFT), translation=both))  # type: ignore[arg-type,return-value]
 
 
 def permuted(table: Tensor, order: Sequence[int]) -> Tensor:
     """The same table for a vocabulary in which token i has the number order[i]."""
     places = torch.tensor(order).argsort()
     return table[places][:, places][:, :, places]
-
-
-def drafter_of(chosen: Method, way: str, table: Tensor = DRAFT) -> TranslatedDrafter:
-    return chosen.build(Parts(TableLM(TARGET), TableLM(table), translation=apart(way)))  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -290,9 +269,8 @@ def test_a_wrong_distribution_is_seen() -> None:
     drafter.propose = unnormalised  # type: ignore[method-assign,assignment]
     request = Request(PROMPT, NEW, Sampler(False), generator=torch.Generator().manual_seed(0))
     rows = decode(TableLM(TARGET), drafter, [request] * ROWS)
-    assert (
-        p_value([tokens_of(steps)[:JOINT] for steps in rows], joint_distribution(TARGET, PROMPT, JOINT, None)) < BROKEN
-    )
+    joint = joint_distribution(TARGET, PROMPT, JOINT, None)
+    assert p_value([tokens_of(steps)[:JOINT] for steps in rows], joint) < BROKEN
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -307,10 +285,6 @@ def test_a_seed_gives_the_tokens_of_plain_decoding(way: str) -> None:
 # The machinery at work.
 
 
-def counts(rows: Sequence[Sequence[Step]]) -> list[list[tuple[tuple[int, ...], int, int]]]:
-    return [[(step.tokens, step.drafted, step.accepted) for step in steps] for steps in rows]
-
-
 @pytest.mark.parametrize("asked", ["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("chosen", [SD(3), Cumulative(0.3, 5), Heuristic(3)], ids=lambda chosen: chosen.name)
 @pytest.mark.parametrize("way", WAYS)
@@ -318,17 +292,13 @@ def test_the_same_draft_under_other_numbers_does_what_it_did(way: str, chosen: M
     table = TARGET + random_table(V, 6, 0.4)
 
     def run(drafter: object) -> list:
+        sampler, seeded = Sampler(asked == "greedy"), asked == "seeded"
         requests = [
-            Request(
-                PROMPT,
-                40,
-                Sampler(asked == "greedy"),
-                seed=row if asked == "seeded" else None,
-                generator=torch.Generator().manual_seed(row),
-            )
+            Request(PROMPT, 40, sampler, seed=row if seeded else None, generator=torch.Generator().manual_seed(row))
             for row in range(12)
         ]
-        return counts(decode(TableLM(TARGET), drafter, requests))  # type: ignore[arg-type]
+        rows = decode(TableLM(TARGET), drafter, requests)  # type: ignore[arg-type]
+        return [[(step.tokens, step.drafted, step.accepted) for step in steps] for steps in rows]
 
     names = {"abcd"[i]: number for i, number in enumerate(ORDER)}
     other = of_letters("".join(sorted(names, key=names.__getitem__)))
@@ -345,7 +315,7 @@ def test_the_same_draft_under_other_numbers_does_what_it_did(way: str, chosen: M
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_drafts_rows_hold_what_they_are_said_to(way: str) -> None:
+def test_the_drafts_rows_hold_what_was_read(way: str) -> None:
     """Also where a word's next letters change how the draft cuts its first ones."""
     draft = of_letters("b a", [("a", "b"), ("\u0120", "ab")])
     both = translate(of_letters("ab cd"), draft, "d", way)
@@ -431,29 +401,20 @@ def test_the_drafts_context_may_be_short() -> None:
 
 def test_steps_without_drafts_and_other_drafts_between() -> None:
     """The guard asks for a sequence later, or now and then."""
-    random, both = Random(0), translation("byte-level", "shared")
-    inner = SD(3).build(Parts(CausalLM(target_model()), CausalLM(draft_for("byte-level")), translation=both))
+    both = translation("byte-level", "shared")
+    drafter = SD(3).build(Parts(CausalLM(target_model()), CausalLM(draft_for("byte-level")), translation=both))
+    propose, observe, is_asked = drafter.propose, drafter.observe, [False]
+    random, plainly = Random(0), PlainDrafter()
 
-    class Sometimes(PlainDrafter):
-        wants_hidden, spread = False, 0
+    def sometimes(seqs: list) -> Proposal:
+        is_asked[0] = random.random() < 0.5
+        return propose(seqs) if is_asked[0] else plainly.propose(seqs)
 
-        def admit(self, seq, hidden, chunk):  # type: ignore[no-untyped-def]
-            yield from inner.admit(seq, hidden, chunk)
-
-        def propose(self, seqs):  # type: ignore[no-untyped-def]
-            self.asked = random.random() < 0.5
-            return inner.propose(seqs) if self.asked else super().propose(seqs)
-
-        def observe(self, seqs, drafts, verdicts, hidden) -> None:  # type: ignore[no-untyped-def]
-            if self.asked:
-                inner.observe(seqs, drafts, verdicts, hidden)
-
-        def drop(self, seq) -> None:  # type: ignore[no-untyped-def]
-            inner.drop(seq)
-
+    drafter.propose = sometimes  # type: ignore[method-assign]
+    drafter.observe = lambda *given: observe(*given) if is_asked[0] else None  # type: ignore[method-assign]
     asked = [Request(tiny_tokenizer().encode(prompt), 40) for prompt in PROMPTS]
-    plain = decode(CausalLM(target_model()), PlainDrafter(), asked)
-    found = decode(CausalLM(target_model()), Sometimes(), asked)
+    plain = decode(CausalLM(target_model()), plainly, asked)
+    found = decode(CausalLM(target_model()), drafter, asked)
     assert [tokens_of(steps) for steps in found] == [tokens_of(steps) for steps in plain]
 
 
@@ -546,41 +507,30 @@ def test_which_methods_need_the_targets_tokenizer() -> None:
     assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
 
 
-def test_on_the_command_line(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folders)
-    (tmp_path / "texts.jsonl").write_text('{"prompt": "the cat sat"}\n{"prompt": "a dog ran"}\n')
+    Path("texts.jsonl").write_text('{"prompt": "the cat sat"}\n{"prompt": "a dog ran"}\n')
+    pair = ("--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8")
 
-    def run(command: str, *options: str) -> tuple[int, str, str]:
-        pair = ["--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8"]
-        monkeypatch.setattr("sys.argv", ["forerun", *command.split("|"), *pair, *options])
-        code = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
+    def run(*own: str) -> CompletedProcess[str]:
+        return commands.run(*own, *pair)
 
-    one = "generate|the cat"
-    plain = run(one, "--method", "ar")
-    assert plain[0] == 0 and run(one, "--draft-tokens", "text") == plain
-    bench = f"bench|--dataset|{tmp_path / 'texts.jsonl'}|--rounds|1|--draft-tokens|text|--json|--methods"
-    code, out, _ = run(f"{bench}|ar,sd")
-    found = json.loads(out)
+    one, bench = ("generate", "the cat"), ("bench", "--dataset", "texts.jsonl", "--rounds", "1", "--json")
+    plain = run(*one, "--method", "ar")
+    assert plain.returncode == 0 and run(*one, "--draft-tokens", "text").stdout == plain.stdout
+    found = json.loads(run(*bench, "--draft-tokens", "text", "--methods", "ar,sd").stdout)
     (part,) = found["datasets"].values()
     own = part["methods"]["sd"]
-    assert code == 0 and own["exact_match"] == 1.0 and own["acceptance_by_position"]
+    assert own["exact_match"] == 1.0 and own["acceptance_by_position"]
     assert found["arguments"]["draft_tokens"] == "text"
     strict = "method 'ouroboros' needs a draft with the target's tokenizer"
     for command, message in (
-        (f"{one}|--draft-tokens|x", "draft_tokens must be auto, shared or text, not 'x'"),
-        (f"{one}|--method|ouroboros", strict),
-        (f"{bench}|ar,ouroboros", strict),
+        ((*one, "--draft-tokens", "x"), "draft_tokens must be auto, shared or text, not 'x'"),
+        ((*one, "--method", "ouroboros"), strict),
+        ((*bench, "--draft-tokens", "text", "--methods", "ar,ouroboros"), strict),
     ):
-        code, out, err = run(command)
-        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+        done = run(*command)
+        assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("way", WAYS)

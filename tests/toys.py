@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from time import perf_counter
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from scipy.stats import chisquare
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -19,9 +20,13 @@ from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Step
 from forerun.engine.sequence import Request
+from forerun.engine.sequence import Sequence as EngineSequence
+from forerun.engine.step import Proposal
 from forerun.engine.target import Output
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
+from forerun.methods import METHODS
+from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM, fingerprint
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
@@ -183,11 +188,34 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
     return head
 
 
+def parts_of(name: str, target: PreTrainedModel, draft: PreTrainedModel | None, **settings: Any) -> dict[str, Any]:
+    """The untrained layer and head that a method needs, for a Decoder. `settings` are the head's."""
+    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
+    kind = METHODS[name].head if name in METHODS else None
+    head = random_head(CausalLM(target), kind=kind, **settings) if kind else None
+    return {"pre_verifier": layer, "head": head, "costs": COSTS}
+
+
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE that has seen ASCII only, so that other characters are split over tokens."""
     lines = ["the cat sat on the mat", "def add(a, b): return a + b", "aa ab ba abab", "for i in range(10): print(i)"]
     return train_tokenizer(lines, vocab_size=300)
+
+
+def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
+    """As SentencePiece has it: spaces are U+2581, characters that it lacks are bytes, a space comes before a text."""
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "a"), ("a", "t"), ("c", "at"), ("\u2581", "cat")]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    names += [*"abcdefghijklmnopqrstuvwxyz().,:0123456789", *("".join(pair) for pair in merges)]
+    vocabulary = {name: id for id, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces] if prefix else [spaces])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def random_tree(size: int, vocab: int, generator: torch.Generator, root: int | None = None) -> Draft:
@@ -205,8 +233,18 @@ def random_tree(size: int, vocab: int, generator: torch.Generator, root: int | N
     return Draft(tokens, parents)
 
 
+class RandomTrees(PlainDrafter):
+    """Point masses at random, as trees that may be deeper than the sequence's remaining tokens."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.generator = vocab, torch.Generator().manual_seed(0)
+
+    def propose(self, seqs: list[EngineSequence]) -> Proposal:
+        return Proposal([random_tree(9, self.vocab, self.generator, root=seq.tokens[-1]) for seq in seqs])
+
+
 class TableLM:
-    """Stands in for CausalLM. Its logits [V] behind tokens (.., a, b) are table[a, b], table[0, b] for a first b."""
+    """Stands in for CausalLM. Its logits [V] after tokens (.., a, b) are table[a, b], table[0, b] for a first b."""
 
     context = None
     device = torch.device("cpu")
@@ -263,7 +301,7 @@ class TableLM:
         self.rows.clear()
 
     def _logits(self, ids: Sequence[int], trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-        """Logits [N_r, V] behind each node of trees given as (tokens, parents)."""
+        """Logits [N_r, V] after each node of trees given as (tokens, parents)."""
         before, last = [], []
         for id, (tokens, parents) in zip(ids, trees, strict=True):
             before += [tokens[parent] if parent >= 0 else (self.rows[id] or [0])[-1] for parent in parents]
@@ -300,6 +338,16 @@ class TableLM:
             del self.rows[id][length:]
 
 
+def join_all(
+    lm: CausalLM, rows: Mapping[int, Sequence[int]], chunk: int = 512, reserve: int = 0, capture: Any = ""
+) -> None:
+    """Prefills each text and has it join under its id."""
+    for id, tokens in rows.items():
+        ran = list(lm.prefill(tokens, chunk, capture=capture))
+        assert all(0 < count <= chunk for count in ran)
+        lm.join(id, reserve)
+
+
 def extend(lm: CausalLM, ids: Sequence[int], chains: Sequence[Sequence[int]], capture: Any = "head") -> Output:
     """Runs and commits chains, with captured hidden states."""
     found = lm.forward(ids, [Draft.chain(chain[0], chain[1:]) for chain in chains], capture)
@@ -315,7 +363,7 @@ def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
 def joint_distribution(
     table: Tensor, prompt: Sequence[int], length: int, processors: LogitsProcessorList | None
 ) -> Tensor:
-    """[V] * length: the exact distribution of the first `length` tokens of a TableLM behind the prompt."""
+    """[V] * length: the exact distribution of the first `length` tokens of a TableLM after the prompt."""
     if not length:
         return torch.ones(())
     before, last = [0, *prompt][-2:]
@@ -330,11 +378,21 @@ def decode(target: Any, drafter: Drafter, requests: Iterable[Request], **options
     requests = list(requests)
     engine = Engine(target, drafter, **{"max_rows": max(1, len(requests))} | options)
     ids = [engine.add(request) for request in requests]
-    steps: dict[int, list[Step]] = {id: [] for id in ids}
-    while engine.busy:
-        for step in engine.step():
-            steps[step.id].append(step)
+    steps = drain(engine)
     return [steps[id] for id in ids]
+
+
+def drain(engine: Engine, steps: dict[int, list[Step]] | None = None) -> dict[int, list[Step]]:
+    """Runs an engine until it has nothing to do; the steps of each request, after those that it had."""
+    steps = {} if steps is None else steps
+    while engine.busy:
+        take_step(engine, steps)
+    return steps
+
+
+def take_step(engine: Engine, steps: dict[int, list[Step]]) -> None:
+    for step in engine.step():
+        steps.setdefault(step.id, []).append(step)
 
 
 def tokens_of(steps: Iterable[Step]) -> list[int]:

@@ -32,8 +32,7 @@ class Verdict:
         tested: nodes looked at: the accepted ones and the level of the first rejection, not what is after it.
         rejected: whether the last node of the path had children and none was accepted.
         argmax: the target's most probable token after every node of the draft.
-        scores: [V] the target's processed scores after the path's last node, that of `token`. They are to be read
-            before its next forward.
+        scores: [V] the processed scores that gave `token`; valid until the target's next forward.
     """
 
     path: list[int]
@@ -49,14 +48,14 @@ class Verdict:
 
 
 def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator | None) -> Verdict:
-    """Walks the draft with the target's processed scores [N, V] of its nodes; lossless.
+    """Walk the draft with the target's processed scores [N, V] of its nodes; lossless.
 
-    Greedy compares with the argmax itself, not with ratios of probabilities. Sampling: at a node, `r` is the target's
-    distribution. A child x with distribution q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
+    Greedy compares with the argmax itself, not with ratios of probabilities. In sampling `r` is the target's
+    distribution at a node. A child x sampled from q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
     r = norm(max(r - q, 0)) for the next child. With no child left, the next token is sampled from r.
 
-    A draft with `block` that begins with a chain of sampled tokens is verified by blocks. Whether it went on after a
-    token may depend on the tokens up to there, as with any rule for lengths.
+    A draft with `block` that begins with a chain of sampled tokens is verified as one block. Its length may depend on
+    its tokens, as with any length rule.
     """
     if greedy:
         return accept_greedy(draft, *best_of([scores]))
@@ -64,8 +63,8 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
 
 
 def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source]) -> Verdict:
-    """Walks the draft along the tokens that the target samples, those after depth d by `source(d)`; lossless, as what
-    is drafted has no part in it."""
+    """Walk the draft along the tokens that the target samples, those after depth d by `source(d)`; lossless, as drafts
+    do not decide what is sampled."""
     argmax, path = argmax_of(scores).tolist(), [0]
     while True:
         node = path[-1]
@@ -78,8 +77,8 @@ def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source])
 
 
 def accept_greedy(draft: Draft, argmax: list[int], highest: list[float]) -> Verdict:
-    """`accept` with the target's most probable token after every node, and its score. Raises ValueError where the
-    scores that a token is chosen by are not numbers."""
+    """Walk the draft along the target's most probable tokens, given with their scores for every node. Raises ValueError
+    if the scores that a token is chosen by are not numbers."""
     path = [0]
     while True:
         node = path[-1]
@@ -122,23 +121,16 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
 
 
 class _Numbers(NamedTuple):
-    """What the walk compares, of each node.
+    """What the walk compares, of each node."""
 
-    Attributes:
-        uniform: its random number.
-        q: how probable its token was where it was sampled; 1 for a point mass.
-        p: how probable the target has its token.
-        argmax: the target's most probable token after it.
-    """
-
-    uniform: list[float]
-    q: list[float]
-    p: list[float]
-    argmax: list[int]
+    uniform: list[float]  # random numbers
+    q: list[float]  # the draft's probability of the token; 1 for a point mass
+    p: list[float]  # the target's
+    argmax: list[int]  # the target's most probable token after it
 
 
 def _read(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
-    """On a CPU numbers are read one by one, which takes a fifth of the time of as many operations on tensors."""
+    """Read numbers one by one, which on a CPU takes a fifth of the time of operations on tensors."""
     uniforms, probs = torch.rand(len(draft), generator=generator), p.numpy()
     q = [1.0] * len(draft)
     if draft.q is not None:
@@ -149,8 +141,8 @@ def _read(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Number
 
 
 def _gathered(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
-    """`_read` from a device that is waited for once. The last token comes in another transfer, and only a sibling
-    after a rejected one that was sampled needs a look at its residual."""
+    """Read the same from a device in one transfer. The last token takes another, and so does the residual of each
+    sibling after a rejected one that was sampled."""
     tokens = torch.tensor(draft.tokens, device=p.device)
     above = torch.tensor(draft.parents, device=p.device).clamp_(min=0)
     q_of = torch.ones(len(draft), device=p.device)
@@ -164,12 +156,12 @@ def _gathered(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Nu
 
 
 def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) -> tuple[int, Tensor | None]:
-    """How many tokens of the sampled chain are accepted, and what the next one is to be sampled from, not normalised;
-    None where all are (arXiv 2403.10444, Algorithm 2).
+    """Return how many tokens of the sampled chain are accepted, and the distribution of the next token, not normalised;
+    None if all are accepted (arXiv 2403.10444, Algorithm 2).
 
-    `ratios` are p / q of each node's token. The target's hold on the first i tokens is h_i = min(h_{i-1} p / q, 1). The
-    last one is accepted with the probability h_i, any other one with that of S / (S + 1 - h_i), where S is the mass of
-    max(h_i p - q, 0) after it. The longest prefix counts whose last token is accepted.
+    `ratios` are p / q of each node's token, and h_i = min(h_{i-1} p / q, 1). The last token is accepted with
+    probability h_i, any other with S / (S + 1 - h_i), where S is the mass of max(h_i p - q, 0) after it. The longest
+    prefix counts whose last token is accepted.
     """
     hold = [1.0]
     for ratio in ratios[1 : draft.sampled + 1]:
@@ -188,8 +180,8 @@ def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) 
 
 
 def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:
-    """What is left of the target's distribution [V] at a node when these children were rejected one after the other:
-    norm(max(p - q, 0)) each time; a point mass has the one-hot q of its token."""
+    """Return the target's distribution [V] at a node after these children were rejected in turn: norm(max(p - q, 0))
+    for each, where a point mass has the one-hot q of its token."""
     for child in rejected:
         if child <= draft.sampled:
             assert draft.q is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
-from forerun.engine.row_limit import RowLimit
+from forerun.engine.retries import Retries
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, Proposal, Step, observe_rows
 from forerun.engine.target import Capture, Target
@@ -76,7 +76,7 @@ class Engine:
         self._prefilling: tuple[Sequence, Iterator[int]] | None = None
         self._rate = 256 / chunk_seconds  # tokens of prefill a second, until it is measured
         self._number = 0
-        self._limit = RowLimit(max_rows)
+        self._retries = Retries(max_rows)
         self._begun: dict[int, Sequence] = {}  # taken from the queue, their last step not yet in the outbox
         self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the step under way
         self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
@@ -124,13 +124,10 @@ class Engine:
     def step(self) -> list[Step]:
         """Admits what fits, then one draft and one target forward for all running sequences: a Step for each of them.
 
-        Without anything to do, an empty list. An exception in a sequence's processor or criterion ends that sequence
-        alone. Any other undoes the step: sequences go back to the front of the queue with what they had, and the engine
-        can be used on. Their drafters begin anew. They are suspects then: each is stepped alone once, and one that
-        fails alone is ended by its error. A prompt that fails is tried again once as well.
-
-        What no sequence is to blame for, KeyboardInterrupt included (`forerun.failures`), undoes the step and is
-        raised.
+        An exception in a sequence's processor or criterion ends that sequence alone. Any other undoes the step:
+        sequences go back to the front of the queue with what they had, and drafters begin anew. A sequence that fails
+        alone twice ends with the error (`forerun.engine.retries`). What no sequence is to blame for
+        (`forerun.failures`), as KeyboardInterrupt, is raised.
         """
         self.advance()
         return [self.outbox.popleft() for _ in range(len(self.outbox))]
@@ -142,15 +139,13 @@ class Engine:
             self._leave_aborted()
             self._admit()
             if self.running:
-                seqs = [seq for seq in self.running if seq.suspect] or self.running
+                seqs = self._retries.choose(self.running)
                 for seq in seqs:
                     state = None if seq.generator is None else seq.generator.get_state()
                     self._before[seq.id] = len(seq.tokens), state
                 self._step(seqs)
                 self._before.clear()
-                for seq in seqs:
-                    seq.suspect = False
-                self._limit.passed(len(seqs))
+                self._retries.passed(seqs)
         except BaseException as error:
             stepped = set(self._before)
             self._undo()
@@ -175,20 +170,13 @@ class Engine:
         self.waiting.extendleft(reversed(begun))
 
     def _blame(self, seqs: list[Sequence], error: BaseException) -> None:
-        """These sequences, which wait again, were part of what failed: they become suspects. One that failed alone as a
-        suspect ends."""
-        first = seqs[0]
-        if len(seqs) == 1 and (first.suspect or first.error is not None):
-            first.error = error
-            self._limit.explained()
-            self.waiting.remove(first)
-            self.outbox.append(Step(first.id, self._number, 0, finish_reason="error", error=error))
+        """End the only one of these sequences, which wait again after a failure, if it is to blame."""
+        if not self._retries.failed(seqs):
+            _LOG.warning("decoding of %d requests failed; each is tried again alone", len(seqs), exc_info=error)
             return
-        _LOG.warning("decoding of %d requests failed; each is tried again alone", len(seqs), exc_info=error)
-        for seq in seqs:
-            seq.suspect = True
-        if len(seqs) > 1:
-            self._limit.failed(len(seqs))
+        seqs[0].error = error
+        self.waiting.remove(seqs[0])
+        self.outbox.append(Step(seqs[0].id, self._number, 0, finish_reason="error", error=error))
 
     def _step(self, seqs: list[Sequence]) -> None:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
@@ -318,9 +306,8 @@ class Engine:
                 return
 
     def _next_fits(self) -> bool:
-        """Whether the first of those that wait may be admitted: none while a suspect runs, which is stepped alone."""
-        most = min(self.max_rows, self._limit.most)
-        if not self.waiting or len(self.running) >= most or any(seq.suspect for seq in self.running):
+        """Whether the first of those that wait may be admitted."""
+        if not self.waiting or len(self.running) >= self.max_rows or not self._retries.may_join(self.running):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))
 

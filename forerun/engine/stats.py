@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from forerun.engine.engine import Step
+
+_COUNTS = ("tokens", "target_forwards", "draft_forwards", "drafted", "tested", "accepted")
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,13 @@ class Stats:
             "tau": round(self.tau, 4),
             "alpha": round(self.alpha, 4),
             "utilisation": round(self.utilisation, 4),
-            "target_forwards": self.target_forwards,
-            "draft_forwards": self.draft_forwards,
-            "drafted": self.drafted,
-            "tested": self.tested,
-            "accepted": self.accepted,
+            **{name: getattr(self, name) for name in _COUNTS[1:]},
             "acceptance_by_position": [round(share, 4) for share in self.acceptance_by_position],
         }
 
 
 def summarise(steps: Sequence[Step], seconds: float) -> Stats:
-    """Adds up steps, of one sequence or of many, over `seconds` of wall time."""
+    """Add up steps, of one sequence or of many, over `seconds` of wall time."""
     depths = range(1, max((step.tested for step in steps), default=0) + 1)
     return Stats(
         tokens=sum(len(step.tokens) for step in steps),
@@ -98,17 +97,10 @@ def summarise(steps: Sequence[Step], seconds: float) -> Stats:
 
 def total(parts: Sequence[Stats]) -> Stats:
     """The statistics of several calls together."""
-    return Stats(
-        tokens=sum(part.tokens for part in parts),
-        target_forwards=sum(part.target_forwards for part in parts),
-        draft_forwards=sum(part.draft_forwards for part in parts),
-        drafted=sum(part.drafted for part in parts),
-        tested=sum(part.tested for part in parts),
-        accepted=sum(part.accepted for part in parts),
-        seconds=sum(part.seconds for part in parts),
-        reached=tuple(map(sum, zip_longest(*(part.reached for part in parts), fillvalue=0))),
-        kept=tuple(map(sum, zip_longest(*(part.kept for part in parts), fillvalue=0))),
-    )
+    found: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in (*_COUNTS, "seconds")}
+    for name in ("reached", "kept"):  # by position
+        found[name] = tuple(map(sum, zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)))
+    return Stats(**found)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.draft import Draft
 
-# Hidden states that a forward returns: none, the LM head's inputs, or the inputs of the last decoder layer.
+# Hidden states that a forward returns: none, the LM head's inputs, or the last decoder layer's inputs.
 Capture = Literal["", "head", "below"]
 
 
@@ -33,11 +33,10 @@ class Memory:
 
 
 class Target(Protocol):
-    """A model with its cache (`forerun.model.causal_lm.CausalLM`). Prompts are run apart and then join a row.
+    """A model with its cache (`forerun.model.causal_lm.CausalLM`). A prompt is run apart and then joins as a row.
 
     Attributes:
         context: the longest sequence; None for no bound.
-        position_bytes: bytes of one position of a row.
         keeps_prefixes: whether `park` remembers anything.
         prompt_read: tokens of the last prompt that were run.
         prompt_hidden: [n, d] hidden states captured over the last prompt; None if none are.
@@ -46,8 +45,6 @@ class Target(Protocol):
     device: torch.device
     context: int | None
 
-    @property
-    def position_bytes(self) -> int: ...
     @property
     def keeps_prefixes(self) -> bool: ...
     @property

@@ -43,8 +43,8 @@ class FormError(ValueError):
 def compiled(
     form: tuple[str, str], tokenizer: PreTrainedTokenizerBase | None, ends: frozenset[int]
 ) -> Callable[[int], Grammar]:
-    """A response format (`forerun.sampling.response_format.form_of`) made ready for a tokenizer: gives the Grammar of a
-    prompt by its length. Each holds a state of its own.
+    """Compile a response format (`forerun.sampling.response_format.form_of`) for a tokenizer. Return what makes the
+    Grammar of a prompt from the prompt's length; each has a state of its own.
 
     Raises ValueError, one line and bounded, for no tokenizer, one that llguidance cannot read, no end token, a format
     that cannot be parsed, one that allows no text at all, and a missing llguidance.
@@ -60,7 +60,7 @@ def compiled(
     kind, text = form
     try:
         vocabulary, marked = _vocabulary(tokenizer, min(ends))
-    except Exception as error:  # what tokenizers of other kinds bring about
+    except Exception as error:  # tokenizers of other kinds raise anything
         raise ValueError(f"llguidance cannot read the tokenizer: {_line(error)}") from None
     try:
         quiet = LLParserLimits(verbose_errors=False)  # else errors hold the text so far
@@ -79,20 +79,20 @@ def compiled(
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The end token that a tokenizer names, if any."""
+    """Return the end token that a tokenizer names, if any."""
     end = getattr(tokenizer, "eos_token_id", None)
     return frozenset([end] if isinstance(end, int) else [])
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokenizer, frozenset[int]]:
-    """llguidance's form of a tokenizer, and the tokens that are special to it. They take a second to make and are kept
-    as long as the tokenizer is."""
+    """Return llguidance's form of a tokenizer, and the tokens that are special to it. Both take a second to make and are
+    kept as long as the tokenizer is."""
     import llguidance.hf
 
     with _lock:
         size, made, marked = _tokenizers.get(tokenizer, (-1, None, frozenset()))
         if made is None or size != len(tokenizer):
-            # Which tokens are the end is a request's matter, so any of them does here.
+            # A request says which tokens end its text, so any of them does here.
             made = llguidance.hf.from_tokenizer(tokenizer, eos_token=min(end_of(tokenizer), default=end))  # type: ignore[arg-type]
             marked = frozenset(token for token in range(made.vocab_size) if made.is_special_token(token))
             _tokenizers[tokenizer] = len(tokenizer), made, marked
@@ -127,11 +127,11 @@ class _State:
 class Grammar(Constraint):
     """Leaves the tokens that a grammar allows after the output of one prompt.
 
-    What it gives depends on its arguments alone. It remembers llguidance's state at the last text and what may follow
-    the last `KEPT` texts, so that a node of a draft costs one step and not the whole text again.
+    Scores depend on the arguments alone. llguidance's state at the last text and what may follow the last `KEPT` texts
+    are kept, so that a node of a draft costs one step and not the whole text again.
 
     After a text that the grammar forbids scores stay as they are. Such a node of a draft is never reached: its token
-    has the probability 0. `complete` is asked after each token that has come, and raises where that is not so.
+    has the probability 0. `complete` checks that after each token of the output.
     """
 
     def __init__(self, matcher: LLMatcher, tokens: _Tokens, start: int) -> None:
@@ -143,7 +143,7 @@ class Grammar(Constraint):
         self._lock = Lock()  # a request may be given to several engines
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores [R, V] after ids [R, n]: -inf for tokens that are not allowed, the vocabulary's padding too."""
+        """Return scores [R, V] after ids [R, n]: -inf for tokens that are not allowed, the vocabulary's padding too."""
         size = scores.shape[-1]
         forbidden = np.zeros((len(scores), size), dtype=bool)
         for row, text in enumerate(input_ids[:, self._start :].tolist()):
@@ -153,7 +153,7 @@ class Grammar(Constraint):
         return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """How many tokens of a chain after the tokens are allowed; those after an end token are not."""
+        """Return how many tokens of a chain after the tokens are allowed; those after an end token are not."""
         text = list(tokens[self._start :])
         for count, token in enumerate(chain):
             allowed = self._state(text).allowed
@@ -163,10 +163,10 @@ class Grammar(Constraint):
         return len(chain)
 
     def complete(self, ids: Sequence[int]) -> bool:
-        """Whether the output is whole, so that only an end token may follow.
+        """Return whether the output is whole, so that only an end token may follow.
 
-        Raises FormError for output that the grammar forbids or that it does not let go on: never because of what was
-        drafted, but a grammar may lead into a dead end or become too large for llguidance.
+        Raises FormError for output that the grammar forbids or that cannot go on: never because of what was drafted,
+        but a grammar may lead into a dead end or become too large for llguidance.
         """
         state = self._state(list(ids[self._start :]))
         if state.wrong is not None:
@@ -174,17 +174,12 @@ class Grammar(Constraint):
         return state.last
 
     def stop(self, other: _Stop | None) -> _Stop:
-        """What ends a sequence where the output is whole, or where `other` says so. No forward is spent on an end token
-        that is certain."""
+        """Return what ends a sequence when the output is whole or `other` ends it: a certain end token costs no forward."""
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
     def wrong(self, text: Sequence[int]) -> str | None:
-        """Why output cannot go on, None if it can."""
+        """Return why output cannot go on, or None if it can."""
         return self._state(text).wrong
-
-    def forget(self) -> None:
-        """Throws away all that is remembered, which changes nothing but the time that is needed."""
-        self._matcher, self._states = None, {}
 
     def _state(self, text: Sequence[int]) -> _State:
         with self._lock:
@@ -200,7 +195,7 @@ class Grammar(Constraint):
             return found
 
     def _read(self, text: tuple[int, ...]) -> _State:
-        """Goes to a text. After an error or an interrupt, another matcher takes the place of this one."""
+        """Return what may follow a text. After an error or an interrupt the matcher is replaced."""
         if not self._tokens.ends.isdisjoint(text):
             return _State(last=True)
         matcher, self._matcher = self._matcher, None
@@ -213,7 +208,7 @@ class Grammar(Constraint):
         return found
 
     def _goes(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
-        """Whether the matcher could be moved to a text."""
+        """Move the matcher to a text; return whether the grammar allows it."""
         tokens, before, same = self._tokens, tuple(self._at), min(len(self._at), len(text))
         while before[:same] != text[:same]:
             same -= 1
@@ -230,7 +225,7 @@ class Grammar(Constraint):
         return True
 
     def _follows(self, matcher: LLMatcher) -> _State:
-        """What may follow where the matcher stands."""
+        """Return what may follow at the matcher's text."""
         tokens, ends = self._tokens, list(self._tokens.ends)
         raw = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(raw, count=max(tokens.size, *ends, 0) + 1, bitorder="little")
@@ -245,6 +240,6 @@ class Grammar(Constraint):
 
 
 def _line(error: object) -> str:
-    """An error as one bounded line."""
+    """Return an error as one bounded line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:200] + "..."
