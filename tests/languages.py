@@ -21,16 +21,17 @@ from forerun.model.causal_lm import CausalLM, fingerprint
 VOCAB, SIZE = 24, 64
 CONTEXT = 512
 RARE = 1e-4
+PLAIN: dict[str, Any] = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
 
 Row = int | Mapping[int, float]
 
 
 def logits(row: Row) -> Tensor:
     """[VOCAB] of a distribution: one token, or tokens by probability. Others are RARE and have logit 0."""
-    chances = torch.full((VOCAB,), RARE)
-    for token, chance in {row: 0.9}.items() if isinstance(row, int) else row.items():
-        chances[token] = chance
-    return chances.log() - log(RARE)
+    probabilities = torch.full((VOCAB,), RARE)
+    for token, probability in {row: 0.9}.items() if isinstance(row, int) else row.items():
+        probabilities[token] = probability
+    return probabilities.log() - log(RARE)
 
 
 def cycle(tokens: Sequence[int]) -> dict[int, Row]:
@@ -41,19 +42,8 @@ def cycle(tokens: Sequence[int]) -> dict[int, Row]:
 @torch.no_grad()
 def model(rows: Mapping[int, Row]) -> LlamaForCausalLM:
     """A Llama whose next token follows from its last one. `rows`: of states, those of a head's own among them."""
-    made = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=SIZE,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).eval()
+    sizes = {"hidden_size": SIZE, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, **sizes, **PLAIN)).eval()
     layer = made.model.layers[0]
     for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
         weight.zero_()
@@ -66,20 +56,10 @@ def model(rows: Mapping[int, Row]) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def counter(period: int, coins: int = 0) -> GPT2LMHeadModel:
-    """A GPT-2 that says n % period behind position n, whatever came before; behind every `coins`-th position it says
+    """A GPT-2 that says n % period after position n, whatever came before; after every `coins`-th position it says
     any of the first eight tokens."""
-    made = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=period,
-            n_embd=SIZE,
-            n_layer=1,
-            n_head=2,
-            n_positions=CONTEXT,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).eval()
+    sizes = {"n_embd": SIZE, "n_layer": 1, "n_head": 2, "n_positions": CONTEXT}
+    made = GPT2LMHeadModel(GPT2Config(vocab_size=period, **sizes, **PLAIN)).eval()
     block = made.transformer.h[0]
     for part in (block.attn.c_proj, block.mlp.c_proj, made.transformer.wte):
         part.weight.zero_()
@@ -109,20 +89,12 @@ def head(
     information: Mapping[int, Row] | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """A head that is a table: the next state follows from the state before by `states`, or from the token behind that
+    """A head that is a table: the next state follows from the state before by `states`, or from the token after that
     by `tokens`; `information` is the token information."""
     lm = CausalLM(target)
-    config = {
-        "hidden_size": SIZE,
-        "intermediate_size": SIZE,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": SIZE,
-        "rank": VOCAB,
-        "vocab_size": VOCAB,
-        "hot_size": VOCAB,
-        "max_position_embeddings": CONTEXT,
-    }
+    config = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), SIZE)
+    config |= dict.fromkeys(("rank", "vocab_size", "hot_size"), VOCAB)
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": CONTEXT}
     made = HiddenDrafter(HiddenConfig(kind=kind, target=lm.fingerprint, **config | settings)).eval()
     made.hot.copy_(torch.arange(VOCAB))
     for layer in made.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import abc
 from collections.abc import Callable
@@ -13,16 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import VOCAB, TableLM, drain, noisy_copy, parts_of, random_table, take_step, tiny, tokens_of
+from toys import VOCAB, TableLM, decode, drain, noisy_copy, parts_of, random_table, take_step, tiny, tokens_of
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.session import TRIES, Session
 from forerun.failures import TargetLostError
 from forerun.methods import METHODS, method
 from forerun.methods.ar import PlainDrafter
+from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.sampling.sampler import Sampler
 
@@ -632,3 +635,52 @@ def test_buffers_are_allocated_once() -> None:
     for i in range(20):
         made.generate(PROMPTS[i % 5 :] * 2, max_new_tokens=5 + i)
     assert places() == before
+
+
+# Callers that share an engine.
+
+
+@pytest.mark.parametrize("failing", [0, TRIES - 1, TRIES])
+def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Request(prompt, 9 + i) for i, prompt in enumerate(PROMPTS[:3])]
+    wanted = [tokens_of(steps) for steps in decode(CausalLM(tiny("llama")), PlainDrafter(), asked)]
+    session, done = Session(Engine(CausalLM(tiny("llama")), PlainDrafter())), threading.Event()
+    left, advance, failures = [failing], session.engine.advance, list[BaseException]()
+
+    def fails() -> None:
+        if left[0]:
+            left[0] -= 1
+            raise ZeroDivisionError
+        advance()
+
+    def on_steps(found: list[Any]) -> None:
+        assert all(run is not None for run, _ in found)
+        if not session.runs():
+            done.set()
+
+    monkeypatch.setattr(session.engine, "advance", fails)
+    runs = [session.add(asked[:2]), session.add(asked[2:])]
+    thread = threading.Thread(target=session.drive, args=(on_steps, failures.append))
+    thread.start()
+    assert done.wait(60)
+    session.stop()
+    thread.join(60)
+    assert not thread.is_alive() and len(failures) == (failing == TRIES)
+    found: list[list[int]] = [[], [], []]
+    for first, run in zip((0, 2), runs, strict=True):
+        for index, step in run.take():
+            found[first + index] += step.tokens
+    assert found == wanted
+
+
+def test_a_run_that_is_let_go_of_is_aborted_and_others_go_on() -> None:
+    session = Session(Engine(CausalLM(tiny("llama")), PlainDrafter()))
+    kept, gone = session.add([Request(PROMPTS[0], 9)]), session.add([Request(PROMPTS[1], 90)])
+    next(gone)
+    del gone
+    gc.collect()
+    assert session.runs() == {kept}
+    assert sum(len(step.tokens) for step in kept.collect()[0]) == 9
+    assert not session.engine.busy and not session.runs()

@@ -162,16 +162,11 @@ MUTATIONS = {
     "q of another node": ("_read", "own[i, draft", "own[i - 1, draft", "sampled chain"),
     "one number for all nodes": ("_accept_sampled", "u[child] *", "u[0] *", "sampled chain"),
     "p of the wrong node": ("_read", "max(parent, 0)", "(parent + 1)", "sampled chain"),
-    "correction from p": (
+    "correction from p": ("_accept_sampled", "_residual(draft, p[node], rejected), ", "p[node], ", "sampled chain"),
+    "no residual of siblings": (
         "_accept_sampled",
-        "sample(_residual(draft, p[node], rejected)",
-        "sample(p[node]",
-        "sampled chain",
-    ),
-    "siblings without residual": (
-        "_accept_sampled",
-        "float(_residual(draft, p[node], rejected)[draft.tokens[child]])",
-        "p_at[child]",
+        "_residual(draft, p[node], rejected)[",
+        "p[node][",
         "sampled tree",
     ),
     "residual of the last sibling only": ("_residual", "in rejected:", "in rejected[-1:]:", "sampled tree"),

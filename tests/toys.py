@@ -32,29 +32,16 @@ from forerun.model.causal_lm import CausalLM, fingerprint
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
 
 # A large initializer range makes outputs varied: with the default one a random model repeats one token.
-_SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-_GPT_SIZES = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+_TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None}
+_WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+_SIZES = _TOKENS | _WIDTHS | {"num_key_value_heads": 2, "intermediate_size": 64, "initializer_range": 0.2}
+_GPT_SIZES = _TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 _ONE_HEAD_SIZE = _SIZES | {"head_dim": 8}
 _BOTH_KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _UNTIED = {"tie_word_embeddings": False, "initializer_range": 0.4}  # else these repeat one token
+_UNGROUPED = {name: size for name, size in _SIZES.items() if name != "num_key_value_heads"} | _UNTIED
+_QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _SIZES),
     "gpt2": ("GPT2LMHeadModel", _GPT_SIZES),
@@ -66,10 +53,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CORE = list(_ARCHITECTURES)  # every method and setting is tested with these, the others with fewer
 _ARCHITECTURES |= {
-    "qwen2": (
-        "Qwen2ForCausalLM",
-        _SIZES | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
+    "qwen2": ("Qwen2ForCausalLM", _SIZES | _QWEN_WINDOW),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _ONE_HEAD_SIZE | _EXPERTS | _UNTIED | {"num_experts": 4}),
     "mixtral": ("MixtralForCausalLM", _SIZES | {"num_local_experts": 4}),
     "deepseek_v3": (
@@ -96,22 +80,13 @@ _ARCHITECTURES |= {
     "starcoder2": ("Starcoder2ForCausalLM", _SIZES | _UNTIED | {"sliding_window": WINDOW}),
     "stablelm": ("StableLmForCausalLM", _SIZES),
     "cohere": ("CohereForCausalLM", _SIZES | _UNTIED | {"logit_scale": 1.0}),
-    "falcon": (
-        "FalconForCausalLM",
-        {name: size for name, size in _SIZES.items() if name != "num_key_value_heads"}
-        | _UNTIED
-        | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
-    "gpt_neox": (
-        "GPTNeoXForCausalLM",
-        {name: size for name, size in _SIZES.items() if name != "num_key_value_heads"} | _UNTIED,
-    ),
+    "falcon": ("FalconForCausalLM", _UNGROUPED | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_neox": ("GPTNeoXForCausalLM", _UNGROUPED),
     "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT_SIZES | _UNTIED),
     "gptj": ("GPTJForCausalLM", _GPT_SIZES | _UNTIED | {"rotary_dim": 4}),
     "opt": (
         "OPTForCausalLM",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 16}
-        | {"init_std": 0.4, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False},
+        _TOKENS | _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 16, "init_std": 0.4, "tie_word_embeddings": False},
     ),
 }
 ARCHITECTURES = list(_ARCHITECTURES)

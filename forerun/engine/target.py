@@ -37,6 +37,7 @@ class Target(Protocol):
 
     Attributes:
         context: the longest sequence; None for no bound.
+        position_bytes: bytes of one position of a row.
         keeps_prefixes: whether `park` remembers anything.
         prompt_read: tokens of the last prompt that were run.
         prompt_hidden: [n, d] hidden states captured over the last prompt; None if none are.
@@ -45,6 +46,8 @@ class Target(Protocol):
     device: torch.device
     context: int | None
 
+    @property
+    def position_bytes(self) -> int: ...
     @property
     def keeps_prefixes(self) -> bool: ...
     @property

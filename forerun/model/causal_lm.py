@@ -34,11 +34,9 @@ _T = TypeVar("_T")
 class CausalLM(Rows):
     """Runs token trees of several sequences at once against a preallocated KV cache.
 
-    Prompts are run apart, in a cache of one row, and join the others when they are done. Logits and hidden states
-    come as lists, in the order of the ids asked for.
-
-    Raises ValueError at construction for models that cannot roll back or see a tree: encoder-decoders, recurrent
-    or chunked layers, attention that takes no additive mask, modelling code without `position_ids`.
+    Prompts are run apart, in a cache of one row, and then join as rows. Logits and hidden states are lists in the order
+    of the ids. Raises ValueError at construction for models that cannot roll back or see a tree
+    (`forerun.model.support`).
 
     Attributes:
         backend: runs new tokens.
@@ -49,9 +47,6 @@ class CausalLM(Rows):
         hot: replaces the LM head and leaves rare tokens out, or None.
         fused_draft: drafts in one call, or None.
     """
-
-    prompts: PromptCache
-    prefilled: int
 
     def __init__(
         self, model: PreTrainedModel, backend: Forward | None = None, fingerprint_: dict[str, Any] | None = None
@@ -75,10 +70,11 @@ class CausalLM(Rows):
 
     def _empty(self, prefix_bytes: int) -> None:
         self.cache, prompt = (KVCache(len(self._sliding), self._sliding) for _ in range(2))
-        self.prompts, self.prefilled = PromptCache(prompt, prefix_bytes, self.unanimous), 0
+        self.prompts = PromptCache(prompt, prefix_bytes, self.unanimous)
+        self.prefilled = 0
 
     def fresh(self, prefix_bytes: int = 0) -> CausalLM:
-        """The same model with a cache of its own, and a prefix store of at most `prefix_bytes`."""
+        """Return the same model with a cache of its own, and a prefix store of at most `prefix_bytes`."""
         other = copy.copy(self)
         other._empty(prefix_bytes)
         if self.fused_draft is not None:
@@ -89,20 +85,20 @@ class CausalLM(Rows):
         return other
 
     def draft_with(self, hot: DraftHead | None, fused_draft: FusedDraft | None) -> CausalLM:
-        """Has these parts from now on; returns itself."""
+        """Set these parts; return the model."""
         self.hot, self.fused_draft = hot, fused_draft
         return self
 
     def clock(self) -> float:
-        """Seconds, for what is decided by time. Processes that share a model have one clock."""
+        """Return seconds of the one clock of all processes that share a model."""
         return perf_counter()
 
     def agreed(self, found: _T) -> _T:
-        """What was measured here, or by the first of the processes that share a model."""
+        """Return what the first of the processes that share a model has found."""
         return found
 
     def unanimous(self, flag: bool) -> bool:
-        """Whether all processes that share a model say so."""
+        """Return whether the flag is true in all processes that share a model."""
         return flag
 
     @property
@@ -132,8 +128,8 @@ class CausalLM(Rows):
     def processors(
         self, config: GenerationConfig, prompt_length: int, extra: LogitsProcessorList | None = None
     ) -> LogitsProcessorList:
-        """Hugging Face's own logits processors for a generation config and the user's `extra` ones, in the order
-        in which its `generate` applies them."""
+        """Return Hugging Face's own logits processors for a generation config, with the user's `extra` ones, in the
+        order of its `generate`."""
         self.model._prepare_special_tokens(config, True, device=self.device)
         return self.model._get_logits_processor(
             config,
@@ -146,7 +142,7 @@ class CausalLM(Rows):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position of a row. A token is run to find out if nothing has been."""
+        """Bytes of one position of a row. If nothing has been run, a token is run to find out."""
         if not self._position_bytes:
             found = self.cache.position_bytes or self.prompts.cache.position_bytes
             if not found:
@@ -157,8 +153,8 @@ class CausalLM(Rows):
         return self._position_bytes[0]
 
     def fits(self, rows: int, reserve: int, budget: int) -> bool:
-        """Whether the cache stays within `budget` bytes with one more row of `reserve` positions beside its first
-        `rows`."""
+        """Return whether the cache stays within `budget` bytes with its first `rows` and one more of `reserve`
+        positions."""
         return self.cache.fits(reserve, budget, self.position_bytes, rows)
 
     def memory(self) -> Memory:
@@ -176,9 +172,11 @@ class CausalLM(Rows):
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> Iterator[int]:
-        """Runs a prompt, which may be empty, in a cache of its own. After each chunk of at most `chunk` tokens yields
-        how many that were. `join` then copies it to rows. What the last prompt or the prefix store holds of it, under
-        the same salt, is not run again, unless `on_logits` is to get the logits [n, V] of each chunk."""
+        """Run a prompt, which may be empty, in a cache of its own. Yield the size of each chunk of at most `chunk`
+        tokens.
+
+        `join` then copies it to rows. What the last prompt or the prefix store holds of it, under the same salt, is not
+        run again, unless `on_logits` is to get the logits [n, V] of each chunk."""
         tokens, prompts = list(tokens), self.prompts
         for start in range(prompts.begin(tokens, salt, capture, on_logits is None), len(tokens), chunk):
             part = tokens[start : start + chunk]
@@ -208,8 +206,7 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def join(self, id: int, reserve: int = 0) -> None:
-        """Adds a row for a sequence, with a copy of the prefilled prompt. May be called several times after one
-        `prefill`."""
+        """Add a row for a sequence, with a copy of the prefilled prompt. One `prefill` may serve several rows."""
         self.prompts.copy_to(self.cache, id, reserve)
         if self.hot is not None:
             self.hot.add_context_tokens(id, self.prompts.tokens)
@@ -218,9 +215,8 @@ class CausalLM(Rows):
     def park(
         self, id: int, tokens: Sequence[int], hidden: Tensor | None = None, salt: str = "", capture: Capture = ""
     ) -> None:
-        """Remembers a sequence's committed positions under `tokens`, which may go on after them, if there is a store
-        for prefixes: prompts of the same salt find them. `hidden` [n, d]: the captured states there. To be called
-        before `drop`."""
+        """Put a sequence's committed positions into the prefix store, if there is one, for prompts of the same salt.
+        Call it before `drop`. `tokens` may go on after these positions; `hidden` [n, d]: the captured states there."""
         length = self.cache.length(id)
         if self.prefixes is not None and length:
             hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
@@ -228,7 +224,7 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def forget_prompt(self) -> None:
-        """Empties the prompt cache. Its buffers stay."""
+        """Empty the prompt cache. Its buffers stay."""
         self.prompts.forget()
 
     def reset(self) -> None:
@@ -246,17 +242,16 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], drafts: Sequence[Draft], capture: Capture = "") -> Output:
-        """Logits and captured hidden states of every node of each sequence's tree. Nothing is kept until `commit`."""
-        masks = None
-        if not all(draft.is_chain for draft in drafts):
-            masks = [draft.mask() for draft in drafts]
+        """Return logits and captured hidden states of every node of each sequence's tree. Nothing is kept until
+        `commit`."""
+        masks = None if all(draft.is_chain for draft in drafts) else [draft.mask() for draft in drafts]
         inputs = self._inputs(ids, [draft.depths for draft in drafts], masks, [draft.tokens for draft in drafts])
         logits, hidden = self._run(inputs, capture)
         return Output(inputs.split(logits), inputs.split(hidden) if hidden is not None else None)
 
     @torch.inference_mode()
     def extend(self, ids: Sequence[int], chains: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Runs and commits a chain of tokens each; logits [len(chain), V]."""
+        """Run and commit a chain of tokens for each sequence; return logits [len(chain), V]."""
         inputs = self._inputs(ids, [range(len(chain)) for chain in chains], tokens=chains)
         logits, _ = self._run(inputs, "")
         self.cache.commit(ids, inputs.depths)
@@ -266,12 +261,11 @@ class CausalLM(Rows):
     def roll(
         self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int, capture: Capture = ""
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Runs and commits a chain of tokens each, none of them empty, then the argmax token after it among the first
-        `vocab_size`, then the one after that: `count` forwards.
+        """Run and commit a chain of tokens for each sequence, none empty, then `count - 1` argmax tokens, each after
+        the last, among the first `vocab_size`.
 
-        These tokens [R, count], the last of which is not run; of each forward the logits [R, V] that gave them, and the
-        captured states [R, d]. Nothing is waited for between forwards, so that a GPU is given the next one while it
-        works at the last.
+        Returns the argmax tokens [R, count], the last of which is not run, and of each forward the logits [R, V] and
+        the captured states [R, d]. A GPU gets the next forward before it has done the last.
         """
         inputs = self._inputs(ids, [range(len(chain)) for chain in chains], tokens=chains)
         rows, one = inputs.rows, [range(1)] * len(ids)
@@ -297,20 +291,18 @@ class CausalLM(Rows):
         ends: Collection[int],
         drawing: Drawing | None = None,
     ) -> Drafted | None:
-        """Runs and commits tokens of a sequence, then drafts one token after another: up to `most` tokens, ending with
-        one that is less probable than `least`, or with which all are together less than `product`, or which is one of
-        the `ends`. All but the last one are run and committed. None, with nothing done, if this model has no faster
-        way for it than `roll`.
+        """Run and commit tokens of a sequence, then draft up to `most` tokens in one call, by argmax or as `drawing`
+        says.
 
-        Tokens are the argmax, or as `drawing` says. Then there are fewer if logits are not numbers. Those that were
-        sampled by numbers come with the distributions [n, V] that they were sampled from, all with their
-        probabilities."""
+        The last one is less probable than `least`, or makes all together less probable than `product`, or is one of the
+        `ends`, or stands before logits that are not numbers. All but the last one are run and committed. None, with
+        nothing done, if this model cannot: use `roll`."""
         if self.fused_draft is None:
             return None
         return self.fused_draft(self.cache, id, pending, most, least, product, ends, drawing)
 
     def _run(self, inputs: Inputs, capture: Capture) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, V] and captured states [n, d] of new entries of the cache."""
+        """Return logits [n, V] and captured states [n, d] of new entries of the cache."""
         if self.hot is None:
             logits, hidden = self.backend(inputs, self.cache, True, capture)
             assert logits is not None

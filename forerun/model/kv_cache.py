@@ -22,14 +22,13 @@ Buffers = tuple[Tensor, Tensor, Tensor | None]
 class KVCache(Cache):
     """Keys and values of sequences, one a row, in buffers [rows capacity, G, capacity, D] a layer.
 
-    A forward writes its new tokens after each row's committed positions, provisionally. `commit` keeps a path of them.
-    The next forward overwrites the rest. A sliding window drops nothing, as masks do its work: a rollback is a smaller
-    number. Buffers are allocated when they are first needed, and live as long as the cache. Where memory for them
-    cannot be had, what asked for it raises, and rows, lengths and buffers are what they were.
+    A forward writes its new tokens after each row's committed positions, provisionally. `commit` keeps a path of them;
+    the next forward overwrites the rest. A sliding window is a mask and drops nothing, so a rollback is a smaller
+    number. Buffers are allocated when they are first needed, and live as long as the cache. A failed allocation raises
+    and leaves rows, lengths and buffers as they were.
 
-    Masks hide what is not a row's own, but 0 times NaN is NaN: one entry that is no number would spoil whoever reads
-    the same slot later. So the keys and values of a row that is given up or moved are looked at, once, and zeroed where
-    they are no numbers.
+    Masks hide what is not a row's own, but 0 times NaN is NaN. So a row that is given up or moved is checked, once, and
+    zeroed if not all of its keys and values are numbers.
 
     Attributes:
         ids: the sequence of each row in use.
@@ -57,19 +56,19 @@ class KVCache(Cache):
     # Rows.
 
     def row(self, id: int) -> int:
-        """The row of a sequence; raises KeyError if it has none."""
+        """Return the row of a sequence; raises KeyError if it has none."""
         return self._rows[id]
 
     def __contains__(self, id: object) -> bool:
         return id in self._rows
 
     def length(self, id: int) -> int:
-        """Committed positions; 0 for a sequence without a row."""
+        """Return a sequence's committed positions; 0 without a row."""
         row = self._rows.get(id)
         return 0 if row is None else self.lengths[row]
 
     def add(self, id: int, reserve: int = 0) -> None:
-        """An empty row after the others, with room for `reserve` positions."""
+        """Add an empty row that will need `reserve` positions."""
         if id in self._rows:
             raise ValueError(f"sequence {id} has a row already")
         self.reserve(len(self.ids) + 1, max([reserve, *self._reserves]))
@@ -80,7 +79,7 @@ class KVCache(Cache):
         self._reaches.append(0)
 
     def drop(self, id: int) -> None:
-        """Forgets a row. The last row takes its place. Nothing happens if it has none."""
+        """Forget a sequence's row, if it has one. The last row takes its place."""
         if id not in self._rows:
             return
         self.mend(id)
@@ -97,8 +96,7 @@ class KVCache(Cache):
             each.pop()
 
     def mend(self, id: int) -> bool:
-        """Zeros a row where not all that was written to it are numbers, provisional entries among them. Whether all
-        were."""
+        """Zero a row unless all entries written to it, provisional ones too, are numbers. Return whether they are."""
         row = self._rows[id]
         end = max(self._reaches[row], self.lengths[row])
         parts = [part[row] for layer in self._ready() for part in layer.buffers]
@@ -106,11 +104,11 @@ class KVCache(Cache):
             for part in parts:
                 part.zero_()
             return False
-        self._reaches[row] = 0  # what is after its length is known now
+        self._reaches[row] = 0  # what is after its length has been checked
         return True
 
     def reset(self) -> None:
-        """Forgets all rows. The buffers stay."""
+        """Forget all rows. The buffers stay."""
         for id in self.ids:
             self.mend(id)
         for each in (self.ids, self.lengths, self._reserves, self._reaches):
@@ -118,20 +116,16 @@ class KVCache(Cache):
         self._rows.clear()
 
     def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keeps the provisional entries `paths[r]` of each sequence, in that order, after its committed ones."""
-        rows, sources, places = [], [], []
+        """Keep the provisional entries `paths[r]` of each sequence, in that order, after its committed ones."""
+        moves = []
         for id, path in zip(ids, paths, strict=True):
             row = self._rows[id]
             start = self.lengths[row]
-            for place, node in enumerate(path):
-                if node != place:
-                    rows.append(row)
-                    sources.append(start + node)
-                    places.append(start + place)
+            moves += [(row, start + node, start + place) for place, node in enumerate(path) if node != place]
             self.lengths[row] = start + len(path)
-        if not rows:
+        if not moves:
             return
-        moved = torch.tensor([rows, sources, places])
+        moved = torch.tensor(moves).T
         for layer in self._ready():
             if moved.device != layer.keys.device:  # a device map may spread layers
                 moved = moved.to(layer.keys.device)
@@ -140,7 +134,7 @@ class KVCache(Cache):
             layer.values[row, :, place] = layer.values[row, :, source]
 
     def crop_to(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forgets the positions from `lengths[r]` on of each sequence."""
+        """Forget each sequence's positions from `lengths[r]` on."""
         for id, length in zip(ids, lengths, strict=True):
             assert 0 <= length <= self.length(id)
             row = self._rows[id]
@@ -148,7 +142,7 @@ class KVCache(Cache):
             self.lengths[row] = length
 
     def view(self, id: int, length: int) -> Stored:
-        """A sequence's first `length` positions, not copied."""
+        """Return a sequence's first `length` positions, not copied."""
         row = self._rows[id]
         return [
             (layer.keys[row, :, :length], layer.values[row, :, :length]) if layer.is_initialized else None
@@ -156,7 +150,7 @@ class KVCache(Cache):
         ]
 
     def copy_in(self, id: int, stored: Stored, length: int) -> None:
-        """Makes the first `length` positions of what `view` gave all that a sequence has."""
+        """Replace a sequence's entries by the first `length` positions of what `view` returned."""
         row = self._rows[id]
         self.reserve(0, length)
         for layer, entry in zip(self.layers, stored, strict=True):
@@ -169,8 +163,8 @@ class KVCache(Cache):
     # Forwards.
 
     def begin(self, size: int, start: int, end: int, slots: Tensor | None = None) -> None:
-        """Called before a forward of the first `size` rows. New entries [B, G, N, D] go to `slots` [B, N], without
-        them to `start` on in all rows. Attention is given the first `end` slots; `start` is the longest length."""
+        """Prepare a forward of the first `size` rows. New entries [B, G, N, D] go to `slots` [B, N], or from `start`,
+        the longest length, on in all rows. Attention gets the first `end` slots."""
         if end > self.capacity or size > self.rows_capacity:  # no reservation was made, or too small a one
             self.reserve(size, end)
         self._start, self._end, self._slots = start, end, slots
@@ -218,8 +212,8 @@ class KVCache(Cache):
     def fits(
         self, reserve: int, budget: int | None, position_bytes: int | None = None, rows: int | None = None
     ) -> bool:
-        """Whether buffers with one more row, of `reserve` positions, stay within `budget` bytes. `rows`: of how many
-        rows the present ones are, 0 to ask about an empty cache. `position_bytes`: as known from elsewhere."""
+        """Return whether buffers of the first `rows`, default all, and one more of `reserve` positions stay within
+        `budget` bytes. `position_bytes`: as known from elsewhere."""
         self.budget = budget
         if budget is None:
             return True
@@ -228,9 +222,8 @@ class KVCache(Cache):
         return (rows + 1) * longest * (position_bytes or self.position_bytes or 0) <= budget
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Has the buffers hold this many rows and positions; they are moved if they do not. What is committed stays,
-        provisional entries may be lost. Nothing is allocated before the first forward. While buffers move, the old and
-        the new ones take memory."""
+        """Make the buffers hold this many rows and positions. Committed entries stay, provisional ones may be lost.
+        Nothing is allocated before the first forward. While buffers grow, the old and the new ones take memory."""
         if rows <= self.rows_capacity and positions <= self.capacity:
             return
         rows, positions = max(rows, len(self.ids)), max([positions, *self.lengths])
@@ -248,8 +241,7 @@ class KVCache(Cache):
             layer.take(buffers)
 
     def release(self) -> None:
-        """Gives all buffers back where nothing is committed, and forgets how large they were to be: it may be too
-        large for ever."""
+        """If nothing is committed, free all buffers and forget their size, which may be too large for ever."""
         if any(self.lengths):
             return
         self.rows_capacity = self.capacity = 0
@@ -261,8 +253,7 @@ class KVCache(Cache):
 
 
 class KVLayer(CacheLayerMixin):
-    """One layer's buffers. The cache it belongs to knows rows and lengths. Layers that share another's entries are
-    never given any, and have no buffers."""
+    """One layer's buffers; its cache knows rows and lengths. A layer that uses another's entries has no buffers."""
 
     is_croppable = False  # not through transformers: rows have lengths of their own
     keys: Tensor  # [rows capacity, G, capacity, D]
@@ -275,7 +266,7 @@ class KVLayer(CacheLayerMixin):
         self.is_sliding = is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates buffers for states [.., G, N, D] like these."""
+        """Allocate buffers for states [.., G, N, D] like these."""
         if self.is_initialized:
             return
         try:
@@ -289,11 +280,10 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """All of them."""
         return (self.keys, self.values) if self.both is None else (self.both,)
 
     def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
-        """Buffers for states like these: one for both, where they are of one size."""
+        """Return buffers for states like these: one for both if they are of one size."""
         if keys.shape[-1] != values.shape[-1] or keys.shape[-3] != values.shape[-3]:
             first, second = (_buffer(like, like.shape[-3], rows, positions) for like in (keys, values))
             return first, second, None
@@ -302,7 +292,7 @@ class KVLayer(CacheLayerMixin):
         return first, second, both
 
     def moved(self, rows: int, positions: int) -> Buffers:
-        """What is committed, in new buffers of these sizes, which the layer does not have yet."""
+        """Return new buffers of these sizes with what is committed, for `take`."""
         buffers = self._allocated(self.keys, self.values, rows, positions)
         for new, old in zip(buffers, (self.keys, self.values), strict=False):
             assert new is not None
@@ -311,22 +301,22 @@ class KVLayer(CacheLayerMixin):
         return buffers
 
     def take(self, buffers: Buffers) -> None:
-        """Has these buffers from now on."""
+        """Use these buffers from now on."""
         self.keys, self.values, self.both = buffers
         self.use()
 
     def release(self) -> None:
-        """Has none, as before the first states."""
+        """Free the buffers."""
         super().__init__()
         del self.both, self._keys, self._values
 
     def use(self) -> None:
-        """Looks at the rows of the forward under way."""
+        """Set the views of the rows of the forward under way."""
         if self.is_initialized:
             self._keys, self._values = self.keys[: self.cache._size], self.values[: self.cache._size]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes [B, G, N, D] where `KVCache.begin` wants it; returns views [B, G, end, D]."""
+        """Write states [B, G, N, D] as `KVCache.begin` laid out; return views [B, G, end, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
@@ -353,18 +343,18 @@ class KVLayer(CacheLayerMixin):
 
 
 def _buffer(like: Tensor, groups: int, rows: int, positions: int) -> Tensor:
-    """Zeros [rows, groups, positions, D], with the rest as `like` has it."""
+    """Return zeros [rows, groups, positions, D] of the dtype and device of `like`."""
     shape = (rows, groups, positions, like.shape[-1])
     size = prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
         return like.new_zeros(shape)
-    # torch.zeros would write every page. The system gives and zeroes these when they are used, and gets them back.
+    # torch.zeros would write every page. The system gives and zeroes these when they are first used.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 def are_numbers(parts: Iterable[Tensor]) -> bool:
-    """Whether tensors hold neither NaN nor infinities. A GPU is waited for once."""
+    """Return whether tensors hold neither NaN nor infinities. A GPU is waited for once."""
     # One such number makes a sum one, too. Sums of float16 leave its range; others are added up in float32 at least.
     sums = [part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None) for part in parts]
     # A device map may spread layers.

@@ -85,8 +85,8 @@ def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokenizer, frozenset[int]]:
-    """Return llguidance's form of a tokenizer, and the tokens that are special to it. Both take a second to make and are
-    kept as long as the tokenizer is."""
+    """Return llguidance's form of a tokenizer, and the tokens that are special to it. Making them takes a second, so
+    they are kept as long as the tokenizer is."""
     import llguidance.hf
 
     with _lock:
@@ -174,7 +174,7 @@ class Grammar(Constraint):
         return state.last
 
     def stop(self, other: _Stop | None) -> _Stop:
-        """Return what ends a sequence when the output is whole or `other` ends it: a certain end token costs no forward."""
+        """Return what ends a sequence when the output is whole, at no forward for an end token, or `other` ends it."""
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
     def wrong(self, text: Sequence[int]) -> str | None:
