@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,3 +108,23 @@ def get(server: Live, path: str) -> httpx.Response:
 
 def post(server: Live, path: str, body: Any, **options: Any) -> httpx.Response:
     return httpx.post(server.url + path, json=body, timeout=120, trust_env=False, **options)
+
+
+def figures(server: Live) -> dict[str, float]:
+    """The lines of /metrics."""
+    lines = [line.rpartition(" ") for line in get(server, "/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream's events; its end is checked."""
+    *found, done = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    return [json.loads(each) for each in found]
+
+
+def answered(response: httpx.Response) -> str:
+    """The text of an answer, whole or streamed."""
+    assert response.status_code == 200, response.text
+    is_stream = response.headers["content-type"].startswith("text/event-stream")
+    return "".join(each["choices"][0]["text"] for each in (events(response) if is_stream else [response.json()]))

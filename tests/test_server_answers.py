@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import NAME, Live, get, live, make_decoder, post, until
+from serving import NAME, Live, events, figures, get, live, make_decoder, post
 
 PLAIN = "/v1/completions"
 CHAT: list[Any] = [{"role": "user", "content": "the cat sat"}]
@@ -116,9 +115,7 @@ def test_the_events_of_a_stream(server: Live) -> None:
     body = {"prompt": "the", "max_tokens": 4, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     response = post(server, PLAIN, body)
     assert response.headers["content-type"].startswith("text/event-stream")
-    *events, done = [line for line in response.text.splitlines() if line]
-    assert done == "data: [DONE]"
-    last = json.loads(events[-1].removeprefix("data: "))
+    last = events(response)[-1]
     assert last["usage"]["completion_tokens"] == 4 and last["timings"]["predicted_n"] == 4
 
 
@@ -155,11 +152,7 @@ def test_penalties_and_biases(client: openai.OpenAI, decoder: Any) -> None:
 
 
 def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -> None:
-    def figures() -> dict[str, float]:
-        lines = get(server, "/metrics").text.splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-
-    before, sums = figures(), {"steps": 0, "drafted": 0, "accepted": 0, "tokens": 0, "prompt": 0}
+    before, sums = figures(server), {"steps": 0, "drafted": 0, "accepted": 0, "tokens": 0, "prompt": 0}
     for seed in range(4):
         found = complete(client, "def add(a", max_tokens=25 + seed, temperature=0.6, seed=seed, n=1 + seed % 2)
         usage, extra = found.usage, found.model_extra
@@ -179,7 +172,7 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
         assert (timings["draft_n"], timings["draft_n_accepted"], timings["predicted_n"]) == (drafted, accepted, tokens)
         for name, value in zip(sums, (steps, drafted, accepted, tokens, usage.prompt_tokens), strict=True):
             sums[name] += value
-    after = figures()
+    after = figures(server)
     for space in ("forerun", "vllm"):
         for name, key in (("drafts", "steps"), ("draft_tokens", "drafted"), ("accepted_tokens", "accepted")):
             line = f"{space}:spec_decode_num_{name}_total"
@@ -190,29 +183,6 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
     assert after["forerun:generation_tokens_total"] - before["forerun:generation_tokens_total"] == sums["tokens"]
     assert after["forerun:prompt_tokens_total"] - before["forerun:prompt_tokens_total"] == sums["prompt"]
     assert after["forerun:num_requests_running"] == after["forerun:num_requests_waiting"] == 0
-
-
-def test_the_async_client_and_cancellation(server: Live) -> None:
-    async def run() -> tuple[str, str]:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
-            options: dict[str, Any] = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 16}
-            whole = await client.chat.completions.create(**options)
-            stream = await client.chat.completions.create(**options, stream=True)
-            text = "".join([each.choices[0].delta.content or "" async for each in stream])
-            options |= {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
-            stream = await client.chat.completions.create(**options, stream=True)
-            async for _ in stream:
-                break
-            await stream.close()
-            task = asyncio.create_task(client.chat.completions.create(**options))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            return whole.choices[0].message.content or "", text
-
-    whole, text = asyncio.run(run())
-    assert whole == text
-    until(lambda: not server.rows and not server.service.open)
 
 
 def test_other_endpoints(client: openai.OpenAI, server: Live, decoder: Any) -> None:
@@ -233,22 +203,18 @@ def test_other_endpoints(client: openai.OpenAI, server: Live, decoder: Any) -> N
 
 
 def test_what_clients_send_along_is_understood(server: Live) -> None:
-    body = {
-        "model": NAME,
-        "messages": [
-            {"role": "developer", "content": [{"type": "text", "text": "short"}]},
-            {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None},
-            {"role": "user", "name": "me", "content": "go on"},
-        ],
-        "max_tokens": 3,
-        "temperature": None,
-        "stop": None,
-        "n": None,
-        "logit_bias": None,
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "short"}]},
+        {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None},
+        {"role": "user", "name": "me", "content": "go on"},
+    ]
+    more = {
         "tools": [],
         "response_format": {"type": "text"},
         "user": "me",
         "metadata": {"a": "b"},
-        "nobody_knows_this": {"x": [1]},
+        "unknown": {"x": [1]},
     }
+    absent = dict.fromkeys(("temperature", "stop", "n", "logit_bias"))
+    body = {"model": NAME, "messages": messages, "max_tokens": 3} | more | absent
     assert post(server, "/v1/chat/completions", body).status_code == 200

@@ -17,7 +17,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
-from serving import Live, get, live, make_decoder, post, until
+from serving import Live, events, figures, live, make_decoder, post, until
 from toys import tiny_tokenizer
 
 from forerun.engine.sequence import Sequence
@@ -87,22 +87,19 @@ def test_what_nobody_waits_for_any_more_is_not_read(server: Live, reading: Readi
     assert "gone" not in reading.read and not server.service.open
 
 
-def test_the_time_limit_counts_from_when_a_request_came(reading: Reading) -> None:
-    with live(max_seconds=0.3) as server:
+def test_times_and_their_limit_count_from_when_a_request_came(server: Live, reading: Reading) -> None:
+    with live(max_seconds=0.3) as hasty:
         for stream in (False, True):
-            found = post(server, PLAIN, HEAVY | {"stream": stream})
+            found = post(hasty, PLAIN, HEAVY | {"stream": stream})
             assert found.status_code == 504 and found.json()["error"]["code"] == "timeout"
-        reading.go.set()
-
-
-def test_times_count_from_when_a_request_came(server: Live, reading: Reading) -> None:
+    before = len(reading.read)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, server, PLAIN, HEAVY)
-        until(lambda: reading.read)
+        until(lambda: len(reading.read) > before)
         time.sleep(0.2)
         reading.go.set()
-        found = asked.result().json()
-    assert found["metrics"]["time_to_first_token_ms"] > 200 > found["metrics"]["queue_time_ms"]
+        metrics = asked.result().json()["metrics"]
+    assert metrics["time_to_first_token_ms"] > 200 > metrics["queue_time_ms"]
 
 
 MANY = [Logprob(5 + at % 3, -0.5, tuple((token, -1.0) for token in range(20))) for at in range(40 * SLICE)]
@@ -172,20 +169,18 @@ def test_a_prompt_is_scored_once_for_all_its_choices(server: Live, monkeypatch: 
         assert found["token_logprobs"][0] is None and found["text_offset"][size] == len(prompt)
         assert "".join(found["tokens"][:size]) == prompt == choice["text"][: len(prompt)]
     streamed: list[dict[str, list[Any]]] = [{} for _ in whole]
-    for line in post(server, PLAIN, body | {"stream": True}).text.splitlines():
-        if line.startswith("data: {"):
-            (choice,) = json.loads(line[6:])["choices"]
-            for name, values in choice["logprobs"].items():
-                streamed[choice["index"]].setdefault(name, []).extend(values)
-    assert [each["tokens"] for each in streamed] == [each["logprobs"]["tokens"] for each in whole]
-    assert [each["text_offset"] for each in streamed] == [each["logprobs"]["text_offset"] for each in whole]
+    for event in events(post(server, PLAIN, body | {"stream": True})):
+        (choice,) = event["choices"]
+        for name, values in choice["logprobs"].items():
+            streamed[choice["index"]].setdefault(name, []).extend(values)
+    for name in ("tokens", "text_offset"):
+        assert [each[name] for each in streamed] == [each["logprobs"][name] for each in whole]
 
 
 def ended(server: Live) -> dict[str, float]:
     """How many answers have ended, by how."""
-    lines = get(server, "/metrics").text.splitlines()
-    found = [line.rpartition(" ") for line in lines if line.startswith("forerun:request_success_total{")]
-    return {name.split('"')[1]: float(value) for name, _, value in found}
+    found = figures(server).items()
+    return {name.split('"')[1]: value for name, value in found if name.startswith("forerun:request_success_total{")}
 
 
 def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
