@@ -42,7 +42,7 @@ def run(
             server.wait()
             _server.cache_clear()
             raise
-        assert line, f"the process that others are forked from has ended: {server.poll()}"
+        assert line, f"the process that commands are forked from has ended: {server.poll()}"
         return subprocess.CompletedProcess(arguments, int(line), *(Path(path).read_text() for path in streams[1:]))
 
 

@@ -170,17 +170,17 @@ def test_an_answer_ends_where_the_template_ends_a_turn(decoder: Decoder) -> None
         config.eos_token_id = before
 
 
-def test_the_reading_of_a_prompt_is_told(decoder: Decoder) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_counts_the_tokens_that_were_read(decoder: Decoder) -> None:
+    seen: list[tuple[int, int]] = []
     decoder.close()
-    how: dict[str, Any] = {"max_new_tokens": 1, "progress": lambda *each: told.append(each)}
+    how: dict[str, Any] = {"max_new_tokens": 1, "progress": lambda *each: seen.append(each)}
     prompt = chat_prompt(decoder.tokenizer, [{"role": "user", "content": "x" * 1500}])
     decoder.generate(prompt, **how)
-    assert len(told) > 1 and told == sorted(told)
-    assert told[-1] == (len(prompt) - 1, len(prompt))
-    told.clear()
+    assert len(seen) > 1 and seen == sorted(seen)
+    assert seen[-1] == (len(prompt) - 1, len(prompt))
+    seen.clear()
     decoder.generate([*prompt, 5, 6, 7], **how)  # what is known already counts as read
-    assert told == [(len(prompt) + 2, len(prompt) + 3)]
+    assert seen == [(len(prompt) + 2, len(prompt) + 3)]
 
 
 # The command line.

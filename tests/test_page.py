@@ -60,7 +60,7 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
 
 
 class Stream(StreamingResponse):
-    """Says when a client went away in mid-stream; the generator itself may rest at a `yield` then and hear nothing."""
+    """Notes that a client went away in mid-stream. The generator itself may rest at a `yield` then and not notice."""
 
     def __init__(self, left: threading.Event, events: AsyncIterator[str]) -> None:
         super().__init__(self.to_the_end(events), media_type="text/event-stream")
@@ -88,7 +88,7 @@ class Stub:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.not_ready = 0  # so many times /health is 503
+        self.not_ready = 0  # times that /health is still 503
         self.key = ""
         self.left = threading.Event()  # a client went away in mid-stream
         self.app = FastAPI()

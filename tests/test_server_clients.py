@@ -52,7 +52,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(client: openai.OpenAI) -> str:
-    """What all of them are to be told."""
+    """The answer that all clients must get."""
     asked: dict[str, Any] = {"model": NAME, "messages": HELLO, "max_tokens": TOKENS, "temperature": 0}
     return str(client.chat.completions.create(**asked).choices[0].message.content)
 
@@ -141,7 +141,7 @@ def test_node(url: str, expected: str) -> None:
 
 
 def script(expected: str, program: str | None, path: Path, url: str, env: dict[str, str]) -> None:
-    """Runs a client, and looks at what it says it was told."""
+    """Run a client, and check the answers that it prints."""
     assert program is not None
     done = subprocess.run(
         [program, str(path), url, NAME], capture_output=True, text=True, env=os.environ | env, timeout=250

@@ -1,4 +1,4 @@
-"""What is refused, and how it is said."""
+"""What is refused, and with which error."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_other_refusals(server: Live) -> None:
     assert refusal(get(server, PLAIN), 405)
     assert refusal(get(server, "/v1/models/other"), 404)
     chunks = iter([b'{"prompt": "'] + [b"a" * 2**19] * 8)
-    try:  # the length is not said
+    try:  # without a content-length
         response = httpx.post(server.url + PLAIN, content=chunks, timeout=60, trust_env=False)
         assert refusal(response, 413)
     except httpx.WriteError:  # the server has closed the connection meanwhile
@@ -230,8 +230,8 @@ def test_a_failing_step_costs_nobody_but_its_culprit(
         if how != "once":
             bad = found.pop(7)
             del wanted[7]
-            told = events(bad)[-1]["error"] if more["stream"] else refusal(bad, 500)
-            assert told["code"] == "decoding"
+            error_body = events(bad)[-1]["error"] if more["stream"] else refusal(bad, 500)
+            assert error_body["code"] == "decoding"
         assert [answered(each) for each in found] == wanted and len(failed) == (1 if how == "once" else 2)
         assert post(server, PLAIN, more | {"prompt": "a"}).status_code == 200 and not server.rows
 

@@ -62,9 +62,8 @@ def health(url: str) -> int | None:
 @pytest.mark.slow
 @pytest.mark.versions
 def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> None:
-    config = tmp_path / "serve.toml"
-    config.write_text('max-rows = 4\nlog-json = true\nmodel-name = "named"\ndrain = 1000.0\n')
-    with started("--target", str(folder), "--method", "suffix", "--config", str(config)) as (process, url):
+    options = ("--max-rows", "4", "--log-json", "--model-name", "named", "--drain", "1000")
+    with started("--target", str(folder), "--method", "suffix", *options) as (process, url):
         seen = set()
         until(lambda: seen.add(health(url)) or 200 in seen, 250)
         assert httpx.get(url + "/v1/models", trust_env=False).json()["data"][0]["id"] == "named"
@@ -160,19 +159,11 @@ def run_here(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
         ("--max-seconds", "0", "--max-seconds"),
         ("--api-key", "two words ", "--api-key"),
         ("--host", "256.0.0.1", "cannot listen on 256.0.0.1"),
-        ("--config", "serve.toml", "unknown name 'prot'"),
     ],
 )
 def test_mistakes_are_one_line(
-    option: str,
-    value: str,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    option: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("serve.toml").write_text("prot = 8000\n")
     assert run_here(monkeypatch, option, value) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
@@ -184,17 +175,3 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "uvicorn" else object())
     assert run_here(monkeypatch) == 2
     assert "pip install 'forerun[serve]'" in capsys.readouterr().err
-
-
-def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
-    import typer.main
-
-    from forerun.cli.commands import app
-
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    config = tmp_path / "serve.toml"
-    config.write_text('port = 9000\nmax_rows = 3\nallow-origin = ["http://a", "http://b"]\nlog-prompts = true\n')
-    context = command.make_context("serve", ["--config", str(config), "--port", "9001"])
-    found = context.params
-    assert (found["port"], found["max_rows"], found["log_prompts"]) == (9001, 3, True)
-    assert list(found["allow_origin"]) == ["http://a", "http://b"]

@@ -1,4 +1,4 @@
-"""Salts: what a request finds of others' work tells nothing of requests with another salt."""
+"""Salts: a request finds nothing that requests with another salt have left."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_what_was_answered_is_shared_in_the_same_way(server: Live) -> None:
     prompt = [each + 100 for each in PROMPT]
     body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "cache_salt": "one", "forerun": True}
     decoder = make_decoder()
-    said = decoder.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+    answer = decoder.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
     assert post(server, PLAIN, body | {"prompt": prompt}).status_code == 200
-    turn = {"prompt": [*prompt, *said, 7, 8, 9]}
+    turn = {"prompt": [*prompt, *answer, 7, 8, 9]}
     assert spent(server, PLAIN, turn | {"cache_salt": "other"})[0] == len(turn["prompt"]) - 1
     assert spent(server, PLAIN, turn | {"cache_salt": "one"})[0] < 6
 

@@ -14,19 +14,7 @@ import pytest
 from toys import noisy_copy, tiny
 
 from benchmarks.hf import Generate
-from benchmarks.load import (
-    EngineServer,
-    Event,
-    Job,
-    Load,
-    Served,
-    Server,
-    drive,
-    figures,
-    jobs_of,
-    middle,
-    rows_over_time,
-)
+from benchmarks.load import EngineServer, Event, Job, Load, Served, drive, figures, jobs_of, middle, rows_over_time
 from benchmarks.loads import BatchingServer, static
 from forerun.api.load import Decoder
 from forerun.bench.plan import parse_methods
@@ -161,29 +149,37 @@ def test_static_batches_begin_when_the_one_before_has_ended() -> None:
     assert [each for each in rows if each] == [{0, 1}] * 2 + [{1}] * 7 + [{2, 3}] * 3 + [{3}] * 2 + [{4}] * 4
 
 
-def test_transformers_own_continuous_batching_is_served_alike() -> None:
-    asked = jobs_of(Load(clients=3), PROMPTS, 4, (3, 9), 1)
-    server = BatchingServer(Generate(tiny("llama"), None, PARAMS), 4, 16)
+def batched(asked: Sequence[Job], rows: int, clients: int, params: SamplingParams = PARAMS) -> list[Served]:
+    """What transformers' own continuous batching serves."""
+    server = BatchingServer(Generate(tiny("llama"), None, params), rows, 16)
     try:
-        served = drive(server, asked, 3)
+        return drive(server, asked, clients)
     finally:
         server.close()
+
+
+def test_transformers_own_continuous_batching_is_served_alike() -> None:
+    asked = jobs_of(Load(clients=3), PROMPTS, 4, (3, 9), 1)
+    served = batched(asked, 4, 3)
     assert [one.tokens for one in served] == reference([job.prompt for job in asked], [job.new_tokens for job in asked])
     for one, job in zip(served, asked, strict=True):
         assert one.begun is not None and one.begun <= one.times[0] and len(one.times) == job.new_tokens
         assert one.times == sorted(one.times)
 
 
-def test_servers_are_of_one_kind() -> None:
-    each: list[Server] = [Clockwork(), EngineServer(Decoder(tiny("llama"), method=AR()), PARAMS)]
-    assert len(each) == 2
+def test_transformers_own_continuous_batching_samples_by_the_seed() -> None:
+    def outputs(seed: int, **options: float) -> list[list[int]]:
+        params = replace(PARAMS, seed=seed, temperature=1.5, **options)
+        return [one.tokens for one in batched(asked, 2, 1, params)]
+
+    asked = jobs_of(Load(clients=1), PROMPTS, 2, (8, 8), 1)
+    first, again, other = (outputs(seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert outputs(1, top_p=1e-6) == reference([job.prompt for job in asked], [8, 8])
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return commands.run(
-        *arguments,
-        program="from benchmarks.loads import main, run; run(main)",
-    )
+    return commands.run(*arguments, program="from benchmarks.loads import main, run; run(main)")
 
 
 def test_a_run_under_load(tmp_path: Path) -> None:
@@ -240,18 +236,3 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
 def test_static_batches_are_of_any_method() -> None:
     found = parse_methods(["static", "static/sd"], ["sd.gamma=2"], None, {}, static)
     assert found == {"ar": AR(), "static": AR(), "static/sd": SD(2)}
-
-
-def test_transformers_own_continuous_batching_samples_by_the_seed() -> None:
-    def outputs(seed: int, **options: float) -> list[list[int]]:
-        params = replace(PARAMS, seed=seed, temperature=1.5, **options)
-        server = BatchingServer(Generate(tiny("llama"), None, params), 2, 16)
-        try:
-            return [one.tokens for one in drive(server, asked, 1)]
-        finally:
-            server.close()
-
-    asked = jobs_of(Load(clients=1), PROMPTS, 2, (8, 8), 1)
-    first, again, other = (outputs(seed) for seed in (1, 1, 2))
-    assert first == again != other
-    assert outputs(1, top_p=1e-6) == reference([job.prompt for job in asked], [8, 8])

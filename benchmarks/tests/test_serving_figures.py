@@ -24,14 +24,14 @@ def request(number: int, begin: float, **own: Any) -> dict[str, Any]:
 
 
 def test_figures_count_what_came_in_time_and_leave_failures_out() -> None:
-    late = request(1, 8.0, late=2, usage=5)  # two of five characters behind the end
+    late = request(1, 8.0, late=2, usage=5)  # two of five characters after the end
     failed = request(2, 0.0, error="broken", text="")
     found = {"requests": [request(0, 0.0, usage=5), late, failed], "errors": 1, "wall": 12.0}
-    told = load.figures(found, 10.0, len)
-    assert told["tokens_per_s"] == pytest.approx((5 + 3) / 10)
-    assert (told["requests_per_s"], told["errors"], told["error"]) == (0.1, 1, "broken")
-    assert (told["ttft_ms_p50"], told["tpot_ms_p99"]) == (1000, 500)
-    assert told["told_over_counted"] == 1 and told["queue_ms_p50"] is None
+    found_figures = load.figures(found, 10.0, len)
+    assert found_figures["tokens_per_s"] == pytest.approx((5 + 3) / 10)
+    assert (found_figures["requests_per_s"], found_figures["errors"], found_figures["error"]) == (0.1, 1, "broken")
+    assert (found_figures["ttft_ms_p50"], found_figures["tpot_ms_p99"]) == (1000, 500)
+    assert found_figures["told_over_counted"] == 1 and found_figures["queue_ms_p50"] is None
 
 
 def test_texts_are_compared_with_plain_decoding_at_the_same_load() -> None:
@@ -49,7 +49,7 @@ def test_no_question_comes_twice() -> None:
     assert len(set(asked)) == len(asked) and asked[: len(texts)] == texts
 
 
-def test_memory_growth_is_that_behind_the_beginning() -> None:
+def test_memory_growth_is_that_after_the_beginning() -> None:
     grows = [{"t": t, "rss_mb": 100.0 + t} for t in range(0, 90, 5)]
     settles = [{"t": t, "rss_mb": min(100.0 + t, 120.0)} for t in range(0, 90, 5)]
     assert soak.growth(settles, 0.0, 90.0) == 0 and soak.growth(grows, 0.0, 90.0) > 0.2

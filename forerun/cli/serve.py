@@ -4,40 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from forerun.cli.common import quiet
 from forerun.cli.options import MaxRowsOption, ServingOptions, grouped
-from forerun.files import read_text
 
 LEVELS = ("debug", "info", "warning", "error")
 SPINS = "100000"  # turns that torch's threads wait after each product; with the usual 300,000 they keep their cores
-
-
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the options of a TOML file defaults, so that the command line wins."""
-    if path is None:
-        return None
-    try:
-        given = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--config '{path}' is not TOML: {error}") from None
-    known: dict[str, Any] = {str(each.name): each for each in context.command.params if each.name != "config"}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        option = known.get(name.replace("-", "_"))
-        if option is None:
-            names = ", ".join(sorted(each.replace("_", "-") for each in known))
-            raise ValueError(f"--config '{path}' has an unknown name {name!r}; there are {names}")
-        if isinstance(value, dict) or (isinstance(value, list) and not option.multiple):
-            raise ValueError(f"--config '{path}': {name} must be one value")
-        found[option.name] = [value] if option.multiple and not isinstance(value, list) else value
-    context.default_map = {**(context.default_map or {}), **found}
-    return path
 
 
 @grouped
@@ -58,14 +33,9 @@ def serve(
     drain: Annotated[float, typer.Option(help="Seconds for what runs when the server is to end.")] = 30,
     log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Lines of the log are JSON.")] = False,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="The log has prompts too.")] = False,
     replicas: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; 2 by default.")] = None,
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="The most while requests wait; as many as --replicas by default.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(callback=_read_config, is_eager=True, help="A TOML file with these names; options here win."),
     ] = None,
 ) -> None:
     """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
@@ -93,14 +63,7 @@ def serve(
     from forerun.server.run import leave, serve
     from forerun.server.worker import Loader, Worker
 
-    settings = Settings(
-        model=serving.name,
-        api_key=api_key,
-        allow_origin=tuple(allow_origin or ()),
-        max_body=max_body,
-        max_seconds=max_seconds,
-        log_prompts=log_prompts,
-    )
+    settings = Settings(serving.name, api_key, tuple(allow_origin or ()), max_body, max_seconds=max_seconds)
     how: dict[str, Any] = {"drain": drain, "log_level": log_level, "log_json": log_json}
     options = serving.for_load() | {"max_rows": max_rows, "max_queue": max_queue}
     options["share_outputs"] = any(each.startswith("warm=") for each in serving.method_arg or [])

@@ -48,7 +48,6 @@ class Settings:
         model: its name for clients.
         max_body: bytes of a body; body_seconds: until all of it must have come.
         max_seconds: of a request, from its headers to its last token.
-        log_prompts: whether the log may hold prompts.
     """
 
     model: str
@@ -57,7 +56,6 @@ class Settings:
     max_body: int = 4 * 2**20
     body_seconds: float = 30
     max_seconds: float = 600
-    log_prompts: bool = False
 
 
 class _Stream(StreamingResponse):
@@ -169,9 +167,6 @@ class Service:
             "total_ms": round(1000 * (perf_counter() - counts.begun), 1),
             "reason": ",".join(sorted(set(reasons))),
         }
-        if self.settings.log_prompts:
-            decoder: Any = self.backend.decoder
-            line["prompts"] = [requests.text_of(decoder, each) for each in answer.prompts]
         _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()), extra={"line": line})
 
 
