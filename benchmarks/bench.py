@@ -12,7 +12,8 @@ from functools import wraps
 from typing import Any
 
 from benchmarks.command import run
-from benchmarks.peers import ASSISTED, Peers, checked, expanded
+from benchmarks.llama import PACKAGE as LLAMA_PACKAGE
+from benchmarks.peers import ASSISTED, Peers, checked, expanded, is_llama
 from forerun.cli.bench import bench, measured, planned, show, split
 from forerun.files import write_text
 
@@ -22,6 +23,8 @@ def main(**given: Any) -> None:
     plan, files = planned(given | {"methods": expanded(split(given["methods"]))}, Peers())
     out = given["out"]
     results = with_best(measured(checked(plan), files, out, given["resume"]))
+    if any(map(is_llama, plan.methods)):
+        results["versions"]["node-llama-cpp"] = json.loads(LLAMA_PACKAGE.read_text())["version"]
     if out is not None:
         from benchmarks.report import write_report
 

@@ -77,7 +77,9 @@ FRONTS = {"chat": (CHAT_FRONT, CHAT), "embedded": (EMBEDDED_FRONT, EMBEDDED)}
 def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str]:
     given, versions = found["arguments"], found["versions"]
     told = ", ".join(
-        f"{each} {versions[each]}" for each in ("torch", "transformers", "llama-cpp-python") if versions.get(each)
+        f"{each} {versions[each]}"
+        for each in ("kernels", "torch", "transformers", "llama-cpp-python", "node-llama-cpp")
+        if versions.get(each)
     )
     settings = {
         method: ", ".join(f"{key} {value}" for key, value in chosen.items() if key in SHOWN)

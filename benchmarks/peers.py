@@ -2,14 +2,13 @@
 
 - hf-ar, hf-lookup, hf-assisted: transformers' own `generate` (`benchmarks.hf`);
 - hf-forward/METHOD: a method of ours on transformers' own forwards;
-- llama-cpp, llama-cpp-lookup: llama.cpp on the same GGUF file (`benchmarks.llama`).
+- llama-cpp, llama-cpp-lookup, llama-cpp-draft: llama.cpp on the same GGUF files (`benchmarks.llama`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from forerun.bench.plan import Plan, Runner
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
 
 ASSISTED, HF_LOOKUP, FORWARD = "hf-assisted", "hf-lookup", "hf-forward"
 SCHEDULES = ("heuristic", "heuristic_transient", "constant")
-LLAMA, LLAMA_LOOKUP = "llama-cpp", "llama-cpp-lookup"
-NAMES = ("hf-ar", HF_LOOKUP, ASSISTED, f"{FORWARD}/METHOD", LLAMA, LLAMA_LOOKUP)
+LLAMA, LLAMA_LOOKUP, LLAMA_DRAFT = "llama-cpp", "llama-cpp-lookup", "llama-cpp-draft"
+NAMES = ("hf-ar", HF_LOOKUP, ASSISTED, f"{FORWARD}/METHOD", LLAMA, LLAMA_LOOKUP, LLAMA_DRAFT)
 LOOKUP_TOKENS = 10  # of hf-lookup: what transformers' documentation uses
-LLAMA_TOKENS, LLAMA_NGRAM = 2, 2  # of llama-cpp-lookup: what its documentation has for CPUs, and its default
+LLAMA_TOKENS, LLAMA_NGRAM = 3, 3  # of llama-cpp-lookup, and the tokens of llama-cpp-draft
+LLAMA_CONFIDENCE = 0.6  # of llama-cpp-draft: the default of node-llama-cpp
 
 
 def expanded(names: Iterable[str]) -> list[str]:
@@ -45,7 +45,9 @@ class Peers:
     def __call__(self, name: str, ours: Callable[[str], Method]) -> Runner:
         """Raises ValueError for a name that is no runner's, and for settings in it that are none."""
         if is_llama(name):
-            return Runner(lambda loaded: self._llama(loaded).run(name), peer_settings(name))
+            settings = peer_settings(name)
+            needs_draft = name.startswith(LLAMA_DRAFT)
+            return Runner(lambda loaded: self._llama(loaded).run(name), settings, needs_draft=needs_draft)
         if is_transformers(name):
             assisted = name.startswith(ASSISTED)
             return Runner(
@@ -96,7 +98,7 @@ def is_transformers(name: str) -> bool:
 
 def is_llama(name: str) -> bool:
     """Whether llama.cpp decodes, not transformers and not we."""
-    return name == LLAMA or name.partition("/")[0] == LLAMA_LOOKUP
+    return name.partition("/")[0] in (LLAMA, LLAMA_LOOKUP, LLAMA_DRAFT)
 
 
 def takes_rows(name: str) -> bool:
@@ -113,6 +115,11 @@ def peer_settings(name: str) -> dict[str, Any]:
     number is constant, as is transformers' default. What is left out at the end is the program's own.
     """
     kind, *given = name.split("/")
+    if kind == LLAMA_DRAFT:
+        if len(given) > 2 or not all(map(_counts, given[:1])) or not all(map(_shares, given[1:])):
+            raise ValueError(f"{kind}/TOKENS/CONFIDENCE takes a number of at least 1 and one from 0 to below 1")
+        tokens, confidence = (*given, *(LLAMA_TOKENS, LLAMA_CONFIDENCE)[len(given) :])
+        return {"maxTokens": int(tokens), "minConfidence": float(confidence)}
     if kind in (LLAMA_LOOKUP, HF_LOOKUP):
         if len(given) > 2 or not all(map(_counts, given)):
             raise ValueError(f"{kind}/TOKENS/NGRAM takes two numbers of at least 1, not {name!r}")
@@ -120,8 +127,14 @@ def peer_settings(name: str) -> dict[str, Any]:
             names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
             return dict(zip(names, map(int, given), strict=False)) or {names[0]: LOOKUP_TOKENS}
         tokens, ngram, *_ = (*map(int, given), *(LLAMA_TOKENS, LLAMA_NGRAM)[len(given) :])
-        return {"num_pred_tokens": tokens, "max_ngram_size": ngram}
+        return {"predictionLength": {"min": 1, "max": tokens}, "patternLength": {"min": 1, "max": ngram}}
     return _assisted(name, given) if kind == ASSISTED else {}
+
+
+def llama_mode(name: str) -> dict[str, Any]:
+    """Return how llama.cpp drafts for a method: {"draft": settings}, {"lookup": settings}, or {} for plain decoding."""
+    settings = peer_settings(name)
+    return {"draft" if name.startswith(LLAMA_DRAFT) else "lookup": settings} if settings else {}
 
 
 def _assisted(name: str, given: list[str]) -> dict[str, Any]:
@@ -154,7 +167,7 @@ def checked(plan: Plan) -> Plan:
     Raises ValueError where llama.cpp cannot decode, and for an assistant whose vocabulary has another size.
     """
     for name in filter(is_llama, plan.methods):
-        check_llama(name, plan.target, plan.batch, plan.device)
+        check_llama(name, plan.target, plan.draft, plan.batch, plan.device)
     if "hf-ar" in plan.methods:
         plan = replace(plan, reference="hf-ar")
     if plan.draft is not None and any(name.startswith(ASSISTED) for name in plan.methods):
@@ -174,8 +187,8 @@ def checked(plan: Plan) -> Plan:
     return plan
 
 
-def check_llama(name: str, target: str, batch: int, device: str | None) -> None:
-    """Raises ValueError where llama.cpp cannot decode beside us: it needs a file of its own and its package."""
+def check_llama(name: str, target: str, draft: str | None, batch: int, device: str | None) -> None:
+    """Raise ValueError if llama.cpp cannot decode beside us: it needs files that it can read."""
     if batch > 1:  # its server decodes several; one after another would make it look slow
         raise ValueError(f"method {name!r} decodes one prompt at a time here: leave it out or set --batch 1")
     if device is not None and device != "cpu":
@@ -184,5 +197,5 @@ def check_llama(name: str, target: str, batch: int, device: str | None) -> None:
 
     if find(locate(target, "target")) is None:
         raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")
-    if find_spec("llama_cpp") is None:
-        raise ValueError(f"method {name!r} needs 'pip install llama-cpp-python', which compiles llama.cpp")
+    if name.startswith(LLAMA_DRAFT) and (draft is None or find(locate(draft, "draft")) is None):
+        raise ValueError(f"method {name!r} needs a GGUF file as --draft, not {draft!r}")

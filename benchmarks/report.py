@@ -140,9 +140,10 @@ def _notes(results: dict[str, Any]) -> list[str]:
         )
     if any(is_llama(name) for name in methods):
         notes.append(
-            "- `llama-cpp` is llama.cpp, through llama-cpp-python, on the same file, token ids and number of threads; "
-            f"`llama-cpp-lookup/TOKENS/NGRAM` is its prompt lookup ({LLAMA_TOKENS} and {LLAMA_NGRAM} where none are "
-            "given). Neither keeps anything of the prompts before."
+            "- `llama-cpp` is llama.cpp, in node-llama-cpp's build for this processor, on the same file, token ids and "
+            f"number of threads; `llama-cpp-lookup/TOKENS/NGRAM` is its prompt lookup ({LLAMA_TOKENS} and "
+            f"{LLAMA_NGRAM} if none are given), `llama-cpp-draft/TOKENS/CONFIDENCE` its draft model. None keeps "
+            "anything of the prompts before."
         )
     if results["arguments"]["batch"] > 1 and any(method["rows_one_by_one"] for method in methods.values()):
         names = ", ".join(f"`{name}`" for name, method in methods.items() if method["rows_one_by_one"])

@@ -45,7 +45,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["generate", "x", "--dtype", "float12"], "unknown dtype 'float12'"),
         (["demo", "--temperature", "-2"], "temperature must be 0 (greedy) or at least 0.001, not -2.0"),
         (
-            ["demo", "--embedded", "--method", "eagle"],
+            ["demo", "--target", "embedded", "--method", "eagle"],
             "method 'eagle' needs a head: give one, or train one with `forerun train lyanna --kind eagle`",
         ),
         (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2"),
@@ -109,7 +109,7 @@ def test_json_is_one_object() -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("options", ["--method sd", "--method suffix", "--method pacer", "--temperature 1"])
 def test_demo_shows_equal_output(options: str) -> None:
-    short = ("demo", "--embedded", "--prompts", "1", "--max-new-tokens", "24")
+    short = ("demo", "--target", "embedded", "--prompts", "1", "--max-new-tokens", "24")
     done = run(*short, *options.split(), "--no-guard", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["prompts"]

@@ -454,12 +454,18 @@ def test_an_installed_package_is_found_without_an_import(
     assert locate("smollm2", "target") == home / FILE
 
 
-def test_companions_are_found_by_name_only(tmp_path: Path) -> None:
+def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
     assert companion("embedded", "lyanna") == zoo.FOLDER / "lyanna"
     assert companion("embedded", "eagle") is companion("embedded", None) is companion("embedded", "smollm2") is None
     assert companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
     assert own_draft("embedded") == "embedded"
-    assert own_draft("some/model") is own_draft(Path("embedded")) is None
+    assert own_draft("some/model") is own_draft(Path("embedded")) is own_draft("qwen-coder-draft") is None
+    assert own_draft("qwen-coder") == "qwen-coder-draft"
+    file = zoo.cached("qwen-coder")
+    file.parent.mkdir(parents=True)
+    shutil.copy(model, file)
+    with pytest.raises(ValueError, match="'qwen-coder-draft' is not here"):
+        forerun.load("qwen-coder")
 
 
 def test_load_takes_what_comes_with_forerun(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from forerun.engine.costs import Costs
 from forerun.files import home, read_text, write_text
 from forerun.methods import REMOVED, Method, drop_removed, method
-from forerun.zoo import FOLDERS, locate
+from forerun.zoo import FOLDERS, locate, own_draft
 
 Mode = Literal["greedy", "sampling"]
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -214,7 +214,7 @@ class Shipped:
 
 def shipped(target: object, draft: object) -> Shipped | None:
     """Return what comes with forerun for a target and its own draft; None for other models."""
-    folder = FOLDERS.get(target) if isinstance(target, str) and draft in (None, target) else None
+    folder = FOLDERS.get(target) if isinstance(target, str) and draft in (None, own_draft(target)) else None
     if folder is None or not (path := folder / "tuned.json").is_file():
         return None
     found = json.loads(read_text(path))

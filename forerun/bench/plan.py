@@ -11,7 +11,7 @@ from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.kinds import check_kind, check_way
 from forerun.methods import METHODS, Method, is_method, method, parse_value
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import EMBEDDED, companion, locate
+from forerun.zoo import EMBEDDED, companion, locate, own_draft
 
 if TYPE_CHECKING:
     from forerun.bench.runners import Loaded, Run
@@ -105,7 +105,7 @@ class Plan:
         for name, each in self.ours.items():
             if self.temperature and each.greedy_only:
                 raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
-            bundled = companion(self.target, each.layer) if self.target == self.draft else None
+            bundled = companion(self.target, each.layer) if self.draft == own_draft(self.target) else None
             if each.layer and not self.pre_verifier and bundled is None:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
             if each.head and not self.head and companion(self.target, each.head) is None:

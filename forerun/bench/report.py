@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from forerun import __version__
+from forerun.backends import kernels
 from forerun.bench.plan import Plan, Runner
 from forerun.bench.records import Group, Margins, Record
 from forerun.engine.costs import Costs
@@ -226,12 +227,13 @@ def versions() -> dict[str, Any]:
 
     found: dict[str, Any] = {"python": platform.python_version(), "forerun": __version__, "commit": _commit()}
     # Where scikit-learn is installed, transformers' assistant adapts its confidence threshold.
-    for package in ("torch", "transformers", "scikit-learn", "llama-cpp-python"):
+    for package in ("torch", "transformers", "scikit-learn"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found["kernels"] = kernels.variant()
     return found | {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 

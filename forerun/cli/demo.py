@@ -21,7 +21,7 @@ from forerun.cli.options import (
 )
 from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import EMBEDDED, SMOLLM2, find
+from forerun.zoo import EMBEDDED, FOLDERS, MODELS, SMOLLM2, find
 from forerun.zoo.fetch import fetch
 
 QUESTIONS = (
@@ -35,9 +35,10 @@ QUESTIONS = (
 
 
 def demo(
-    embedded: Annotated[
-        bool, typer.Option("--embedded", help="The pair that forerun ships, on held-out standard-library code.")
-    ] = False,
+    target: Annotated[
+        str,
+        typer.Option(help="smollm2, qwen-coder, or embedded: the pair that comes with forerun, on held-out code."),
+    ] = SMOLLM2,
     prompts: Annotated[
         int, typer.Option(min=1, help=f"How many questions, {len(QUESTIONS)} at most, or held-out pieces of code.")
     ] = 3,
@@ -49,12 +50,13 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Answer questions with the chat model twice, plainly and faster, and compare. The model is fetched at first."""
-    target = EMBEDDED if embedded else SMOLLM2
+    if target not in FOLDERS:
+        raise ValueError(f"--target of the demo is one of {', '.join(FOLDERS)}, not {target!r}")
     resolve(target, method=method)  # a mistake is reported before anything is fetched
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=0)
-    if target == SMOLLM2 and find(SMOLLM2) is None:
+    if target != EMBEDDED and None in (find(target), find(MODELS[target].draft or target)):
         try:
-            fetch([SMOLLM2], say)
+            fetch([target], say)
         except ValueError as error:
             say(f"{error}. Until then: the embedded pair, on code")
             target = EMBEDDED
@@ -109,7 +111,7 @@ def _prompts(target: str, tokenizer: Any, count: int) -> list[tuple[str, list[in
 
     Raises ValueError if this Python comes without held-out code.
     """
-    if target == SMOLLM2:
+    if target != EMBEDDED:
         from forerun.text.chat import chat_prompt
 
         texts = ("Name three planets.", *QUESTIONS[:count])

