@@ -29,11 +29,6 @@ def server() -> Iterator[Live]:
         yield found
 
 
-def drain(engine: Engine) -> None:
-    while engine.busy:
-        engine.step()
-
-
 def ran(engine: Engine) -> list[int]:
     """Tokens of prompts that target and draft have run, and the hits of their stores."""
     models = [engine.target, engine.drafter.model]  # type: ignore[attr-defined]
@@ -86,9 +81,7 @@ def test_requests_that_run_together_share_prompts_within_a_salt_only() -> None:
     target = tiny("llama", context=512)
     made = Decoder(target, draft=noisy_copy(target, 0.03), method=method("sd"), guard=False, prefix_bytes=0)
     engine = made.engine
-    for salt in ("one", "one", "other", ""):
-        engine.add(Request(PROMPT[:50], 5, salt=salt))
-    drain(engine)
+    made.session.add([Request(PROMPT[:50], 5, salt=salt) for salt in ("one", "one", "other", "")]).collect()
     assert [engine.target.prefilled, engine.drafter.model.prefilled] == [3 * 49] * 2  # type: ignore[attr-defined]
 
 
@@ -110,11 +103,8 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
     draft = noisy_copy(target, 0.03) if method(name).needs_draft else None
 
     def steps(decoder: Decoder, salt: str) -> list[tuple[int, int]]:
-        engine, found = decoder.engine, []
-        engine.add(Request(PROMPT[:9], 60, salt=salt))
-        while engine.busy:
-            found += [(step.drafted, step.draft_forwards) for step in engine.step()]
-        return found
+        (found,) = decoder.session.add([Request(PROMPT[:9], 60, salt=salt)]).collect()
+        return [(step.drafted, step.draft_forwards) for step in found]
 
     def size(decoder: Decoder) -> int:
         (pool,) = decoder.pools.values()  # type: ignore[union-attr]

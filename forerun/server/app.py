@@ -116,15 +116,8 @@ class Service:
     async def read(self, request: Request, function: Callable[..., _T], body: schemas.Body) -> _T:
         """Check a body, and call a function with it and the decoder in a reader's thread. Raises ApiError."""
         decoder = self.check(body, request)
-
-        async def in_time() -> _T:
-            try:
-                async with asyncio.timeout(self._until(request) - perf_counter()):
-                    return await self.readers.call(function, body, decoder)
-            except TimeoutError:
-                raise timed_out() from None
-
-        return await _unless_gone(request, in_time())
+        seconds = max(0.0, self._until(request) - perf_counter())
+        return await _unless_gone(request, self.readers.call(function, body, decoder), seconds)
 
     def _until(self, request: Request) -> float:
         return float(request.state.arrived) + self.settings.max_seconds
@@ -170,8 +163,9 @@ class Service:
         _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()), extra={"line": line})
 
 
-async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T]) -> _T:
-    """Return a result, or give it up when the reader has gone: nobody sees the ApiError that is raised then."""
+async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T], seconds: float | None = None) -> _T:
+    """Return a result. Give it up when the reader has gone, who does not see the ApiError of status 499, or with status
+    504 after `seconds`."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -179,10 +173,10 @@ async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T]) -> _T:
 
     found, left = asyncio.ensure_future(wanted), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait([found, left], return_when=asyncio.FIRST_COMPLETED)
-        if not found.done():
-            raise ApiError(499, "the reader has gone")
-        return found.result()
+        await asyncio.wait([found, left], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if found.done():
+            return found.result()
+        raise ApiError(499, "the reader has gone") if left.done() else timed_out()
     finally:
         for task in (found, left):
             task.cancel()
