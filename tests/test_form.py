@@ -12,7 +12,7 @@ from ggufs import small, write
 
 import forerun.api.load
 from forerun.cli import form
-from forerun.cli.form import asked_form, check_form
+from forerun.cli.form import asked_form
 from forerun.cli.generate import chat, generate
 
 pytest.importorskip("llguidance", reason="needs the extra `grammar`")
@@ -84,8 +84,3 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         wanted = f"--{name.replace('_', '-')} needs the package llguidance: pip install 'forerun[grammar]'"
         with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
             generate("x", **{name: text})
-
-
-def test_no_end_token_is_the_decoders_matter() -> None:
-    check_form({"type": "regex", "regex": "("}, None)
-    check_form(None, None)

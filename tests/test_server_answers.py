@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -54,22 +53,6 @@ def test_plain_decoding_on_request_says_the_same(client: openai.OpenAI) -> None:
     assert answers[0].choices[0].text == answers[1].choices[0].text
     drafted, plain = (each.model_extra["metrics"]["speculative_decoding"] for each in answers)
     assert drafted["num_spec_steps"] < plain["num_spec_steps"] == 40 and not plain["num_draft_tokens"]
-
-
-def test_streamed_whole_alone_and_among_others(client: openai.OpenAI, server: Live) -> None:
-    options: dict[str, Any] = {"prompt": "the cat", "max_tokens": 48, "seed": 5, "temperature": 0.9}
-
-    def streamed() -> str:
-        return "".join(each.choices[0].text for each in complete(client, **options, stream=True))
-
-    whole = complete(client, **options).choices[0].text
-    assert streamed() == whole
-    others = [{**options, "prompt": "for i in" * n, "seed": n, "max_tokens": 60} for n in range(1, 9)]
-    with ThreadPoolExecutor(10) as pool:
-        beside = [pool.submit(post, server, PLAIN, each) for each in others]
-        mine = [pool.submit(streamed), pool.submit(lambda: complete(client, **options).choices[0].text)]
-        assert [each.result() for each in mine] == [whole, whole]
-        assert all(each.result().status_code == 200 for each in beside)
 
 
 def test_n_copies_are_streams_of_the_seed(client: openai.OpenAI, decoder: Any) -> None:

@@ -46,7 +46,7 @@ class Settings:
 
     Attributes:
         model: its name for clients.
-        max_body: bytes of a body; body_seconds: until all of it must have come.
+        max_body: bytes of a body; body_seconds: seconds until all of it must have come.
         max_seconds: of a request, from its headers to its last token.
     """
 
@@ -98,7 +98,7 @@ class Service:
         return self.backend.decoder
 
     def check(self, body: schemas.Body, request: Request) -> Decoder:
-        """Return the decoder for a body. Raises ApiError for another model's and for unsupported fields."""
+        """Return the decoder for a body. Raises ApiError for another model and for unsupported fields."""
         decoder = self.decoder()
         self.check_model(body.model)
         unknown = body.unknown()
