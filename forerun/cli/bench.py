@@ -40,8 +40,7 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
     top_p: TopPOption = 1.0,
     head: Annotated[
-        list[str] | None,
-        typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable."),
+        list[str] | None, typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable.")
     ] = None,
     pre_verifier: Annotated[
         list[str] | None, typer.Option(help="Folder of a trained layer, for pacer; repeatable.")

@@ -12,14 +12,7 @@ import typer
 
 from forerun.cli.common import quiet, say
 from forerun.cli.form import check_form
-from forerun.cli.options import (
-    DecodeOptions,
-    JsonOption,
-    MaxNewTokensOption,
-    SamplingOptions,
-    TargetOption,
-    grouped,
-)
+from forerun.cli.options import DecodeOptions, JsonOption, MaxNewTokensOption, SamplingOptions, TargetOption, grouped
 from forerun.files import read_text
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2

@@ -45,7 +45,7 @@ WeightsOption = Annotated[
     str | None,
     typer.Option(
         help="What the target's weights are stored as on a CPU: float32, bfloat16, int8, int4, or auto: as the "
-        "checkpoint is. The model in few bits is the target then.",
+        "checkpoint is. The model in few bits is the target then."
     ),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
@@ -72,8 +72,7 @@ class LoadOptions:
     ] = None
     weights: WeightsOption = None
     draft_weights: Annotated[
-        str | None,
-        typer.Option(help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."),
+        str | None, typer.Option(help="Likewise of the draft, for which any is lossless; int8 by default on a CPU.")
     ] = None
     device: DeviceOption = None
     trust_remote_code: TrustOption = False

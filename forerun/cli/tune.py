@@ -25,8 +25,7 @@ def tune(
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     data: Annotated[
-        Path | None,
-        typer.Option(help="Prompts of yours, a .jsonl file as for bench; held-out Python code by default."),
+        Path | None, typer.Option(help="Prompts of yours, a .jsonl file as for bench; held-out Python code by default.")
     ] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 150.0,
     pre_verifier: options.PreVerifierOption = None,

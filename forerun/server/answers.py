@@ -13,7 +13,8 @@ from forerun.server.backend import Job
 from forerun.server.errors import ApiError, timed_out
 from forerun.server.logprobs import LogprobsJson, TokenTexts, as_json
 from forerun.server.metrics import AnswerCounts
-from forerun.server.schemas import ChatBody, SamplingBody
+from forerun.server.requests import Prepared
+from forerun.server.schemas import ChatBody, SamplingBody, StreamOptions
 from forerun.text.stop_strings import TextStream
 
 KEEP_ALIVE = 15.0  # seconds without a chunk
@@ -38,20 +39,12 @@ class Answer:
         ended_by: the finish reason of choices without their own: "abort" if the reader has gone.
     """
 
-    def __init__(
-        self,
-        body: SamplingBody,
-        requests: list[Request],
-        echo: list[str] | None,
-        job: Job,
-        texts: TokenTexts,
-        model: str,
-    ) -> None:
-        """`echo`: the texts of the prompts, if answers begin with them."""
-        self.body, self.job, self._echo, self._texts = body, job, echo, texts
-        self.prompts = [each.tokens for each in requests[:: body.n or 1]]
+    def __init__(self, body: SamplingBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str) -> None:
+        requests, self._echo = prepared
+        self.body, self.job, self._texts = body, job, texts
+        prompt_tokens = sum(len(each.tokens) for each in requests[:: body.n or 1])
         self._is_chat = isinstance(self.body, ChatBody)
-        self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=sum(map(len, self.prompts)))
+        self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=prompt_tokens)
         self.ended_by = "abort"
         self.choices = [_Choice(each, self.body.stop, texts, self._is_chat) for each in requests]
         self._scored: dict[int, LogprobsJson] = {}  # of each prompt, from its first choice for the next ones
@@ -60,9 +53,8 @@ class Answer:
         if self._is_chat:
             kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
         self._head = as_json({"object": kind, "id": self.id, "created": int(time()), "model": model})[:-1]
-        options = self.body.stream_options
-        self._usage_at_end = bool(options and options.include_usage)
-        self._usage_always = bool(options and options.continuous_usage_stats)
+        options = body.stream_options or StreamOptions()
+        self._usage_at_end, self._usage_always = options.include_usage, options.continuous_usage_stats
 
     async def whole(self, until: float) -> bytes:
         """Return all of it. Raises the ApiError that ends the job, or that of `until` (perf_counter)."""

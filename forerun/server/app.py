@@ -124,12 +124,12 @@ class Service:
 
     async def answer(self, body: schemas.SamplingBody, request: Request) -> Response:
         prepare: Any = requests.prepare_chat if isinstance(body, schemas.ChatBody) else requests.prepare_completion
-        asked, echo = await self.read(request, prepare, body)
+        prepared: requests.Prepared = await self.read(request, prepare, body)
         tokenizer = self.decoder().tokenizer  # raises if the server has begun to shut down meanwhile
         assert tokenizer is not None
         self._texts = self._texts or TokenTexts(tokenizer)
-        job = self.backend.submit(asked, request.state.arrived)
-        answer = Answer(body, asked, echo, job, self._texts, self.settings.model)
+        job = self.backend.submit(prepared[0], request.state.arrived)
+        answer = Answer(body, prepared, job, self._texts, self.settings.model)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)
         at_end, until = partial(self._end, answer, request), self._until(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -45,22 +46,18 @@ class Job(Run):
         self.begun, self.queued = begun, perf_counter()
         self._steps: list[tuple[int, Step, float]] = []
         self._error: ApiError | None = None
-        self._wanted: asyncio.Future[None] | None = None
+        self._came = asyncio.Event()
 
     def put(self, choice: int, step: Step, at: float) -> None:
         self._steps.append((choice, step, at))
-        self._wake()
+        self._came.set()
 
     def fail(self, error: ApiError) -> None:
         """End with an error."""
         self.close()
         self.open.clear()
         self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._wanted is not None and not self._wanted.done():
-            self._wanted.set_result(None)
+        self._came.set()
 
     @property
     def ended(self) -> bool:
@@ -69,19 +66,12 @@ class Job(Run):
 
     async def wait(self, seconds: float) -> list[tuple[int, Step, float]]:
         """Return the steps that have come, or wait for the next ones; an empty list after `seconds` without any. Raises
-        the ApiError that ended it, after the last steps.
-
-        Only one caller may wait. A queue of asyncio's would cost several times as much a step.
-        """
+        the ApiError that ended it, after the last steps. Only one caller may wait."""
         if not self._steps and self._error is None:
-            loop = asyncio.get_running_loop()
-            self._wanted = loop.create_future()
-            late = loop.call_later(seconds, self._wake)
-            try:
-                await self._wanted
-            finally:
-                late.cancel()
-                self._wanted = None
+            self._came.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._came.wait()
         found, self._steps = self._steps, []
         if not found and self._error is not None:
             raise self._error.with_traceback(None)  # one error may end many jobs

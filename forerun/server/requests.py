@@ -157,20 +157,16 @@ def _check_text(text: str, decoder: Decoder) -> None:
 
 
 def _requests(
-    body: SamplingBody,
-    rows: list[list[int]],
-    decoder: Decoder,
-    max_tokens: int,
-    logprobs: int | None,
-    ends: frozenset[int],
+    body: SamplingBody, rows: list[list[int]], decoder: Decoder, most: int, logprobs: int | None, ends: frozenset[int]
 ) -> list[Request]:
+    """Return the requests of prompts, with `most` new tokens unless the body says how many."""
     copies = body.n or 1
     if len(rows) * copies > MOST_CHOICES:
         raise ApiError(400, f"n times prompts is {len(rows) * copies}; at most {MOST_CHOICES}", "n")
-    given = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+    given = {name: vars(body)[name] for name in _SAME_NAME if vars(body)[name] is not None}
     try:
         params = SamplingParams(
-            max_new_tokens=body.max_completion_tokens or body.max_tokens or max_tokens,
+            max_new_tokens=body.max_completion_tokens or body.max_tokens or most,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_k=max(0, body.top_k or 0),
             stop=body.stop,

@@ -99,13 +99,7 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    backend: Backend,
-    settings: Settings,
-    listening: socket.socket,
-    *,
-    drain: float = 30,
-    log_level: str = "info",
-    log_json: bool = False,
+    backend: Backend, settings: Settings, listening: socket.socket, *, drain: float, log_level: str, log_json: bool
 ) -> None:
     """Serve on a socket until a signal ends it. The backend loads its models after the first answers of /health.
 
