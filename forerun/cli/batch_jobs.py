@@ -21,14 +21,14 @@ KINDS = ("answered", "refused", "bad_lines", "failed")
 @grouped
 def batch(
     input: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch format, or prompts: one a line.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the answers; that of a killed job goes on.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the answers; a killed job goes on in its own.")],
     serving: ServingOptions,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Of lines without max_tokens; else 1024 of chats, 16 of prompts.")
+        int | None, typer.Option(help="For lines without max_tokens. Default: 1024 for chats, 16 for prompts.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of lines without one; else 1, as OpenAI's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="For lines without one. Default: 1, as OpenAI's.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of lines without one, with the line's number added: repeatable sampling.")
+        int | None, typer.Option(help="For lines without a seed, with the line's number added: repeatable sampling.")
     ] = None,
     max_rows: MaxRowsOption = 32,
     actors: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; one a node by default.")] = None,

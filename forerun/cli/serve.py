@@ -21,16 +21,16 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="FORERUN_API_KEY", help="What clients must know.", show_envvar=True)
+        str | None, typer.Option(envvar="FORERUN_API_KEY", help="The key that clients must send.", show_envvar=True)
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A site whose pages may ask, * is any; repeatable. None by default.")
+        list[str] | None, typer.Option(help="A site whose pages may send requests, * is any; repeatable.")
     ] = None,
     max_rows: MaxRowsOption = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get status 503.")] = 256,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 * 2**20,
-    max_seconds: Annotated[float, typer.Option(help="Seconds of a request, those in the queue included.")] = 600,
-    drain: Annotated[float, typer.Option(help="Seconds for what runs when the server is to end.")] = 30,
+    max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a request's body.")] = 4 * 2**20,
+    max_seconds: Annotated[float, typer.Option(help="Most seconds of a request, with those in the queue.")] = 600,
+    drain: Annotated[float, typer.Option(help="Seconds for running requests when the server is to end.")] = 30,
     log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Lines of the log are JSON.")] = False,
     replicas: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; 2 by default.")] = None,

@@ -35,7 +35,7 @@ class Reading:
 
 
 class Answer:
-    """An answer as far as it is written, also if it breaks off.
+    """An answer as far as it was written, complete or broken off.
 
     Attributes:
         steps: the target forwards that gave the text.
