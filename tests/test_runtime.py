@@ -72,7 +72,7 @@ LAYOUTS = [(64, 16, torch.float32), (64, 32, torch.float32), (50, 16, torch.floa
 def test_products_equal_linear_for_any_number_of_rows(
     out: int, width: int, dtype: torch.dtype, bias: bool, one_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_weights, "processor", lambda: "an AMD one" if width > 16 else "another")
+    monkeypatch.setattr(packed_weights, "is_amd", lambda: width > 16)
     linear = torch.nn.Linear(width, out, bias=bias, dtype=dtype)
     multiply = product(linear.weight.detach(), linear.bias.detach() if bias else None, one_row)
     for rows in (1, 2, 3, 16, 200):
@@ -122,11 +122,11 @@ def test_prepare_takes_the_fastest_forward() -> None:
 
 def test_costs_have_a_figure_for_each_count_that_fits() -> None:
     model = prepare(tiny("llama"))
-    costs = forward_costs(model, (1, 2, 8), context=CONTEXT - 2, repeats=2)
+    costs = forward_costs(model, (1, 2, 8), context=CONTEXT - 2)
     assert list(costs) == [1, 2]
     assert all(value > 0 for value in costs.values())
     assert model.cache.ids == [] and model.prefilled == 0  # it ran elsewhere
-    assert all(forward_costs(model, (1, 3), context=5, repeats=2, rows=3).values())
+    assert all(forward_costs(model, (1, 3), context=5, rows=3).values())
     with pytest.raises(ValueError, match="has no room behind"):
         forward_costs(model, context=CONTEXT)
 

@@ -25,7 +25,7 @@ from benchmarks.bits.chat import asked, measured, questions
 from benchmarks.llama import LlamaCpp
 from forerun import SamplingParams
 from forerun.api.loading import load_tokenizer
-from forerun.backends.costs import QUIET, filled
+from forerun.backends.costs import QUIET
 from forerun.backends.facts import facts_of
 from forerun.bench.measure import turned
 from forerun.bench.report import versions
@@ -121,7 +121,9 @@ def forwards(models: dict[str, Callable[[int], Any]], repeats: int) -> dict[str,
 
 def forward_of(decoder: forerun.Decoder, text: list[int]) -> Callable[[int], Any]:
     """Ours: logits of a chain of so many tokens, all of them."""
-    model = filled(decoder.target, text[:BEHIND])
+    model = decoder.target.fresh()
+    list(model.prefill(text[:BEHIND], BEHIND))
+    model.join(0, BEHIND + COUNTS[-1])
     return lambda count: model.forward([0], [Draft.chain(text[0], text[1:count])])
 
 

@@ -52,6 +52,8 @@ class HiddenLM(Rows):
 
     quantised: QuantisedHead | None = None
     information: Product | None = None
+    both: Product  # of states with tokens, and of states alone, with the first matrix
+    between: Product
 
     @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
@@ -72,12 +74,13 @@ class HiddenLM(Rows):
         self.information = token_information(head, self.dtype, few)
         self.quantised = quantised_head(head) if few else None
         if self.quantised is not None:
+            self.both, self.between = self.quantised.both, self.quantised.between
             return
         fuse = head.fuse.weight.to(self.dtype)
         self.both = multiply(fuse)
-        if self.kind == "lyanna":
-            alone = fuse[:, : self.width].contiguous()
-            self.between: Product = multiply(alone) if config.fusion == "every" else lambda states: states
+        self.between = lambda states: states
+        if self.kind == "lyanna" and config.fusion == "every":
+            self.between = multiply(fuse[:, : self.width].contiguous())
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
         names = "before_attention", "qkv", "out", "before_mlp", "gate_up", "down"
         weights: list[Any] = [tuple(getattr(layer, name).weight.to(self.dtype) for name in names) for layer in layers]
@@ -184,12 +187,9 @@ class HiddenLM(Rows):
     def _extend(
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        counts = [len(own) for own in states]
         x = states[0] if len(states) == 1 else torch.cat(list(states))
         x = self._beside(x, torch.tensor([token for own in tokens for token in own], device=self.device))
-        if self.quantised is not None:
-            return self.quantised.extend(cache, ids, x, counts)
-        depths = [range(count) for count in counts]
+        depths = [range(len(own)) for own in states]
         inputs = Inputs([cache.row(id) for id in ids], depths, given=self.both(x))
         x = self._run(inputs, cache)
         cache.commit(ids, depths)
@@ -199,10 +199,6 @@ class HiddenLM(Rows):
     def roll(self, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
         """Run and keep states [R, d] without tokens, then the states that follow, and so on; return the `steps` states
         [R, d] that follow."""
-        if steps < 1:
-            return []
-        if self.quantised is not None:
-            return self.quantised.roll(self.cache, ids, states, steps)
         one, found = [range(1)] * len(ids), []
         for _ in range(steps):
             states = self._run(self._inputs(ids, one, given=self.between(states)), self.cache)
@@ -215,9 +211,6 @@ class HiddenLM(Rows):
         """Run and keep states [R, w, d] with the tokens [R, w] after them, all of them `depth` places after each
         sequence's text. `seen` [R, w, P + w] bool: which of the P states that were kept last, and of themselves, each
         one sees. Return the states [R, w, d] after them."""
-        if self.quantised is not None:
-            x = self._beside(states.flatten(0, 1), tokens.flatten())
-            return self.quantised.branch(self.cache, ids, x, depth, seen).view(states.shape)
         width = tokens.shape[1]
         depths = [[depth - (seen.shape[-1] - width)] * width] * len(ids)
         x = self.both(self._beside(states.flatten(0, 1), tokens.flatten()))
@@ -232,6 +225,8 @@ class HiddenLM(Rows):
 
     def _run(self, inputs: Inputs, cache: KVCache) -> Tensor:
         """Return states [n, d] of inputs that have gone through the first matrix."""
+        if self.quantised is not None:
+            return self.quantised(inputs, cache)
         batch = pad(inputs, cache, self.device, self.dtype)
         # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
         batch = replace(batch, positions=batch.positions.clamp(max=self.layers.context - 1))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -18,7 +20,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from forerun.backends.kernels import library
-from forerun.backends.machine import processor
 from forerun.backends.panels import BLOCK, quantise
 
 Product = Callable[[Tensor], Tensor]
@@ -47,7 +48,7 @@ def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False, f
     ragged = size % PANEL != 0
     padded = functional.pad(weight.detach(), (0, 0, 0, -size % PANEL))
     panels = padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()  # [out / 32, in, 32]
-    count, single = len(panels), weight.detach() if one_row and "AMD " not in processor() else None
+    count, single = len(panels), weight.detach() if one_row and not is_amd() else None
 
     def multiply(x: Tensor) -> Tensor:
         rows = x.size(0)
@@ -62,6 +63,13 @@ def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False, f
         return y if bias is None else y + bias
 
     return multiply
+
+
+@cache
+def is_amd() -> bool:
+    """Return whether Linux names AMD as the processor's maker."""
+    facts = Path("/proc/cpuinfo")
+    return facts.is_file() and "AuthenticAMD" in facts.read_text()
 
 
 class PackedLinear(nn.Module):

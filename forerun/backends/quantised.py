@@ -58,13 +58,11 @@ def lay_out(inputs: Inputs, cache: KVCache) -> FlatBatch:
     counts = [len(depths) for depths in inputs.depths]
     start = max(cache.lengths[: inputs.size])
     cache.begin(inputs.size, start, start + max(counts))
-    rows = np.repeat(np.asarray(inputs.rows, np.int32), counts)
-    slots = np.concatenate(
-        [np.arange(at, at + count, dtype=np.int32) for at, count in zip(lengths, counts, strict=True)]
-    )
-    positions = np.concatenate(
-        [np.asarray(depths, np.int32) + np.int32(at) for at, depths in zip(lengths, inputs.depths, strict=True)]
-    )
+    each = list(zip(inputs.rows, lengths, inputs.depths, strict=True))
+    # Of the few entries of a step lists are made faster than arrays.
+    rows = np.array([row for row, _, depths in each for _ in depths], np.int32)
+    slots = np.array([at + node for _, at, depths in each for node in range(len(depths))], np.int32)
+    positions = np.array([at + depth for _, at, depths in each for depth in depths], np.int32)
     if inputs.masks is None:
         return FlatBatch(rows, slots, positions, slots + np.int32(1))
     back = inputs.masks[0].shape[1] - inputs.masks[0].shape[0]

@@ -72,13 +72,13 @@ def collect() -> dict[str, Any]:
 def costs(target: str, loading: LoadOptions) -> dict[str, Any]:
     """Measure ms of forwards of both models on a quiet machine, the target's also in batches, and the cost ratio c."""
     from forerun.api.load import load
-    from forerun.backends.costs import QUIET, RUN, forward_costs, measure_costs, usual_context
+    from forerun.backends.costs import forward_costs, measure_costs, usual_context
 
     decoder = load(target, method="sd" if loading.draft or own_draft(target) else "ar", **loading.for_load())
     context = usual_context(decoder.target, decoder.draft)
     found = measure_costs(decoder.target, decoder.draft, context)
     quick = min(found.target.values()) < SLOW
-    batches = {rows: forward_costs(decoder.target, TOKENS, context, RUN, QUIET, rows) for rows in BATCHES if quick}
+    batches = {rows: forward_costs(decoder.target, TOKENS, context, rows) for rows in BATCHES if quick}
     table: dict[str, Any] = {"context": context, "target_ms": found.target, "target_ms_in_batches": batches}
     if found.draft:
         table |= {"draft_ms": found.draft, "c": round(found.c, 4)}
