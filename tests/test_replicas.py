@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from serving import NAME, make_decoder
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from forerun.cli.commands import app as cli
@@ -29,6 +30,7 @@ from forerun.scale.fleet import Fleet, LostError
 from forerun.scale.messages import ModelInfo, SentRequest, Steps, decode
 from forerun.server.app import Settings, create_app
 from forerun.server.backend import Backend, until_ready
+from forerun.server.errors import ApiError
 from forerun.server.readers import Readers
 from forerun.server.worker import Worker
 
@@ -75,23 +77,20 @@ class Engines:
             await stream.aclose()
 
 
-@asynccontextmanager
-async def client(worker: Backend, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(worker, Settings(NAME, **settings))
-    async with app.router.lifespan_context(app):
-        await until_ready(worker)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://fleet", timeout=120) as found:
-            yield found
-    replicas = getattr(worker, "_replicas", None)
-    for each in replicas.workers.values() if isinstance(replicas, Engines) else ():
-        await each.stop()
+def ask(worker: Backend, act: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    """Run `act` with a client of an app in front of `worker`."""
 
-
-def ask(worker: Backend, act: Callable[[httpx.AsyncClient], Awaitable[Any]], **settings: Any) -> Any:
     async def main() -> Any:
-        async with client(worker, **settings) as http:
-            return await act(http)
+        app = create_app(worker, Settings(NAME))
+        async with app.router.lifespan_context(app):
+            await until_ready(worker)
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://fleet", timeout=120) as http:
+                found = await act(http)
+        replicas = getattr(worker, "_replicas", None)
+        for each in replicas.workers.values() if isinstance(replicas, Engines) else ():
+            await each.stop()
+        return found
 
     return asyncio.run(main())
 
@@ -123,9 +122,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def same(one: Any, other: Any) -> None:
     """Log probabilities are computed in other shapes when a text goes on elsewhere."""
     if isinstance(one, dict | list):
-        pairs = [(each, each) for each in one] if isinstance(one, dict) else list(enumerate(one))
         assert type(one) is type(other) and len(one) == len(other)
-        for key, _ in pairs:
+        for key in one if isinstance(one, dict) else range(len(one)):
             same(one[key], other[key])
     else:
         assert one == (pytest.approx(other, abs=1e-3) if isinstance(one, float) else other)
@@ -262,7 +260,7 @@ def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_the
     assert refused.headers["Retry-After"]
 
 
-def test_what_the_model_cannot_do_is_told_before_a_replica_isavailable() -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     class Failing(Engines):
         async def model(self) -> ModelInfo:
             raise ValueError("no such model")
@@ -270,31 +268,15 @@ def test_what_the_model_cannot_do_is_told_before_a_replica_isavailable() -> None
     fleet, failed = Fleet(Failing(0)), []
 
     async def main() -> None:
-        app = create_app(fleet, Settings(NAME))
         fleet.on_failure = lambda: failed.append(fleet.failed)
-        async with app.router.lifespan_context(app):
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as http:
-                assert (await http.get("/health")).status_code == 503
-            await asyncio.sleep(0.1)
+        fleet.start()
+        with pytest.raises(ValueError, match="no such model"):
+            await until_ready(fleet)
+        with pytest.raises(ApiError, match="being loaded"):
+            fleet.submit([], 0.0)
 
     asyncio.run(main())
     assert isinstance(failed[0], ValueError)
-
-
-def test_the_config_in_the_docs_is_one_and_others_are_refused() -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
-    import yaml
-
-    from forerun.scale.replicas import Args, app
-
-    text = (Path(__file__).parents[1] / "docs" / "replicas.md").read_text()
-    [config] = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])["applications"]
-    assert config["import_path"] == f"{app.__module__}:{app.__name__}"
-    assert app(Args(**config["args"])) is not None
-    for wrong in ({"replica": 2}, {"replicas": 0}, {"replicas": 3, "max_replicas": 2}, {"serve": {"strange": 1}}):
-        with pytest.raises(ValueError):
-            app(Args(**wrong))
 
 
 @pytest.mark.parametrize(
@@ -336,69 +318,56 @@ def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_only_the_loss_of_a_replica_is_tried_again() -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
-    from ray.exceptions import ActorDiedError
-
-    from forerun.scale.engines import ServeReplicas
-
-    async def ask_model(*errors: Exception) -> int:
-        left = list(errors)
-
-        class Handle:
-            class model:  # noqa: N801
-                @staticmethod
-                async def remote() -> None:
-                    raise left.pop(0)
-
-        async def start() -> Any:
-            return Handle()
-
-        with pytest.raises(TypeError, match="strange"):
-            await ServeReplicas(start, "one").model()
-        return len(left)
-
-    assert asyncio.run(ask_model(ActorDiedError(), TypeError("strange"), ValueError())) == 1
+def application(status: str, message: str = "", running: int = 0) -> Any:
+    """What Serve answers about the application "one"."""
+    states = {"RUNNING": running}
+    engine = SimpleNamespace(message=message, replica_states=states)
+    found = SimpleNamespace(status=status, message="", deployments={"Engine": engine})
+    return SimpleNamespace(applications={"one": found})
 
 
 def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a replica is tried again, and nothing else."""
     pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
-    from ray.exceptions import RayActorError
-    from ray.serve.schema import ApplicationStatus, ReplicaState
+    from ray.exceptions import ActorDiedError, RayActorError
 
     from forerun.scale import replicas
 
-    def application(status: ApplicationStatus, message: str, running: int = 0) -> Any:
-        engine = SimpleNamespace(message=message, replica_states={ReplicaState.RUNNING: running})
-        one = SimpleNamespace(status=status, message="", deployments={"Engine": engine})
-        return SimpleNamespace(applications={"one": one})
+    found: list[Any] = []  # what Serve answers: statuses, and then what the replica does
 
-    waits = application(ApplicationStatus.DEPLOYING, "")
-    failed = application(ApplicationStatus.DEPLOY_FAILED, "Traceback\n\n  ValueError: no model\n")
-    partly = application(ApplicationStatus.DEPLOYING, "", running=1)
-    found: list[Any] = []
+    def answer() -> Any:
+        each = found.pop(0)
+        if isinstance(each, Exception):
+            raise each
+        return each
 
-    def status() -> Any:
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found.pop(0)
+    async def remote() -> Any:
+        return answer()
 
+    handle = SimpleNamespace(model=SimpleNamespace(remote=remote))
     monkeypatch.setattr(replicas, "LOOK", 0.0)
     monkeypatch.setattr(replicas.serve, "start", lambda **options: None)
-    monkeypatch.setattr(replicas.serve, "run_many", lambda *targets, **options: ["handle"])
-    monkeypatch.setattr(replicas.serve, "status", status)
-    start: Any = replicas.fleet(None, "one")._replicas._start  # type: ignore[arg-type,attr-defined]
-    for statuses, message in (
+    monkeypatch.setattr(replicas.serve, "run_many", lambda *targets, **options: [handle])
+    monkeypatch.setattr(replicas.serve, "status", answer)
+    waits, partly = application("DEPLOYING"), application("DEPLOYING", running=1)
+    failed = application("DEPLOY_FAILED", "Traceback\n\n  ValueError: no model\n")
+    info = ModelInfo(None, GenerationConfig(), None, 1, None, None, 0)
+
+    def start(*answers: Any) -> ModelInfo:
+        found[:] = answers
+        return asyncio.run(replicas.ServeReplicas(None, "one").model())  # type: ignore[arg-type]
+
+    for answers, message in (
         ([waits, waits, failed], "--ray: the replicas did not start: ValueError: no model"),
         ([waits, RayActorError()], "--ray: the cluster is gone: "),
         ([waits, SimpleNamespace(applications={})], "--ray: somebody else has ended the Serve application"),
+        ([partly, ActorDiedError(), TypeError("strange"), info], "strange"),
     ):
-        found[:] = statuses
-        with pytest.raises(ValueError) as raised:
-            asyncio.run(start())
+        with pytest.raises((ValueError, TypeError)) as raised:
+            start(*answers)
         assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
-    found[:] = [waits, partly, waits]
-    assert asyncio.run(start()) == "handle" and found == [waits]  # one is enough
+    assert found == [info]
+    assert start(waits, partly, ActorDiedError(), info) is info  # one replica is enough
 
 
 def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,17 +384,22 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(replicas, "cluster", lambda *options: nullcontext())
     monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 1.0})
     monkeypatch.setattr(replicas.serve, "delete", delete)
+
+    def serving(least: int, cpus: int) -> Any:
+        return replicas.serving("auto", make_decoder, least=least, most=5, rows=4, room=8, cpus=cpus)
+
     message = "--replicas 3 with 2 threads each do not fit into 5 cores"
-    with pytest.raises(ValueError, match=message), replicas.serving("auto", least=3, most=3, cpus=2):
+    with pytest.raises(ValueError, match=message), serving(3, 2):
         pass
     assert not deleted
     message = "what ended the server"
-    with pytest.raises(ValueError, match=message), replicas.serving("auto", least=2, most=3, cpus=2):
+    with pytest.raises(ValueError, match=message), serving(2, 2):
         raise ValueError(message)
-    with replicas.serving("auto", least=5, most=5, cpus=1) as name:
-        pass
-    assert name == deleted[1] != deleted[0]
+    with serving(5, 1) as fleet:
+        assert fleet._replicas._application._bound_deployment.ray_actor_options["num_gpus"] == 0.2
+    assert fleet._replicas._name == deleted[1] != deleted[0]
 
 
 def slow_decoder() -> Any:
@@ -500,13 +474,13 @@ def test_a_server_that_ends_before_its_replicas_start_takes_its_application_alon
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
-    from forerun.scale.engines import engines
-    from forerun.scale.replicas import fleet
+    from forerun.scale.replicas import ServeReplicas, engines
 
     bodies = [LONG | {"prompt": f"{i} the cat sat on", "max_tokens": 100} for i in range(6)]
     bodies = [each | ({"temperature": 1.0, "seed": i} if i % 2 else {}) for i, each in enumerate(bodies)]
     wanted = answers(Worker(make_decoder), [(PLAIN, each) for each in bodies])
-    worker = fleet(engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1), "streams")
+    application = engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1)
+    worker = Fleet(ServeReplicas(application, "streams"))
 
     async def act(http: httpx.AsyncClient) -> Any:
         while len(worker.available()) < 2:
@@ -527,7 +501,7 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
             if victim in each["name"]:
                 ray_cluster.kill(ray_cluster.get_actor(each["name"], namespace=each["namespace"]))
         found = [chunks(each.text) for each in await asyncio.gather(*streams)]
-        assert victim not in worker._replicas.names()
+        assert victim not in worker.available()
         return found
 
     found = ask(worker, act)

@@ -51,13 +51,18 @@ def write_input(path: Path, count: int, tokens: int) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def raw_records(out: Path) -> bytes:
+    path = out / "records.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
 def records(out: Path) -> list[dict[str, Any]]:
-    raw = b"".join(part.read_bytes() for part in sorted(out.glob("part-*.jsonl")))
+    raw = raw_records(out)
     return [json.loads(each) for each in raw.splitlines(keepends=True) if each.endswith(b"\n")]
 
 
 def count(out: Path) -> int:
-    return sum(part.read_bytes().count(b"\n") for part in out.glob("part-*.jsonl"))
+    return raw_records(out).count(b"\n")
 
 
 def texts(out: Path) -> dict[str, str]:

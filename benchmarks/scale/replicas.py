@@ -37,9 +37,8 @@ from ray.cluster_utils import Cluster
 
 from forerun import load
 from forerun.bench.report import versions
-from forerun.scale.engines import engines
 from forerun.scale.fleet import Fleet
-from forerun.scale.replicas import fleet
+from forerun.scale.replicas import ServeReplicas, engines
 from forerun.server.app import Settings, create_app
 from forerun.server.listening import listen
 from forerun.server.worker import Loader
@@ -256,7 +255,7 @@ def main() -> None:
         ray.init(address=nodes.cluster.address, log_to_driver=False)
         loader = Loader(args.target, None, {"max_queue": 256}, 1)
         made = engines(loader, least=args.replicas, most=args.replicas, rows=64, room=320, cpus=1)
-        found = asyncio.run(run(args, fleet(made, "replicas"), nodes, asked, wanted))
+        found = asyncio.run(run(args, Fleet(ServeReplicas(made, "replicas")), nodes, asked, wanted))
         serve.shutdown()
     finally:
         ray.shutdown()

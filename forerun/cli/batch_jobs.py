@@ -104,4 +104,4 @@ def _show(summary: dict[str, Any], out: Path) -> None:
     print(f"{tokens}, tau {summary['tau']:.2f}")
     if run["seconds"]:
         print(f"this run: {run['records']} lines in {run['seconds']:.1f} s, {run['tokens_per_second']:.1f} tokens/s")
-    print(f"{out}/part-*.jsonl, {out}/summary.json")
+    print(f"{out}/records.jsonl, {out}/summary.json")

@@ -73,8 +73,7 @@ def serve(
     else:
         from forerun.scale import replicas as scale
 
-        count: dict[str, Any] = {"least": least, "most": most, "cpus": serving.threads or 1}
-        made = scale.engines(loader, rows=max_rows, room=max_rows + max_queue, **count)
-        with scale.serving(serving.ray, **count) as application:
-            serve(scale.fleet(made, application), settings, listening, **how)
+        sizes = {"least": least, "most": most, "rows": max_rows, "room": max_rows + max_queue}
+        with scale.serving(serving.ray, loader, **sizes, cpus=serving.threads or 1) as fleet:
+            serve(fleet, settings, listening, **how)
     leave()

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 from forerun.files import write_text
 from forerun.scale.batch_file import BadLine, Input, Line
 
-PART = 10_000  # records of a file
 SYNC = 1.0  # seconds, at most, of records that a machine without power may lose
 
 
@@ -56,7 +55,7 @@ class Counts:
 class Folder:
     """Records of a job, one for each line of its input. Only one process at a time can have it.
 
-    What is final is in part-*.jsonl. A record is in the file when `answer` or `refuse` returns, so killing the process
+    What is final is in records.jsonl. A record is there when `answer` or `refuse` returns, so killing the process
     loses none. At most the last one is torn, if the process or the disk ends within it; the next run cuts it off. Lines
     that failed are in failed.jsonl, and are asked again by the next run. All methods raise ValueError if the disk takes
     no more.
@@ -77,8 +76,9 @@ class Folder:
         self.failed: set[int] = set()
         self.counts, self.new = Counts(), Counts()
         self.on_record: Callable[[], None] = lambda: None
+        self._records = path / "records.jsonl"
         self._file: BinaryIO | None = None
-        self._in_part, self._synced = 0, perf_counter()
+        self._synced = perf_counter()
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; the output goes into a folder")
         self._check()
@@ -91,10 +91,9 @@ class Folder:
             self._lock.close()
             raise ValueError(f"another process is at this job: {path}") from None
         self._check()
-        self._parts = sorted(path.glob("part-*.jsonl"))
-        with self._writing():
-            for part in self._parts:
-                self._read(part)
+        if self._records.exists():
+            with self._writing():
+                self._read()
 
     @property
     def ended(self) -> bool:
@@ -129,10 +128,10 @@ class Folder:
             if one != other:
                 raise ValueError(f"{self.path} belongs to a job with {name} {one}, not {other}: give another folder")
 
-    def _read(self, part: Path) -> None:
-        """Count the records of an earlier run, and cut off the last one if it is torn."""
-        whole = self._in_part = 0
-        with part.open("r+b") as file:
+    def _read(self) -> None:
+        """Count the records of earlier runs, and cut off the last one if it is torn."""
+        whole = 0
+        with self._records.open("r+b") as file:
             for count, raw in enumerate(file, 1):
                 try:
                     if not raw.endswith(b"\n"):
@@ -144,12 +143,11 @@ class Folder:
                     self.counts.add(record)
                 except (ValueError, TypeError, KeyError):
                     if file.read(1):  # more comes after it, so it is not the end of a killed run
-                        raise ValueError(f"{part} is damaged in line {count}: take that line out") from None
+                        raise ValueError(f"{self._records} is damaged in line {count}: take that line out") from None
                     file.truncate(whole)
                     break
                 self.done.add(number)
                 whole += len(raw)
-                self._in_part = count
 
     # Writing.
 
@@ -187,14 +185,15 @@ class Folder:
     def _append(self, record: bytes, number: int) -> None:
         assert number not in self.done and number not in self.failed
         with self._writing():
-            file = self._part()
-            file.write(record)
-            file.flush()
+            self._begin()
+            if self._file is None:
+                self._file = self._records.open("ab")
+            self._file.write(record)
+            self._file.flush()
             if perf_counter() - self._synced > SYNC:
-                os.fsync(file.fileno())
+                os.fsync(self._file.fileno())
                 self._synced = perf_counter()
         self.done.add(number)
-        self._in_part += 1
         found = json.loads(record)
         self.counts.add(found)
         self.new.add(found)
@@ -209,27 +208,13 @@ class Folder:
         for name in ("failed.jsonl", "summary.json"):
             (self.path / name).unlink(missing_ok=True)
 
-    def _part(self) -> BinaryIO:
-        """Return the file for the next record."""
-        self._begin()
-        if self._in_part >= PART or not self._parts:
-            self._end_part()
-            self._parts.append(self.path / f"part-{len(self._parts):05}.jsonl")
-            self._in_part = 0
-        if self._file is None:
-            self._file = self._parts[-1].open("ab")
-        return self._file
-
-    def _end_part(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with file:
-                os.fsync(file.fileno())
-
     def close(self) -> None:
         """Unlock the folder, whatever the disk says."""
+        file, self._file = self._file, None
         with self._lock, self._writing():
-            self._end_part()
+            if file is not None:
+                with file:
+                    os.fsync(file.fileno())
 
     def summarise(self, seconds: float) -> dict[str, Any]:
         """Write summary.json of a job that has ended, and return it. If this run had nothing to do, it stays as it is.

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
 from forerun.scale.batch_local import Answerer, window
-from forerun.scale.cluster import cores, most_threads
+from forerun.scale.cluster import cores, gpus_each, most_threads
 from forerun.server.worker import Loader
 
 _LOG = logging.getLogger("forerun.model.batch")
@@ -104,9 +104,9 @@ def run(
     if not threads or fitting < threads:
         found = sum(cores())
         raise ValueError(f"--actors {wanted} with {max(1, threads)} threads each do not fit into {found} cores")
-    gpus = min(1.0, float(ray.cluster_resources().get("GPU", 0)) / wanted)
     wide = window(max_rows)
-    made = ray.remote(num_cpus=threads, num_gpus=gpus, max_concurrency=wide + 1)(Actor)  # type: ignore[call-overload]
+    resources: dict[str, Any] = {"num_cpus": threads, "num_gpus": gpus_each(wanted)}
+    made = ray.remote(**resources, max_concurrency=wide + 1)(Actor)
     loader = replace(loader, threads=threads)
     asyncio.run(_answer_all(lambda: made.remote(loader, model), wanted, wide, lines, folder))
     return perf_counter() - begun

@@ -51,5 +51,10 @@ def most_threads(processes: int) -> int:
     return threads
 
 
+def gpus_each(processes: int) -> float:
+    """Return the GPUs that each of these processes gets: its share of the cluster's, at most one."""
+    return min(1.0, float(ray.cluster_resources().get("GPU", 0)) / processes)
+
+
 def first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]

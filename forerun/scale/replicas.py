@@ -1,150 +1,125 @@
-"""Replicas by Ray Serve: `forerun serve --ray`, and the application for a Serve config. See docs/replicas.md."""
+"""Replicas by Ray Serve, an engine in each, for `forerun serve --ray`. See docs/replicas.md.
+
+The app chooses the replica for a prompt, as it knows the prompt and what is in flight. Serve keeps replicas alive,
+starts more of them and carries the calls; its request router follows the app's choice.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import asdict
 from secrets import token_hex
 from typing import Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel, Field
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
-from forerun.scale.cluster import cluster, cores, first_line
-from forerun.scale.engines import ServeReplicas, engines
-from forerun.scale.fleet import Fleet
-from forerun.server.app import Settings, create_app
-from forerun.server.worker import Loader
-from forerun.zoo import EMBEDDED
+from forerun.api.decoder import Decoder
+from forerun.scale.cluster import cluster, cores, first_line, gpus_each
+from forerun.scale.fleet import Fleet, LostError
+from forerun.scale.messages import ModelInfo, SentRequest, Steps, decode
+from forerun.server.backend import until_ready
+from forerun.server.errors import ApiError
+from forerun.server.readers import Readers
+from forerun.server.worker import Worker
 
 LOOK = 0.25  # seconds between two looks whether a replica has started
-
 _LOG = logging.getLogger("forerun.server")
 
+routers: dict[str, RequestRouter] = {}  # of this process, by application
 
-class Ingress:
-    """The app, for Serve's own HTTP proxies."""
 
-    def __init__(self, handle: DeploymentHandle, settings: Settings) -> None:
-        self._handle, self._settings = handle, settings
+class Engine:
+    """A replica: a worker with its engine. It has begun when its model is loaded."""
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        self._fleet = Fleet(ServeReplicas(self._engines, serve.get_replica_context().app_name))
-        return create_app(self._fleet, self._settings)
+    async def __init__(self, make: Callable[[], Decoder]) -> None:  # type: ignore[misc]  # Serve awaits it
+        self.worker, self.readers = Worker(make), Readers()
+        self.worker.start()
+        await until_ready(self.worker)
 
-    async def _engines(self) -> DeploymentHandle:
-        return self._handle
+    async def model(self) -> ModelInfo:
+        return ModelInfo.of(self.worker)
+
+    async def decode(self, sent: list[SentRequest], to: str) -> AsyncGenerator[Steps | tuple[Any, ...], None]:
+        """Yield what `messages.decode` does, and its ApiError as a tuple. `to` is for the router."""
+        try:
+            async with aclosing(decode(self.worker, self.readers, sent)) as stream:
+                async for steps in stream:
+                    yield steps
+        except ApiError as error:
+            yield error.status, error.message, error.param, error.code
 
     def check_health(self) -> None:
-        if self._fleet.failed is not None:  # Serve starts another copy
-            raise RuntimeError("it found no engine") from self._fleet.failed
+        if self.worker.failed is not None:
+            raise RuntimeError("its engine has failed") from self.worker.failed
+
+    def record_routing_stats(self) -> dict[str, int]:
+        return asdict(self.worker.load())
 
 
-class Args(BaseModel, extra="forbid"):
-    """Arguments of `app` in a Serve config.
+class Router(RequestRouter):
+    """Sends a call to the replica that its argument `to` names, or to any if that one is gone."""
 
-    Attributes:
-        target: hub id, folder on every node, or a name that forerun knows.
-        load: other arguments of `forerun.load`: draft, method and its settings, weights, max_rows, ...
-        replicas: how many; up to max_replicas while requests wait.
-        ingresses: copies of the app. Each keeps its own count of what is in flight.
-        cpus, gpus, threads: of a replica.
-        serve: fields of `forerun.server.app.Settings`: api_key, max_seconds, ...
-    """
+    def initialize_state(self, **kwargs: Any) -> None:
+        from forerun.scale.replicas import routers  # Ray copies this class; its own globals would be copies too
 
-    target: str = EMBEDDED
-    load: dict[str, Any] = {}
-    replicas: int = Field(2, ge=1)
-    max_replicas: int | None = Field(None, ge=1)
-    ingresses: int = Field(1, ge=1)
-    cpus: float = Field(1, ge=0)
-    gpus: float = Field(0, ge=0)
-    threads: int | None = Field(None, ge=1)
-    model_name: str | None = None
-    serve: dict[str, Any] = {}
+        routers[self.app_name] = self
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        to = None if pending_request is None else pending_request.kwargs.get("to")
+        named = [each for each in candidate_replicas if each.replica_id.unique_id == to]
+        return [named, candidate_replicas] if named else [candidate_replicas]
 
 
-def app(args: Args) -> serve.Application:
-    """Return an application for a Serve config: `import_path: forerun.scale.replicas:app`. Raises ValueError."""
-    most = args.max_replicas or args.replicas
-    if most < args.replicas:
-        raise ValueError(f"max_replicas must be at least replicas, {args.replicas}, not {most}")
-    shares = not args.load.keys().isdisjoint(("warm", "phrases"))
-    options = {"max_queue": 256, "share_outputs": shares} | args.load
-    method = options.pop("method", None)
-    rows = options.get("max_rows", 64)
-    made = engines(
-        Loader(args.target, method, options, args.threads),
-        least=args.replicas,
-        most=most,
-        rows=rows,
-        room=rows + (options["max_queue"] or 1024),
-        cpus=args.cpus,
-        gpus=args.gpus,
-    )
-    unknown = sorted(set(args.serve) - (set(Settings.__dataclass_fields__) - {"model"}))
-    if unknown:
-        raise ValueError(f"serve has no argument {unknown[0]!r}")
-    settings = Settings(args.model_name or args.target, **args.serve)
-    front = serve.deployment(
-        name="Ingress",
-        num_replicas=args.ingresses,
-        max_ongoing_requests=4096,
-        ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.max_seconds,
-    )
-    return front(serve.ingress()(Ingress)).bind(made, settings)
+class ServeReplicas:
+    """The `Replicas` of an application, which starts with them."""
 
+    def __init__(self, application: serve.Application, name: str) -> None:
+        self._application, self._name = application, name
+        self._handle: DeploymentHandle
 
-@contextmanager
-def serving(address: str, *, least: int, most: int, cpus: int) -> Iterator[str]:
-    """Connect to a cluster, and yield a name for an application there, which ends with the connection.
-
-    Args:
-        least, most: replicas, which take `cpus` cores each.
-
-    Raises ValueError if the least of them do not fit.
-    """
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with cluster(address, 100 * 2**20, cpus * most):
-        found = cores()
-        if sum(each // cpus for each in found) < least:
-            raise ValueError(f"--replicas {least} with {cpus} threads each do not fit into {sum(found)} cores")
-        name = f"forerun-{token_hex(4)}"
+    async def model(self) -> ModelInfo:
+        """Start the application; return what its first replica answers. Raises ValueError if none can start."""
+        _LOG.info("the Serve application is %s", self._name)
         try:
-            yield name
-        finally:
-            with suppress(Exception):  # the cluster may be gone; the error to show is what ended the server
-                serve.delete(name, _blocking=False)
-                serve.status()  # waits until Serve has the request to delete
+            self._handle = await asyncio.to_thread(self._deploy)
+            await self._started()
+            while True:
+                try:
+                    found = await self._handle.model.remote()
+                    assert isinstance(found, ModelInfo)
+                    return found
+                except RayActorError as error:  # the replica that was asked died: Serve starts another one
+                    _LOG.warning("a replica was lost: %s", type(error).__name__)
+                    await asyncio.sleep(1)
+        except (RayError, RayServeException) as error:
+            raise ValueError(f"--ray: the cluster is gone: {first_line(error)}") from None
 
-
-def fleet(application: serve.Application, name: str) -> Fleet:
-    """Return the backend of an application, which starts with it, for an app outside of Serve."""
-
-    def deploy() -> DeploymentHandle:
+    def _deploy(self) -> DeploymentHandle:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        target = serve.RunTarget(application, name, route_prefix=None)
+        target = serve.RunTarget(self._application, self._name, route_prefix=None)
         return serve.run_many([target], wait_for_applications_running=False)[0]
 
-    async def start() -> DeploymentHandle:
-        """Wait in the event loop: a thread that waits for a replica would hold up the end of the process."""
-        _LOG.info("the Serve application is %s", name)
-        handle, shown = await asyncio.to_thread(deploy), ""
+    async def _started(self) -> None:
+        """Wait for a replica in the event loop: a thread that waits would hold up the end of the process."""
+        shown = ""
         while True:
-            found = (await asyncio.to_thread(serve.status)).applications.get(name)
+            found = (await asyncio.to_thread(serve.status)).applications.get(self._name)
             replicas = None if found is None else found.deployments.get("Engine")
             if found is None or replicas is None:
                 raise ValueError("--ray: somebody else has ended the Serve application")
             if replicas.replica_states.get(ReplicaState.RUNNING):
-                return handle
+                return
             lines = [line.strip() for line in (replicas.message or found.message).splitlines() if line.strip()]
             last = lines[-1] if lines else str(found.status)
             if found.status == ApplicationStatus.DEPLOY_FAILED:
@@ -154,10 +129,75 @@ def fleet(application: serve.Application, name: str) -> Fleet:
                 _LOG.warning("no replica has started: %s", last)
             await asyncio.sleep(LOOK)
 
-    async def started() -> DeploymentHandle:
-        try:
-            return await start()
-        except (RayError, RayServeException) as error:
-            raise ValueError(f"--ray: the cluster is gone: {first_line(error)}") from None
+    def _known(self) -> dict[str, RunningReplica]:
+        router = routers.get(self._name)
+        return {} if router is None else {each.unique_id: known for each, known in list(router.curr_replicas.items())}
 
-    return Fleet(ServeReplicas(started, name))
+    def names(self) -> list[str]:
+        return list(self._known())
+
+    def figures(self) -> dict[str, Mapping[str, float]]:
+        return {name: known.routing_stats for name, known in self._known().items()}
+
+    async def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
+        stream: Any = self._handle.options(stream=True).decode.remote(list(sent), to=name)
+        try:
+            async for found in stream:
+                if isinstance(found, tuple):
+                    raise ApiError(*found)
+                yield found
+        except ApiError:
+            raise
+        except Exception as error:  # the actor or its node died, or what ran there raised
+            raise LostError(type(error).__name__) from error
+        finally:
+            stream.cancel()
+
+
+def engines(
+    make: Callable[[], Decoder], *, least: int, most: int, rows: int, room: int, cpus: float
+) -> serve.Application:
+    """Return an application of `least` to `most` replicas on the cluster that Ray is connected to.
+
+    There are more if over `rows` requests a replica are in flight, so that some wait. `room`: requests that a replica
+    holds. A replica has `cpus` cores, and its share of the GPUs.
+    """
+    scaling: dict[str, Any] = {"num_replicas": least}
+    if most > least:
+        config = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=rows)
+        scaling = {"autoscaling_config": config}
+    routing: dict[str, Any] = {"request_router_class": Router, "request_routing_stats_period_s": 2.0}
+    deployment = serve.deployment(
+        name="Engine",
+        max_ongoing_requests=2 * room,  # the app keeps count; a few more calls must not wait at Serve's door
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus_each(most)},
+        request_router_config=RequestRouterConfig(**routing),
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=30,
+        max_constructor_retry_count=3,  # in all; a model that cannot be loaded ends the server
+        **scaling,
+    )
+    return deployment(Engine).bind(make)
+
+
+@contextmanager
+def serving(
+    address: str, make: Callable[[], Decoder], *, least: int, most: int, rows: int, room: int, cpus: int
+) -> Iterator[Fleet]:
+    """Connect to a cluster, and yield a backend whose replicas there end with the connection.
+
+    `cpus`: cores of a replica; see `engines`. Raises ValueError if the least of the replicas do not fit.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with cluster(address, 100 * 2**20, cpus * most):
+        found = cores()
+        if sum(each // cpus for each in found) < least:
+            raise ValueError(f"--replicas {least} with {cpus} threads each do not fit into {sum(found)} cores")
+        name = f"forerun-{token_hex(4)}"
+        try:
+            yield Fleet(ServeReplicas(engines(make, least=least, most=most, rows=rows, room=room, cpus=cpus), name))
+        finally:
+            with suppress(Exception):  # the cluster may be gone; the error to show is what ended the server
+                serve.delete(name, _blocking=False)
+                serve.status()  # waits until Serve has the request to delete

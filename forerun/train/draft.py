@@ -17,7 +17,7 @@ from forerun.heads.heads import hot_set
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.model.eager import capture_hidden_states
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
-from forerun.train.loop import TrainConfig, save_card, train
+from forerun.train.loop import TrainConfig, mixed_precision, save_card, train
 from forerun.train.run import Run, check_context
 from forerun.train.texts import Texts, joined, load_train_val, of_windows, split_windows
 
@@ -107,8 +107,10 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
 
 def new_draft(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: DraftRecipe) -> LlamaForCausalLM:
     """Make a Llama with tied embeddings, heads of 64, and the target's vocabulary and context."""
+    config, pad = target.config.get_text_config(decoder=True), tokenizer.pad_token_id
+    if pad is not None and pad >= config.vocab_size:
+        raise ValueError(f"pad_token_id must be below the target's {config.vocab_size} embeddings, not {pad}")
     torch.manual_seed(recipe.seed)
-    config = target.config.get_text_config(decoder=True)
     draft = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,  # may be padded beyond the tokenizer's
@@ -122,7 +124,7 @@ def new_draft(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recip
             tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=pad,
         )
     )
     init_embeddings(draft, target)
@@ -181,12 +183,9 @@ def distillation_loss(
         own = wanted.at(chosen)
         return cross_entropy(logits.float(), own) - torch.special.entr(own.probs).sum()
 
-    with (
-        torch.autocast(part.tokens.device.type, torch.bfloat16),
-        capture_hidden_states(draft.model, last_only=True) as states,
-    ):
-        draft.model(input_ids=part.tokens, use_cache=False)
-    with torch.autocast(part.tokens.device.type, torch.bfloat16):
+    with mixed_precision(part.tokens.device):
+        with capture_hidden_states(draft.model, last_only=True) as states:
+            draft.model(input_ids=part.tokens, use_cache=False)
         total = in_parts(states[0][part.counted()], divergence, len(whole.tokens))
     if weight is not None and weight.grad is not None:
         way = (head.weight[hot] * weight.grad).sum()

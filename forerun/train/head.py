@@ -20,7 +20,7 @@ from forerun.backends.panels import BLOCK
 from forerun.heads.heads import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
-from forerun.train.loop import TrainConfig, save_card, train
+from forerun.train.loop import TrainConfig, mixed_precision, product_dtype, save_card, train
 from forerun.train.run import Run, check_context
 from forerun.train.texts import load_train_val, split_windows
 
@@ -191,7 +191,8 @@ def head_loss(
     `head`: the result of `head_rows` for the hot set. It goes backward inside, as `in_parts` does.
     """
     weight, bias = head
-    low = weight.bfloat16(), bias.bfloat16()  # once, and not for each product
+    dtype = product_dtype(weight.device.type)
+    low = weight.to(dtype), bias.to(dtype)  # once, and not for each product
     part, features = labels.texts.take(rows), labels.states(rows)
     length, counted = part.tokens.shape[1], part.counted().flatten()
     wanted = labels.probs(rows).within(drafter.hot, drafter.config.vocab_size)
@@ -203,7 +204,7 @@ def head_loss(
         return cross_entropy(logits, wanted.at(number[positions[chosen]]))
 
     total = features.new_zeros(())
-    with torch.autocast(features.device.type, torch.bfloat16):  # a third of the time, and no worse a head
+    with mixed_precision(features.device):  # in bfloat16 a third of the time, and no worse a head
         for k, drafted in enumerate(drafter.drafted(features, embed(part.tokens).float(), unroll), 1):
             text, at = part.counted(k).nonzero(as_tuple=True)
             own = partial(loss, part.tokens[text, at + k], text * length + at + k)
