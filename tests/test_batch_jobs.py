@@ -59,7 +59,8 @@ def many(path: Path, tokens: int) -> Path:
 
 def records(out: Path) -> list[dict[str, Any]]:
     """All of them, a torn one left out."""
-    raw = b"".join(part.read_bytes() for part in sorted(out.glob("part-*.jsonl")))
+    path = out / "records.jsonl"
+    raw = path.read_bytes() if path.exists() else b""
     return [json.loads(each) for each in raw.splitlines(keepends=True) if each.endswith(b"\n")]
 
 
@@ -83,10 +84,10 @@ def check_whole(out: Path, model: Path, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("x", "invalid_json", "the line is not JSON (column 1)"),
-        ("[" * 100_000, "invalid_json", "the line is not JSON"),
+        (b"x", "invalid_json", "the line is not JSON (column 1)"),
+        (b"[" * 100_000, "invalid_json", "the line is not JSON"),
         (b'{"prompt": "\xff"}', "invalid_json", "the line is not JSON"),
-        ("3", "invalid_line", "must be an object"),
+        (3, "invalid_line", "must be an object"),
         ({}, "invalid_line", "must have prompt or messages, or custom_id"),
         ({"prompt": "a", "messages": []}, "invalid_line", "must have prompt or messages"),
         ({"prompt": "a", "id": 3}, "invalid_id", "id must be a string of 1 to 512 characters"),
@@ -100,24 +101,20 @@ def check_whole(out: Path, model: Path, tokens: int) -> None:
     ],
 )
 def test_a_bad_line_is_named(line: Any, code: str, message: str) -> None:
-    text = line if isinstance(line, (str, bytes)) else json.dumps(line)
-    found = read_line(7, text if isinstance(text, bytes) else text.encode(), {}, {})
+    found = read_line(7, line if isinstance(line, bytes) else json.dumps(line).encode(), {}, {})
     assert isinstance(found, BadLine)
     assert found.code == code and message in found.message and found.number == 7
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
+def test_defaults_fill_in_what_a_line_lacks() -> None:
+    for line, wanted in (
         ({"prompt": "a", "id": "x"}, {"prompt": "a", "max_tokens": 5, "seed": 2}),
         ({"messages": [], "max_completion_tokens": 9, "seed": 4}, {}),
         (asked("a", CHAT, max_tokens=None), {"max_tokens": 5, "seed": 2}),
-    ],
-)
-def test_defaults_fill_in_what_a_line_lacks(line: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = read_line(3, json.dumps(line).encode(), {}, {"max_tokens": 5, "seed": 2**62 - 1})
-    assert isinstance(found, Line)
-    assert json.loads(found.body) == (wanted if "prompt" in line else line.get("body", line) | wanted)
+    ):
+        found = read_line(3, json.dumps(line).encode(), {}, {"max_tokens": 5, "seed": 2**62 - 1})
+        assert isinstance(found, Line)
+        assert json.loads(found.body) == (wanted if "prompt" in line else line.get("body", line) | wanted)
 
 
 def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,9 +168,9 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
     assert summary["last_run"]["records"] == 9
     assert "9 lines: 4 answered, 2 refused, 3 bad, 0 failed" in capsys.readouterr().out
 
-    before = [(out / name).read_bytes() for name in ("part-00000.jsonl", "summary.json")]
+    before = [(out / name).read_bytes() for name in ("records.jsonl", "summary.json")]
     batch(source, out, **run)  # type: ignore[arg-type]  # has nothing to do
-    assert before == [(out / name).read_bytes() for name in ("part-00000.jsonl", "summary.json")]
+    assert before == [(out / name).read_bytes() for name in ("records.jsonl", "summary.json")]
     for options, message in (
         ({"method": "ar"}, r'belongs to a job with method \{"name": "suffix"'),
         ({"seed": 3}, "a job with seed null, not 3"),
@@ -190,6 +187,8 @@ def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path
     texts = []
     for rows in (1, 5):
         out = tmp_path / f"out{rows}"
+        with pytest.raises(ValueError, match="unknown dtype"):  # what cannot be loaded leaves the folder free
+            batch(source, out, target=str(model), method="suffix", dtype="float12")
         batch(source, out, target=str(model), method="suffix", seed=5, max_new_tokens=20, max_rows=rows)
         texts.append({each["line"]: each["response"]["body"]["choices"][0]["text"] for each in records(out)})
     assert texts[0] == texts[1] and len(set(texts[0].values())) == 6
@@ -258,7 +257,7 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> No
     bad = [BadLine(i, None, "code", "why" * 40) for i in range(1, 5)]
     folder = Folder(out, source, {})
     folder.refuse(bad[0])
-    size = (out / "part-00000.jsonl").stat().st_size
+    size = (out / "records.jsonl").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, limits[1]))
     try:
@@ -268,7 +267,7 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> No
             folder.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (out / "part-00000.jsonl").stat().st_size == size + size // 2
+    assert (out / "records.jsonl").stat().st_size == size + size // 2
     folder = Folder(out, source, {})
     assert folder.done == {1}
     for each in bad[1:]:
@@ -300,7 +299,7 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     before = records(out)
     assert 3 <= len(before) < len(PROMPTS)
-    with (out / "part-00000.jsonl").open("ab") as file:  # as if it had been killed within a record
+    with (out / "records.jsonl").open("ab") as file:  # as if it had been killed within a record
         file.write(b'{"id":"batch_req_1","line":')
     batch(source, out, target=str(model), method="suffix")
     assert records(out)[: len(before)] == before
@@ -308,27 +307,16 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     assert json.loads((out / "summary.json").read_text())["last_run"]["records"] == len(PROMPTS) - len(before)
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_folder_free(model: Path, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "in.jsonl", [{"prompt": "the cat", "max_tokens": 2}]), tmp_path / "out"
-    with pytest.raises(ValueError, match="unknown dtype"):
-        batch(source, out, target=str(model), method="suffix", dtype="float12")
-    batch(source, out, target=str(model), method="suffix")
-    assert len(records(out)) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_inputs_that_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "empty.jsonl", ["", "  "])
+    for name, message in (
         ("nothing.jsonl", r"cannot read .*nothing\.jsonl: No such file"),
         (".", "Is a directory"),
         ("empty.jsonl", "has no lines"),
         (os.devnull, "is no plain file"),
-    ],
-)
-def test_inputs_that_are_refused(tmp_path: Path, name: str, message: str) -> None:
-    write(tmp_path / "empty.jsonl", ["", "  "])
-    with pytest.raises(ValueError, match=message):
-        scan(tmp_path / name)
+    ):
+        with pytest.raises(ValueError, match=message):
+            scan(tmp_path / name)
 
 
 def test_folders_that_are_refused(tmp_path: Path) -> None:
@@ -344,37 +332,23 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     folder.refuse(BadLine(2, None, "code", "why"))
     refused(out, "another process is at this job")
     folder.close()
-    part = out / "part-00000.jsonl"
-    record = part.read_bytes()
-    part.write_bytes(record + b"\0\0\n" + record.replace(b'"line":2', b'"line":3'))
-    refused(out, r"part-00000\.jsonl is damaged in line 2: take that line out")
-    part.write_bytes(record + record)  # a line that is there twice, at the end
+    path = out / "records.jsonl"
+    record = path.read_bytes()
+    path.write_bytes(record + b"\0\0\n" + record.replace(b'"line":2', b'"line":3'))
+    refused(out, r"records\.jsonl is damaged in line 2: take that line out")
+    path.write_bytes(record + record)  # a line that is there twice, at the end
     again = Folder(out, source, {"seed": 1})
-    assert again.done == {2} and part.read_bytes() == record
+    assert again.done == {2} and path.read_bytes() == record
     again.close()
     (out / "job.json").write_text("{}")
     refused(out, r"job\.json is damaged")
-
-
-def test_records_go_into_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.scale.batch_folder.PART", 2)
-    source = scan(write(tmp_path / "in.jsonl", ["x"] * 7))
-    out = tmp_path / "out"
-    for stop in (3, 7):
-        folder = Folder(out, source, {})
-        for line in source.lines(set(folder.done), {}):
-            if line.number <= stop:
-                assert isinstance(line, BadLine)
-                folder.refuse(line)
-        folder.close()
-    assert folder.ended and folder.counts.bad_lines == 7 and folder.new.bad_lines == 4
-    assert [len(part.read_bytes().splitlines()) for part in sorted(out.glob("part-*"))] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"actors": 2}, "--actors is for --ray"),
+        ({"ray": "local"}, r"forerun batch needs ray: pip install 'forerun\[ray\]'"),
         ({"ray": ""}, "--ray takes local, auto or HOST:PORT"),
         ({"seed": -1}, "seed must be 0 or more"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
@@ -384,16 +358,10 @@ def test_records_go_into_parts_of_a_bounded_size(tmp_path: Path, monkeypatch: py
 def test_mistakes_are_told_before_anything_is_written(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: name)
+    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "ray" else name)
     with pytest.raises(ValueError, match=message):
         batch(write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "ray" else name)
-    with pytest.raises(ValueError, match=r"forerun batch needs ray: pip install 'forerun\[ray\]'"):
-        batch(tmp_path / "in.jsonl", tmp_path / "out", ray="local")
 
 
 def marked(mark: str, title: bytes = b"") -> list[int]:
@@ -451,8 +419,8 @@ def on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster
     from forerun.scale import batch_ray
 
     def run(found: Cluster) -> Folder:
-        ray = SimpleNamespace(remote=lambda **options: lambda actor: found, cluster_resources=lambda: {"CPU": 2.0})
-        monkeypatch.setattr(batch_ray, "ray", ray)
+        monkeypatch.setattr("ray.remote", lambda actor: SimpleNamespace(options=lambda **resources: found))
+        monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
         monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
         source = scan(many(tmp_path / "in.jsonl", 8))
         folder = Folder(tmp_path / "out", source, {})

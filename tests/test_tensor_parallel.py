@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,6 @@ COMMAND += ["--draft-weights", "float32", "--no-guard"]
 KILLED = "forerun: tensor parallel rank 0 of 2 stops: "
 
 pytestmark = pytest.mark.timeout(900)  # the job starts three processes that import torch
-needs_accelerate = pytest.mark.skipif(
-    find_spec("accelerate") is None, reason="accelerate, by which transformers splits weights, is not installed"
-)
 
 
 def decode(folder: Path, **options: Any) -> dict[str, Any]:
@@ -110,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def job(folder: Path) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("accelerate", reason="accelerate, by which transformers splits weights, is not installed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]])}
     return subprocess.run(
@@ -122,7 +119,6 @@ def job(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@needs_accelerate
 @pytest.mark.slow
 def test_two_ranks_say_what_one_process_says(folder: Path, job: subprocess.CompletedProcess[str]) -> None:
     found = [folder / f"rank{number}.json" for number in (0, 1)]
@@ -140,7 +136,6 @@ def test_two_ranks_say_what_one_process_says(folder: Path, job: subprocess.Compl
     assert all(first[f"{name} drafted"] > 0 for name in ("pacer", "lyanna"))
 
 
-@needs_accelerate
 @pytest.mark.slow
 def test_a_command_prints_once(folder: Path, job: subprocess.CompletedProcess[str]) -> None:
     (line,) = job.stdout.splitlines()
@@ -149,7 +144,6 @@ def test_a_command_prints_once(folder: Path, job: subprocess.CompletedProcess[st
     assert json.loads(line)["tokens"] == alone.tokens
 
 
-@needs_accelerate
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job_with_one_line(job: subprocess.CompletedProcess[str]) -> None:
     assert job.returncode != 0

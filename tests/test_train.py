@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +22,14 @@ from torch.nn import functional
 from toys import tiny, tiny_tokenizer
 
 import forerun
+from forerun.api.loading import load_tokenizer
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
+from forerun.train import loop
 from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
 from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
-from forerun.train.loop import TrainConfig, claim, train
-from forerun.train.texts import Texts, of_windows, read_texts, split_windows, tokenize
-
-COMMAND = [sys.executable, "-m", "forerun"]
+from forerun.train.loop import TrainConfig, train
+from forerun.train.texts import Texts, joined, of_windows, read_texts, split_windows, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +78,18 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path: Path) -> None:
         train(model, lambda x: model(x).sum() * torch.nan, lambda step: torch.ones(1), lambda: 0.0, config, tmp_path)
 
 
-def test_a_folder_belongs_to_its_settings(tmp_path: Path) -> None:
-    for _ in range(2):
-        claim(tmp_path / "run", {"steps": 1, "kind": "a"})
-    with pytest.raises(ValueError, match=r"holds a run with other settings \(.*config.json\)"):
-        claim(tmp_path / "run", {"steps": 2, "kind": "a"})
+def test_products_are_in_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors without units for bfloat16 emulate it."""
+    one, cpu = torch.ones(2, 2), torch.device("cpu")
+    for seconds, wanted in ((2.0, torch.float32), (0.5, torch.bfloat16)):
+        times = {torch.bfloat16: seconds, torch.float32: 1.0}
+        monkeypatch.setattr(loop, "_seconds_of_product", times.__getitem__)
+        loop.product_dtype.cache_clear()
+        with loop.mixed_precision(cpu):
+            assert (one @ one).dtype == loop.product_dtype("cpu") == wanted
+    monkeypatch.undo()
+    loop.product_dtype.cache_clear()
+    assert loop.product_dtype("cuda") == torch.bfloat16 and loop.product_dtype("cpu").is_floating_point
 
 
 # Texts.
@@ -161,7 +169,7 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
         assert (probs.tokens[:, 0] == wanted.tokens[:, 0]).all()
         for row, end in enumerate(part.ends.tolist()):
             torch.testing.assert_close(states[row, :end], heard[0][row, :end].float(), rtol=1e-2, atol=1e-2)
-    more = label(run, runner, Texts(*(torch.cat([each, each]) for each in (tokens, texts.begins, texts.ends))))
+    more = label(run, runner, joined(texts, texts))
     assert len(more.probs(torch.arange(140)).tokens) == 2 * int(texts.counted().sum())
 
 
@@ -253,6 +261,12 @@ def test_a_draft_from_a_model_that_is_there(target: str, tmp_path: Path) -> None
     ):
         with pytest.raises(ValueError, match=message):
             train_draft(make_run(target, tmp_path / "no"), DraftRecipe(**changes))
+    tokenizer = load_tokenizer(target)
+    tokenizer.add_special_tokens({"pad_token": "<unknown to the target>"})
+    shutil.copytree(target, tmp_path / "padded")
+    tokenizer.save_pretrained(tmp_path / "padded")
+    with pytest.raises(ValueError, match="pad_token_id must be below the target's 300 embeddings, not 300"):
+        train_draft(make_run(str(tmp_path / "padded"), tmp_path / "no"), recipe)
     assert not (tmp_path / "no").exists()
 
 
@@ -267,8 +281,10 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
         found += ["--layers", "1", "--width", "64", "--steps", "160", "--batch", "2", "--length", "16"]
         return [*found, "--sequences", str(sequences), "--threads", "1", "--hot", "0.5"]
 
-    checkpoint = tmp_path / "killed/work/training/killed/checkpoint.safetensors"
-    process = subprocess.Popen([*COMMAND, *command("killed")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    checkpoint = tmp_path / "killed/work/training/killed/checkpoint.pt"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forerun", *command("killed")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -124,9 +124,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 METHODS: list[dict[str, Any]] = [
     {"threshold": 0.1},
     {"method": "sd", "gamma": 4},
-    {"method": "ouroboros", "guesses": 2, "ngram": 3},
     {"pre_verifier": "layer", "threshold": 0.2, "block": 2},
-    {"method": "pacer-ouroboros", "pre_verifier": "layer", "threshold": 0.2, "block": 2},
 ]
 
 
@@ -180,8 +178,6 @@ def test_a_draft_model_says_what_it_would_say_alone(folders: dict[str, Path], op
         ({"method": "pacer", "draft": "x"}, "'pacer' needs a pre_verifier"),
         ({"method": "sd", "draft": "x", "pre_verifier": "y"}, "'sd' takes no pre_verifier"),
         ({"method": "suffix", "width": 2}, "width must be 1"),
-        ({"method": "ouroboros", "draft": "x", "suffixes": 1}, "suffixes must be 0"),
-        ({"method": "ouroboros", "draft": "x", "sources": "prompt+rejected"}, "sources must be of prompt"),
         ({"method": "suffix", "gamma": 3}, "no setting 'gamma'"),
         ({"draft": 3}, "draft must be a name"),
         ({"draft": "x", "draft_weights": "int3"}, "unknown weights 'int3'"),
@@ -244,7 +240,7 @@ for options in cases:
     gc.collect()
     cleanup_dist_env_and_memory()
 """
-METHODS_OF_VLLM = ("suffix", "cumulative", "pacer-ouroboros")
+METHODS_OF_VLLM = ("suffix", "cumulative", "pacer")
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +250,7 @@ def said(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]], di
         pytest.skip("vllm is not installed here; .ci/vllm makes an environment that has it")
     drafting = {"draft": str(folders["draft"]), "draft_weights": "float32", "threshold": 0.1}
     cases: list[dict[str, Any] | None] = [None, {"method": "suffix"}, drafting]
-    cases.append(drafting | {"method": "pacer-ouroboros", "pre_verifier": str(folders["layer"])})
+    cases.append(drafting | {"method": "pacer", "pre_verifier": str(folders["layer"])})
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -5,8 +5,11 @@ vLLM hands over tokens, takes chains of tokens back, and verifies them itself. N
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -15,28 +18,125 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun import methods
 from forerun.api.layers import config_file, load_pre_verifier
 from forerun.api.loading import check_draft_tokenizer, check_vocabularies, load_model, load_tokenizer
 from forerun.backends.hot import prepare_draft
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
+from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter
 from forerun.heads.pre_verifier import PreVerifier
-from forerun.integrations.options import read
-from forerun.integrations.texts import Text, Texts
-from forerun.methods import Parts
+from forerun.kinds import check_kind
+from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import locate
 
+METHODS: dict[str, tuple[str, ...]] = {  # and the models that each needs
+    "suffix": (),
+    **dict.fromkeys(("sd", "confidence", "cumulative"), ("draft",)),
+    "pacer": ("draft", "pre_verifier"),
+}
 CHUNK = 512  # tokens of a prompt that the draft model reads at once
 PREFIX_BYTES = 2**28  # of the draft model's KV that are kept for later prompts
 UNSEEN = ("entropy", "top")  # inputs of a pre-verifier that vLLM does not hand over
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a proposer drafts. `draft` is a folder, hub id or GGUF file, `pre_verifier` a folder."""
+
+    method: Method
+    draft: str | None = None
+    pre_verifier: str | None = None
+    draft_weights: str | None = "auto"
+    device: str | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Options:
+        """Return the options of a mapping: the method's name, the fields here, and settings of the method.
+
+        The default method is "suffix", with a draft "cumulative", and with a pre-verifier "pacer". Raises ValueError
+        that names what is unknown, missing or out of range.
+        """
+        if not isinstance(given, Mapping):
+            raise ValueError(f"additional_config['forerun'] must be an object of settings, not {given!r}")
+        names = [each.name for each in fields(cls)]
+        settings = {key: value for key, value in given.items() if key not in names}
+        own: dict[str, Any] = {key: given[key] for key in names[1:] if given.get(key) is not None}
+        for key, value in own.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{key} must be a name, not {value!r}")
+        check_kind(own.get("draft_weights"))
+        default = "pacer" if "pre_verifier" in own else "cumulative" if "draft" in own else "suffix"
+        name = given.get("method") or default
+        if name not in METHODS:
+            known = ", ".join(METHODS)
+            raise ValueError(f"method {name!r} is not for vLLM, which verifies chains of tokens; there are {known}")
+        for model in ("draft", "pre_verifier"):
+            if model in METHODS[name] and model not in own:
+                raise ValueError(f"method {name!r} needs a {model}: give {model}=FOLDER")
+            if model in own and model not in METHODS[name]:
+                raise ValueError(f"method {name!r} takes no {model}")
+        if settings.get("width", 1) != 1:
+            raise ValueError(f"width must be 1 in vLLM, which verifies chains of tokens, not {settings['width']!r}")
+        return cls(methods.method(name, **settings), **own)
+
+
+@dataclass
+class Text:
+    """A request: its sequence, and the draft that was proposed last."""
+
+    seq: Sequence
+    known: np.ndarray  # [n] its tokens, to be compared with rows
+    draft: list[int] = field(default_factory=list)
+
+    def continues(self, tokens: np.ndarray, most: int) -> bool:
+        """Return whether a row is this text with at most `most` tokens more."""
+        n = len(self.known)
+        if not 0 <= len(tokens) - n <= most or tokens[n - 1] != self.known[-1]:
+            return False
+        return bool((tokens[:n] == self.known).all())
+
+
+class Texts:
+    """Finds each row's text again. Rows have no names, and an engine moves them about.
+
+    A row continues a text that it begins with. If several requests have the same text, either may be taken for the
+    other: whatever is kept of a text follows from its tokens.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: tokens by which a text grows between two calls, at most."""
+        self.most, self.rows = most, dict[int, Text]()
+        self._ids = itertools.count()
+
+    def follow(self, rows: dict[int, np.ndarray]) -> tuple[dict[int, Text], list[Text]]:
+        """Return the texts that rows [n] continue, by row, and the texts that no row continues, which have ended."""
+        found, left = dict[int, Text](), dict(self.rows)
+        for row, tokens in rows.items():  # most stay where they were
+            if row in left and left[row].continues(tokens, self.most):
+                found[row] = left.pop(row)
+        for row in [row for row in rows if row not in found]:
+            old = next((old for old, text in left.items() if text.continues(rows[row], self.most)), None)
+            if old is not None:
+                found[row] = left.pop(old)
+        self.rows = dict(found)
+        return found, list(left.values())
+
+    def begin(self, row: int, tokens: np.ndarray, new: int, limit: int, eos: frozenset[int]) -> Text:
+        """Return the text of a row that is new; its last `new` tokens are output."""
+        seq = Sequence(Request([int(token) for token in tokens], eos=eos), next(self._ids))
+        seq.prompt_length -= new
+        seq.limit = limit
+        text = self.rows[row] = Text(seq, tokens.copy())
+        return text
+
+
 class Proposer:
     """Drafts by one of forerun's methods. vLLM makes it if `speculative_config["model"]` names this class.
 
-    Options are `additional_config["forerun"]`, see `forerun.integrations.options.read`. A draft has at most
+    Options are `additional_config["forerun"]`, see `Options.of`. A draft has at most
     `num_speculative_tokens` tokens, and ends where the method stops.
     """
 
@@ -46,7 +146,7 @@ class Proposer:
         self._target = vllm_config.model_config
         self._limit = int(self._target.max_model_len)
         additional = vllm_config.additional_config
-        self._options = read(additional.get("forerun", {}) if isinstance(additional, dict) else {})
+        self._options = Options.of(additional.get("forerun", {}) if isinstance(additional, dict) else {})
         self._texts = Texts(self._most + 1)
         self._eos = _end_tokens(getattr(self._target, "hf_text_config", None))
         self._drafter: Drafter | None = None
@@ -91,7 +191,7 @@ class Proposer:
     @torch.inference_mode()
     def propose(
         self,
-        sampled_token_ids: Sequence[Sequence[int]],
+        sampled_token_ids: AnySequence[AnySequence[int]],
         num_tokens_no_spec: np.ndarray,
         token_ids_cpu: np.ndarray,
         **_: Any,

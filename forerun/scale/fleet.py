@@ -128,10 +128,6 @@ class Fleet:
         capacity, running = model.capacity, sum(len(each.open) for each in self._jobs)
         if capacity is not None and len(requests) > capacity:
             raise ApiError(400, f"{len(requests)} answers at once; a replica holds {capacity}", "n")
-        for request in requests:
-            if model.positions is not None and model.reserve(request) > model.positions:
-                message = f"the prompt and its new tokens need {model.reserve(request)} positions of keys and values"
-                raise ApiError(400, f"{message}; a replica holds {model.positions}", "max_tokens")
         if capacity is not None and running + len(requests) > capacity * max(1, len(self.available())):
             raise queue_full()
         seed, tasks = randbits(61), []

@@ -103,8 +103,6 @@ class ModelInfo:
 
     Attributes:
         capacity: requests that a replica holds, running and waiting; None for any number.
-        positions: of keys and values that a request may take; None for any number.
-        spread: those that it takes beside its tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -112,29 +110,18 @@ class ModelInfo:
     context: int | None
     vocab_size: int
     capacity: int | None
-    positions: int | None
-    spread: int
 
     @classmethod
     def of(cls, worker: Worker) -> ModelInfo:
         """`worker` is ready."""
         assert worker.decoder is not None
         engine, target = worker.engine, worker.decoder.target
-        positions = None
-        if engine.kv_memory is not None:  # the most that fit: binary search
-            low, high = 0, target.context or 2**24
-            while low < high:
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if target.fits(0, middle, engine.kv_memory) else (low, middle - 1)
-            positions = low
         return cls(
             tokenizer=worker.decoder.tokenizer,
             config=target.model.generation_config,
             context=target.context,
             vocab_size=target.vocab_size,
             capacity=None if engine.max_queue is None else engine.max_rows + engine.max_queue,
-            positions=positions,
-            spread=engine.drafter.spread,
         )
 
     def decoder(self) -> Decoder:
@@ -142,8 +129,3 @@ class ModelInfo:
         model = SimpleNamespace(generation_config=self.config)
         target = SimpleNamespace(context=self.context, vocab_size=self.vocab_size, model=model)
         return cast(Decoder, SimpleNamespace(target=target, tokenizer=self.tokenizer))
-
-    def reserve(self, request: Request) -> int:
-        """Return how many positions of keys and values a request takes."""
-        limit = len(request.tokens) + request.max_new_tokens
-        return max(min(limit, self.context or limit), len(request.tokens) + 1) + self.spread
