@@ -237,9 +237,9 @@ def test_what_our_engine_cannot_answer_is_asked_again(
             with pytest.raises(typer.Exit) as ended:
                 batch(source, out, **run)  # type: ignore[arg-type]
             assert ended.value.exit_code == 1
-            told = capsys.readouterr()
-            assert "10 lines: 8 answered, 0 refused, 1 bad, 1 failed" in told.out
-            assert f"1 lines failed ({out}/failed.jsonl); run the same command again" in told.err
+            printed = capsys.readouterr()
+            assert "10 lines: 8 answered, 0 refused, 1 bad, 1 failed" in printed.out
+            assert f"1 lines failed ({out}/failed.jsonl); run the same command again" in printed.err
             failed = json.loads((out / "failed.jsonl").read_text())
             assert (failed["line"], failed["response"], failed["error"]["code"]) == (3, None, "failed")
             assert failed["error"]["message"] == "line 3: no answer: decoding failed: RuntimeError"
@@ -355,7 +355,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
         ({"target": "./nothing"}, "no model folder './nothing' for the target"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(
+def test_mistakes_are_named_before_anything_is_written(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "ray" else name)
@@ -489,7 +489,7 @@ def test_a_job_on_ray_loses_an_actor_and_its_driver(model: Path, tmp_path: Path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert len(records(out)) < len(PROMPTS)
-    until(lambda: not marked(mark))  # nothing of the cluster stays behind
+    until(lambda: not marked(mark))  # the whole cluster has ended
     process = run(lambda: (out / "summary.json").exists())
     assert process.wait(120) == 0
     check_whole(out, model, 250)

@@ -42,7 +42,7 @@ def conversation(question: str, split: str, text: str = "") -> Conversation:
 
 
 def test_conversations_are_the_models_own(target: str, chats: Path) -> None:
-    """Each answer is what the model says behind the rendered question; half of them are greedy."""
+    """Each answer is the model's own after the rendered question; half of them are greedy."""
     decoder = load(target, method="ar")
     found = [each for split in ("train", "validation", "test") for each in read_chats(chats, split)]
     summary = json.loads((chats / "summary.json").read_text())
@@ -55,15 +55,23 @@ def test_conversations_are_the_models_own(target: str, chats: Path) -> None:
         assert decoder.generate([each.prompt], max_new_tokens=12)[0].tokens == each.answer
 
 
-def test_a_stopped_run_goes_on(target: str, chats: Path, tmp_path: Path) -> None:
-    """Whole shards are kept; a lost one is made again as it was."""
-    lines: list[str] = []
-    for path in chats.iterdir():
-        if path.name != "answers-00001.jsonl":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
+def test_a_stopped_run_goes_on(target: str, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has made can be trained on. In the end all is as if it had not been stopped."""
+    lines, asked, generate = list[str](), list[int](), Decoder.generate
+
+    def stopped(self: Decoder, *args: Any, **more: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 3:  # each file has greedy and sampled answers
+            raise KeyboardInterrupt
+        return generate(self, *args, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Decoder, "generate", stopped)
+        make_chats(target, tmp_path, RECIPE, given=GIVEN, say=lines.append)
+    assert 0 < len(read_chats(tmp_path, "train")) <= RECIPE.shard
     make_chats(target, tmp_path, RECIPE, given=GIVEN, say=lines.append)
-    assert sum(line.startswith("answers") for line in lines) == 1
-    for name in ("answers-00001.jsonl", "train.jsonl"):
+    assert sum(line.startswith("answers") for line in lines) == 3
+    for name in ("answers-00000.jsonl", "answers-00001.jsonl", "train.jsonl"):
         assert (tmp_path / name).read_text() == (chats / name).read_text()
     with pytest.raises(ValueError, match="holds a run with other settings"):
         make_chats(target, tmp_path, RECIPE, given=GIVEN[1:])
@@ -130,21 +138,3 @@ def test_a_draft_learns_from_conversations(target: str, chats: Path, tmp_path: P
     assert losses(run)[-1] < losses(run)[0] and any("agreement on held-out output" in line for line in lines)
     assert load_model(tmp_path / "draft", "draft", device="cpu").config.num_hidden_layers == 1
     assert f'"chats": "{chats.name}"' in (tmp_path / "draft/README.md").read_text()
-
-
-def test_what_a_stopped_run_has_made_can_be_trained_on(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    generate = Decoder.generate
-
-    def stopped(self: Decoder, *args: Any, **more: Any) -> Any:
-        made.append(1)
-        if len(made) == 3:  # each file has greedy and sampled answers
-            raise KeyboardInterrupt
-        return generate(self, *args, **more)
-
-    monkeypatch.setattr(Decoder, "generate", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        make_chats(target, tmp_path, RECIPE, given=GIVEN, say=lambda _: None)
-    assert 0 < len(read_chats(tmp_path, "train")) <= RECIPE.shard

@@ -1,4 +1,4 @@
-"""Many engines behind one app: answers that go on elsewhere are those of a single engine. Most tests stand on engines
+"""Many engines for one app: answers that go on elsewhere are those of a single engine. Most tests stand on engines
 in this process, which are lost on purpose; the last ones on Ray."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LONG = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
 
 
 class Engines:
-    """Replicas in this process. Each loses its callers after so many lists of steps, as if it had died."""
+    """Replicas in this process. Each loses its callers after N lists of steps, as if it had died."""
 
     def __init__(self, count: int = 2, lists: int | None = None, make: Any = make_decoder) -> None:
         self.workers = {f"r{i}": Worker(make) for i in range(count)}
@@ -454,10 +454,10 @@ def test_a_server_that_ends_before_its_replicas_start_takes_its_application_alon
             assert server.poll() is None
             time.sleep(0.1)
         server.send_signal(signal.SIGTERM)
-        _, told = server.communicate(timeout=300)
+        _, errors = server.communicate(timeout=300)
     finally:
         server.kill()
-    assert server.returncode == 0 and "Traceback" not in told
+    assert server.returncode == 0 and "Traceback" not in errors
     ended = serve.status().applications.get(names[0])
     assert ended is None or ended.status == "DELETING"
     ray_cluster.kill(holder)

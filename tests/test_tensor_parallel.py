@@ -74,11 +74,11 @@ def rank(folder: Path) -> None:
         main()
     assert ended.value.code == 0
     if own == 1:  # killed from without between two forwards, in the middle of an output
-        meet, met = tensor_parallel.Ranks.meet, []
+        meet, calls = tensor_parallel.Ranks.meet, []
 
         def counted(ranks: tensor_parallel.Ranks, place: bytes) -> float:
-            met.append(place)
-            if len(met) == 40:
+            calls.append(place)
+            if len(calls) == 40:
                 os.kill(os.getpid(), signal.SIGKILL)
             return meet(ranks, place)
 
@@ -159,9 +159,9 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         monkeypatch.setattr(sys, "argv", ["forerun", "generate", *arguments, "--tensor-parallel"])
         with pytest.raises(SystemExit) as ended:
             main()
-        told = capsys.readouterr().err
-        assert ended.value.code == 2 and told.count("\n") == 1
-        return told
+        printed = capsys.readouterr().err
+        assert ended.value.code == 2 and printed.count("\n") == 1
+        return printed
 
     assert "needs 2 processes or more" in refused("hello", "--target", "embedded")
     assert "stdin has one reader" in refused("-")
@@ -195,7 +195,7 @@ def test_errors_of_the_network_are_told_apart(error: Exception, is_lost: bool) -
         (True, 1, "2 ranks on this machine need a GPU each; there are 1"),
     ],
 )
-def test_what_a_machine_lacks_is_told_once(
+def test_what_a_machine_lacks_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, accelerate: bool, gpus: int, message: str
 ) -> None:
     store, before = torch.distributed.HashStore(), signal.getsignal(signal.SIGTERM)
@@ -207,16 +207,16 @@ def test_what_a_machine_lacks_is_told_once(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "_exit", sys.exit)
     try:
-        for own, told in (("1", ValueError), ("0", SystemExit)):
+        for own, raised in (("1", ValueError), ("0", SystemExit)):
             for name, value in (names | {"RANK": own, "LOCAL_RANK": own}).items():
                 monkeypatch.setenv(name, value)
-            with pytest.raises(told, match=message if told is ValueError else "2"), tensor_parallel.together():
+            with pytest.raises(raised, match=message if raised is ValueError else "2"), tensor_parallel.together():
                 pass
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_ranks_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks see each other's place before anything is run."""
     ranks = tensor_parallel.Ranks(0, 2, None)
 

@@ -49,7 +49,7 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
 
     def run(out: str, seed: int = 0, stop_at: int | None = None) -> tuple[nn.Module, list[str]]:
         torch.manual_seed(seed)
-        model, said = nn.Sequential(nn.Linear(3, 4), nn.Embedding(2, 1), nn.Linear(4, 1)), list[str]()
+        model, lines = nn.Sequential(nn.Linear(3, 4), nn.Embedding(2, 1), nn.Linear(4, 1)), list[str]()
 
         def batch(step: int) -> Tensor:
             if step == stop_at:
@@ -59,14 +59,14 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
         def loss(x: Tensor) -> Tensor:
             return (model[2](model[0](x)) + model[1](torch.tensor(1)) - 1).square().mean()
 
-        train(model, loss, batch, lambda: 0.0, config, tmp_path / out, said.append)
-        return model, said
+        train(model, loss, batch, lambda: 0.0, config, tmp_path / out, lines.append)
+        return model, lines
 
     straight, _ = run("straight")
     with pytest.raises(InterruptedError):
         run("broken", stop_at=10)
-    resumed, said = run("broken", seed=5)  # what it starts from must not matter: the checkpoint holds everything
-    assert "resuming broken at step 8 of 12" in said[0]
+    resumed, lines = run("broken", seed=5)  # what it starts from must not matter: the checkpoint holds everything
+    assert "resuming broken at step 8 of 12" in lines[0]
     for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -160,7 +160,7 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
     assert not asked and len(list((tmp_path / "work/labels").iterdir())) == 2
     rows = torch.tensor([69, 3, 1, 64])
     part = texts.take(rows)
-    with torch.no_grad(), capture_hidden_states(runner.model) as heard:
+    with torch.no_grad(), capture_hidden_states(runner.model) as captured:
         logits = model(input_ids=part.tokens).logits
     for found in (labels, again):
         states, probs = found.states(rows), found.probs(rows)
@@ -168,7 +168,7 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
         torch.testing.assert_close(probs.probs, wanted.probs, rtol=1e-2, atol=1e-3)
         assert (probs.tokens[:, 0] == wanted.tokens[:, 0]).all()
         for row, end in enumerate(part.ends.tolist()):
-            torch.testing.assert_close(states[row, :end], heard[0][row, :end].float(), rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(states[row, :end], captured[0][row, :end].float(), rtol=1e-2, atol=1e-2)
     more = label(run, runner, joined(texts, texts))
     assert len(more.probs(torch.arange(140)).tokens) == 2 * int(texts.counted().sum())
 
@@ -237,8 +237,8 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
     assert apart() < 0.7 * first
     moved = (draft.get_output_embeddings().weight - before).abs().amax(-1) > 0
     tied = draft.get_output_embeddings().weight is draft.get_input_embeddings().weight
-    learnt = list(range(len(moved))) if hot is None else hot
-    assert moved[learnt].all() and (tied or int(moved.sum()) == len(learnt))
+    trained = list(range(len(moved))) if hot is None else hot
+    assert moved[trained].all() and (tied or int(moved.sum()) == len(trained))
     with torch.no_grad():
         share = distillation_loss(CausalLM(draft), labels, every, chosen)[1]
         best = draft(input_ids=texts.tokens).logits

@@ -244,7 +244,7 @@ METHODS_OF_VLLM = ("suffix", "cumulative", "pacer")
 
 
 @pytest.fixture(scope="module")
-def said(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]], dict[str, int]]]:
+def answered(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]], dict[str, int]]]:
     """By method, None for none: the tokens after the prompts, and vLLM's counters of drafts."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed here; .ci/vllm makes an environment that has it")
@@ -273,9 +273,9 @@ def said(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]], di
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS_OF_VLLM)
 def test_vllm_says_the_same_with_the_proposer(
-    said: dict[str | None, tuple[list[list[int]], dict[str, int]]], method: str
+    answered: dict[str | None, tuple[list[list[int]], dict[str, int]]], method: str
 ) -> None:
     accepted, drafted = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"
-    tokens, counts = said[method]
-    assert tokens == said[None][0]
+    tokens, counts = answered[method]
+    assert tokens == answered[None][0]
     assert 0 < counts[accepted] <= counts[drafted]

@@ -40,7 +40,7 @@ from forerun.methods import AR, SD
 from forerun.sampling.params import SamplingParams
 from forerun.train.corpus import Split, held_out_prompts, source_files
 from forerun.train.draft import DraftRecipe, train_draft
-from forerun.train.loop import TrainConfig, claim, save_tensors, train
+from forerun.train.loop import TrainConfig, claim, mixed_precision, save_tensors, train
 from forerun.train.run import Run
 from forerun.train.texts import tokenize
 from forerun.zoo.quantise import WEIGHTS, load_quantised, save_quantised
@@ -150,7 +150,7 @@ def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Mean cross-entropy in nats of tokens[:, 1:] given what stands before them, for tokens [B, T+1]."""
 
     def loss(tokens: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, torch.bfloat16):
+        with mixed_precision(tokens.device):
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
@@ -68,13 +67,10 @@ class Answerer:
         return found
 
     async def _ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
-        while True:
-            found = await _post(self._app, url, body)
-            if self.worker.failed is not None:
-                raise self.worker.failed
-            if found[0] != 503 or json.loads(found[2])["error"]["code"] != "queue_full":
-                return found
-            await asyncio.sleep(PAUSE)
+        found = await _post(self._app, url, body)
+        if self.worker.failed is not None:
+            raise self.worker.failed
+        return found
 
 
 async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:

@@ -59,8 +59,8 @@ def make_chats(
 ) -> dict[str, Any]:
     """Make all conversations in `out`, continuing from existing files; return a summary.
 
-    The first questions are `given`; the model asks the rest. Raises ValueError for a target without a chat template, or
-    whose template does not begin with the user's words, and for an `out` of another target, recipe or `given`.
+    The first questions are `given`; the model asks the rest. Raises ValueError for a target without a chat template
+    that shows the user's words, and for an `out` of another target, recipe or `given`.
     """
     decoder = load(target, method="ar", weights=weights, device=device, max_rows=ROWS)
     tokenizer = decoder.tokenizer
@@ -73,20 +73,19 @@ def make_chats(
     digest = _digest("\0".join(given))
     claim(out, asdict(recipe) | {"target": decoder.target.fingerprint, "given": digest})
     questions = _questions(decoder, out, recipe, given, say)
-    shards = -(-len(questions) // recipe.shard)
+    shards = [questions[start : start + recipe.shard] for start in range(0, len(questions), recipe.shard)]
     begun, made = perf_counter(), 0
-    for number in range(shards):
+    for number, shard in enumerate(shards):
         path = out / f"answers-{number:05d}.jsonl"
         if not path.exists():
-            part = questions[number * recipe.shard : (number + 1) * recipe.shard]
-            new = _answered(decoder, part, recipe, number)
+            new = _answered(decoder, shard, recipe, number)
             _write(path, new)
             made += sum(len(each.answer) for each in new)
             pace = made / (perf_counter() - begun)
-            say(f"answers {number + 1}/{shards}, {made} tokens in this run, {pace:.0f} a second")
+            say(f"answers {number + 1}/{len(shards)}, {made} tokens in this run, {pace:.0f} a second")
             _share_out(out, recipe, questions)  # training can begin before all are made
     found = _share_out(out, recipe, questions)
-    say(json.dumps({key: found[key] for key in ("conversations", "answer_tokens", "dropped_as_neighbours")}))
+    say(json.dumps(found))
     return found
 
 
@@ -94,17 +93,13 @@ def _share_out(out: Path, recipe: ChatRecipe, questions: Sequence[Question]) -> 
     """Write the splits of the existing answers; return their summary."""
     lines = [line for path in sorted(out.glob("answers-*.jsonl")) for line in read_text(path).splitlines()]
     kept, dropped = apart([Conversation(**json.loads(line)) for line in lines], questions)
-    splits = {split: [each for each in kept if each.split == split] for split in SPLITS}
-    found = {
-        "conversations": {split: len(own) for split, own in splits.items()},
-        "answer_tokens": {split: sum(len(each.answer) for each in own) for split, own in splits.items()},
-        "dropped_as_neighbours": dropped,
-        "sources": {source: sum(each.source == source for each in kept) for source in ("own", "given")},
-        "recipe": asdict(recipe),
-    }
-    for split, own in splits.items():
+    found: dict[str, Any] = {"conversations": {}, "answer_tokens": {}, "dropped_as_neighbours": dropped}
+    for split in SPLITS:
+        own = [each for each in kept if each.split == split]
+        found["conversations"][split] = len(own)
+        found["answer_tokens"][split] = sum(len(each.answer) for each in own)
         _write(out / f"{split}.jsonl", own)
-    write_text(out / "summary.json", json.dumps(found, indent=1) + "\n")
+    write_text(out / "summary.json", json.dumps(found | {"recipe": asdict(recipe)}, indent=1) + "\n")
     return found
 
 
@@ -118,7 +113,7 @@ def _questions(
     """Return all questions in the order of their hashes."""
     found = [Question(text, "given", split_of(text)) for text in dict.fromkeys(given)][: recipe.conversations]
     wanted = recipe.conversations - len(found)
-    own: dict[str, str] = {}  # by what questions that differ in case, spaces and signs alone have in common
+    own: dict[str, str] = {}  # by the question in lower case, without signs
     number = 0
     while len(own) < wanted:
         path = out / f"questions-{number:05d}.json"
@@ -152,12 +147,9 @@ def _sampled_questions(decoder: Decoder, recipe: ChatRecipe, number: int) -> lis
 def is_sound(text: str) -> bool:
     """Return whether a sampled question is worth an answer: mostly letters, of a fair length, with few repeats."""
     text = text.strip()
-    if not 12 <= len(text) <= 600 or not text.replace("\n", " ").isprintable():
-        return False
     letters = sum(each.isascii() and (each.isalpha() or each.isspace()) for each in text)
-    if letters < 0.75 * len(text):
-        return False
-    return len(text) < 120 or len(zlib.compress(text.encode())) > 0.45 * len(text)
+    is_text = 12 <= len(text) <= 600 and text.replace("\n", " ").isprintable() and letters >= 0.75 * len(text)
+    return is_text and (len(text) < 120 or len(zlib.compress(text.encode())) > 0.45 * len(text))
 
 
 def _digest(text: str) -> str:

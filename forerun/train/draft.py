@@ -44,10 +44,9 @@ class DraftRecipe:
 
 
 def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
-    """Distil a draft, which then loads from `run.out`; with `init` go on from that model instead of a new Llama.
+    """Distil a draft into `run.out`; with `init` go on from that model instead of a new Llama.
 
-    Raises ValueError for data that is missing or too little, an `init` with another vocabulary, texts longer than the
-    target's context, and folders that hold another run.
+    Raises ValueError for settings, data, models and folders that do not fit.
     """
     if not 0 < recipe.hot <= 1:
         raise ValueError(f"hot must be above 0 and at most 1, not {recipe.hot}")
@@ -149,9 +148,9 @@ def init_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 def has_plain_head(model: CausalLM) -> bool:
     """Whether the LM head alone gives the logits: some models cap or scale them."""
     tokens = torch.arange(8, device=model.device)[None] % model.vocab_size
-    with capture_hidden_states(model.model) as heard:
+    with capture_hidden_states(model.model) as captured:
         logits = model.model(input_ids=tokens, use_cache=False).logits
-    return torch.allclose(model.head(heard[0]).float(), logits.float(), atol=1e-3, rtol=1e-3)
+    return torch.allclose(model.head(captured[0]).float(), logits.float(), atol=1e-3, rtol=1e-3)
 
 
 def _plain_text(stream: np.ndarray, count: int, recipe: DraftRecipe) -> Texts:

@@ -49,25 +49,22 @@ class HeadRecipe:
 
     def check(self) -> None:
         """Raise ValueError for a setting out of range."""
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
-        if self.rank < 0:
-            raise ValueError(f"rank must be at least 0, not {self.rank}")
-        for name, value, most in (("hot", self.hot, 1.0), ("held", self.held, 0.5)):
-            if not 0 < value <= most:
-                raise ValueError(f"{name} must be above 0 and at most {most}, not {value}")
-        if not 1 <= self.unroll < self.output:
-            raise ValueError(f"unroll must be 1 to {self.output - 1}, less than the output, not {self.unroll}")
+        for name, is_right, allowed in (
+            ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"),
+            ("rank", self.rank >= 0, "at least 0"),
+            ("hot", 0 < self.hot <= 1, "above 0 and at most 1"),
+            ("held", 0 < self.held <= 0.5, "above 0 and at most 0.5"),
+            ("unroll", 1 <= self.unroll < self.output, f"1 to {self.output - 1}, less than the output"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name} must be {allowed}, not {asdict(self)[name]!r}")
 
 
 def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[str, Any]:
     """Train a head and save it in `run.out`; return the figures of validation.
 
-    `start` is the folder of a head of the same form to go on from. It keeps its hot set.
-
-    Raises ValueError for settings out of range, data that is missing or too little, texts longer than the context, a
-    target whose embeddings and head differ in width, a `start` of another form or target, and folders that hold another
-    run.
+    `start` is the folder of a head of the same form to go on from. It keeps its hot set. Raises ValueError for
+    settings, data, models and folders that do not fit.
     """
     recipe.check()
     if start is not None and start.resolve() == run.out.resolve():

@@ -100,14 +100,14 @@ def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]
     found: list[dict[str, Tensor]] = [{}] * len(texts)
     for rows in texts.ends.argsort(stable=True).split(together(texts, target)):
         part = texts.take(rows)
-        with capture_hidden_states(target.model) as heard:
+        with capture_hidden_states(target.model) as captured:
             logits = target.model(input_ids=part.tokens.to(target.device), use_cache=False).logits
         for i, row in enumerate(rows.tolist()):
             begin, end = int(part.begins[i]), int(part.ends[i])
             top = top_probs(logits[i, begin:end])
             found[row] = {"tokens": top.tokens.int().cpu(), "probs": top.probs.bfloat16().cpu()}
             if states:
-                found[row]["states"] = heard[0][i, :end].bfloat16().cpu()
+                found[row]["states"] = captured[0][i, :end].bfloat16().cpu()
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
 

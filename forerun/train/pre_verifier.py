@@ -52,9 +52,7 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
     """Train a pre-verifier of this draft and save it in `run.out`; return the figures of validation.
 
     Drafts leave the target's own output, or the answers of conversations. `layer` holds settings of PreVerifierConfig.
-
-    Raises ValueError for data that is missing or too little, texts longer than a context, models that do not go
-    together, and folders that hold another run.
+    Raises ValueError for settings, data, models and folders that do not fit.
     """
     if recipe.sequences < 4:
         raise ValueError(f"sequences must be at least 4, two greedy and two sampled, not {recipe.sequences}")

@@ -246,9 +246,9 @@ class _Branches:
         name = cache_argument(self.network.forward)
         assert name is not None  # check_model
         self.cache = {name: DynamicCache()}
-        with capture_hidden_states(model.model) as heard:
+        with capture_hidden_states(model.model) as captured:
             output = self.network(input_ids=windows, use_cache=True, **self.cache)
-        self.logits, self.hidden = output.logits, heard[0]  # [B, T, V], [B, T, d]
+        self.logits, self.hidden = output.logits, captured[0]  # [B, T, V], [B, T, d]
 
     def branch(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, A, V] and hidden states [B, A, d] at the positions `anchors` [B, A], where branches
@@ -265,7 +265,7 @@ class _Branches:
         """Return the same after one more token [B, A] of every branch."""
         self.depth += 1
         self.seen = torch.cat([self.seen, self._own], -1)
-        with capture_hidden_states(self.model.model) as heard:
+        with capture_hidden_states(self.model.model) as captured:
             output = self.network(
                 input_ids=tokens,
                 position_ids=self.anchors + self.depth,
@@ -273,4 +273,4 @@ class _Branches:
                 use_cache=True,
                 **self.cache,
             )
-        return output.logits, heard[0]
+        return output.logits, captured[0]
