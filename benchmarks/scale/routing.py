@@ -45,11 +45,8 @@ class Here:
             await until_ready(worker)
         return ModelInfo.of(worker)
 
-    def names(self) -> list[str]:
-        return list(self.workers)
-
     def figures(self) -> Mapping[str, Mapping[str, float]]:
-        return {}
+        return {name: {} for name in self.workers}
 
     def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
         self.asked[name] += len(sent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from secrets import randbits
@@ -40,12 +40,8 @@ class Replicas(Protocol):
         """Wait for the first one."""
         ...
 
-    def names(self) -> Collection[str]:
-        """Return those that can be asked now."""
-        ...
-
     def figures(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the last known fields of `Load` of each."""
+        """Return the replicas that can be asked now, with the last known fields of `Load` of each."""
         ...
 
     def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
@@ -156,7 +152,7 @@ class Fleet:
         """Return the requests in flight on each replica that can be asked."""
         now = monotonic()
         self._away = {name: until for name, until in self._away.items() if until > now}
-        return {name: self.loads[name] for name in self._replicas.names() if name not in self._away}
+        return {name: self.loads[name] for name in self._replicas.figures() if name not in self._away}
 
     def _place(self, group: _Group) -> None:
         """Give a group to a replica, if one has room for it."""

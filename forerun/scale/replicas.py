@@ -129,15 +129,10 @@ class ServeReplicas:
                 _LOG.warning("no replica has started: %s", last)
             await asyncio.sleep(LOOK)
 
-    def _known(self) -> dict[str, RunningReplica]:
-        router = routers.get(self._name)
-        return {} if router is None else {each.unique_id: known for each, known in list(router.curr_replicas.items())}
-
-    def names(self) -> list[str]:
-        return list(self._known())
-
     def figures(self) -> dict[str, Mapping[str, float]]:
-        return {name: known.routing_stats for name, known in self._known().items()}
+        router = routers.get(self._name)
+        known = [] if router is None else list(router.curr_replicas.items())
+        return {each.unique_id: replica.routing_stats for each, replica in known}
 
     async def decode(self, name: str, sent: Sequence[SentRequest]) -> AsyncGenerator[Steps, None]:
         stream: Any = self._handle.options(stream=True).decode.remote(list(sent), to=name)
