@@ -96,6 +96,8 @@ FR_INLINE void score_keys(const fr_attention *of, int count, int64_t d) {
             for (int i = 0; i < 4; i++) {
                 int64_t j = start + k + i < of->count ? start + k + i : of->count - 1;
                 keys[i] = entry(of->keys, of, j, d);
+                /* Entries of a chain stand in order. Values are wanted next. */
+                for (int64_t at = 0; at < d; at += 32) __builtin_prefetch(keys[i] + AHEAD / 2 + at), __builtin_prefetch(of->values + (keys[i] - of->keys) + at);
             }
             for (int64_t at = 0; at < d; at += 8)
 #pragma GCC unroll 4

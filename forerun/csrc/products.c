@@ -6,7 +6,7 @@
 
 #define ROWS 32                  /* rows that a unit is unpacked for */
 #define NEAR_BYTES (384 * 1024)  /* records that stay in the second cache while panels pass */
-#define AHEAD 3072               /* bytes that are fetched ahead */
+#define AHEAD 2048               /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
 #define STEP (WIDE ? 4 : 1)      /* units at once */
@@ -290,7 +290,7 @@ FR_INLINE f8 totals(const f8 f[8]) {
 static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *records, int rows, float *out, int out_stride,
                              int first_panel, int end_panel) {
     _Alignas(64) sums f[ROWS];
-    memset(f, 0, sizeof f);
+    memset(f, 0, sizeof *f * (size_t)(rows < ROWS ? rows : ROWS));
     const fr_layout *l = &fr_layouts[m->layout];
     int is_float = l->scales == FLOATS, inputs = m->inputs, left = !is_float && inputs % 256;
     size_t bytes = (size_t)l->unit * (size_t)(is_float ? inputs : inputs / 32), row_bytes = is_float ? 4 * (size_t)inputs : fr_record_bytes(inputs, 1);

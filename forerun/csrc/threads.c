@@ -16,22 +16,29 @@
 
 #define MOST 256     /* threads */
 #define SPINS 20000  /* looks, about as long as Python takes between two calls, before a thread sleeps */
-#define PIECES 6     /* of a job for each thread */
+#define PIECES 8     /* of a job for each thread */
 #define HALF 24      /* bits of a number of pieces */
 #define OF_HALF (((uint64_t)1 << HALF) - 1)
 
 typedef _Atomic(uint32_t) word;
 
+/* A thread's share of the job, in a cache line of its own: the end of its pieces (bits 24 to 47) and the next one
+   (below). A piece that is claimed is of the job that it was claimed from, which cannot end before the piece does: what
+   follows may be read then. */
+typedef struct {
+    _Alignas(64) _Atomic(uint64_t) pieces;
+    fr_work *work;
+    void *argument;
+    int64_t parts, piece;
+    uint32_t all; /* pieces of the job */
+} share;
+
+static share shares[MOST];
+
 static struct {
     pthread_mutex_t lock;
     int wanted, started, has_handlers;
     pthread_t threads[MOST];
-    /* The job: how many pieces it has (bits 24 to 47) and which one is next (below). A piece that is claimed is of the
-       job that it was claimed from, which cannot end before the piece does: what follows may be read then. */
-    _Alignas(64) _Atomic(uint64_t) job;
-    fr_work *work;
-    void *argument;
-    int64_t parts, piece;
     _Alignas(64) word done;    /* pieces of the job */
     _Alignas(64) word calls;   /* changes with each job */
     word asleep, is_waiting, ends;
@@ -69,32 +76,41 @@ static void wake(word *at, int count) {
 }
 #endif
 
-static int is_open(uint64_t job) { return (job & OF_HALF) < (job >> HALF & OF_HALF); }
+static int is_open(uint64_t pieces) { return (pieces & OF_HALF) < (pieces >> HALF & OF_HALF); }
 
-/* Does pieces of the job until none is left. Only who sees one left asks for it, so that the number of the next piece
-   passes the number of pieces by one a thread at most. */
+static int has_pieces(share *of) { return is_open(atomic_load_explicit(&of->pieces, memory_order_relaxed)); }
+
+/* Does the pieces of a thread's own share, which follow each other in memory, and then those that others have left. Only
+   who sees one left asks for it, so that the number of the next piece passes the end by one a thread at most. */
 static void do_pieces(int thread) {
-    while (is_open(atomic_load_explicit(&pool.job, memory_order_relaxed))) {
-        uint64_t claimed = atomic_fetch_add_explicit(&pool.job, 1, memory_order_acquire);
-        if (!is_open(claimed)) return;
-        int64_t first = (int64_t)(claimed & OF_HALF) * pool.piece, last = first + pool.piece;
-        uint32_t pieces = claimed >> HALF & OF_HALF;
-        pool.work(pool.argument, first, last < pool.parts ? last : pool.parts, thread);
-        if (atomic_fetch_add(&pool.done, 1) + 1 == pieces && atomic_load(&pool.is_waiting)) wake(&pool.done, 1);
+    for (int i = 0, threads = pool.wanted; i < threads; i++) {
+        share *from = &shares[(thread + i) % threads];
+        uint32_t done = 0;
+        while (has_pieces(from)) {
+            uint64_t claimed = atomic_fetch_add_explicit(&from->pieces, 1, memory_order_acquire);
+            if (!is_open(claimed)) break;
+            int64_t first = (int64_t)(claimed & OF_HALF) * from->piece, last = first + from->piece;
+            from->work(from->argument, first, last < from->parts ? last : from->parts, thread);
+            done++;
+        }
+        if (!done) continue;
+        uint32_t all = from->all;
+        if (atomic_fetch_add(&pool.done, done) + done == all && atomic_load(&pool.is_waiting)) wake(&pool.done, 1);
     }
 }
 
 static void *run_worker(void *number) {
-    uint32_t seen = atomic_load(&pool.calls);
+    int thread = (int)(intptr_t)number;
     while (!atomic_load(&pool.ends)) {
-        do_pieces((int)(intptr_t)number);
-        for (int i = 0; i < SPINS && atomic_load_explicit(&pool.calls, memory_order_relaxed) == seen; i++) rest();
-        if (atomic_load(&pool.calls) == seen) {
-            atomic_fetch_add(&pool.asleep, 1);
-            sleep_while(&pool.calls, seen);
-            atomic_fetch_sub(&pool.asleep, 1);
+        uint32_t seen = atomic_load(&pool.calls); /* before the last look */
+        for (int i = 0; i < SPINS && !has_pieces(&shares[thread]); i++) rest();
+        if (has_pieces(&shares[thread])) {
+            do_pieces(thread);
+            continue;
         }
-        seen = atomic_load(&pool.calls);
+        atomic_fetch_add(&pool.asleep, 1);
+        sleep_while(&pool.calls, seen);
+        atomic_fetch_sub(&pool.asleep, 1);
     }
     return NULL;
 }
@@ -177,12 +193,13 @@ void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece) {
     }
     if (pool.started < threads - 1) start_workers();
     uint32_t pieces = (uint32_t)((parts + piece - 1) / piece), done;
-    pool.work = work;
-    pool.argument = argument;
-    pool.parts = parts;
-    pool.piece = piece;
     atomic_store(&pool.done, 0);
-    atomic_store_explicit(&pool.job, (uint64_t)pieces << HALF, memory_order_release);
+    for (int64_t t = threads - 1; t >= 0; t--) {
+        share *to = &shares[t];
+        to->work = work, to->argument = argument, to->parts = parts, to->piece = piece, to->all = pieces;
+        uint64_t first = (uint64_t)(pieces * t / threads), end = (uint64_t)(pieces * (t + 1) / threads);
+        atomic_store_explicit(&to->pieces, end << HALF | first, memory_order_release);
+    }
     call_workers();
     do_pieces(0);
     for (int i = 0; i < SPINS && atomic_load_explicit(&pool.done, memory_order_acquire) != pieces; i++) rest();
