@@ -18,14 +18,8 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page, with a method a row.
-
-    Attributes:
-        page: where it is.
-        header: of its columns after the first, as they stand there.
-        sources: for each of these the file below benchmarks/, and the dataset in it.
-        rows: the method of each row, by the row's first cell. `hf-lookup` is one with any settings.
-    """
+    """A table of a page: columns after the first, the file in benchmarks/ and the dataset of each, and the method of
+    each row by its first cell. `hf-lookup` is one with any settings."""
 
     page: str
     header: tuple[str, ...]

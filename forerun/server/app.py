@@ -97,25 +97,20 @@ class Service:
             raise loading()
         return self.backend.decoder
 
-    def check(self, body: schemas.Body, request: Request) -> Decoder:
-        """Return the decoder for a body. Raises ApiError for another model and for unsupported fields."""
-        decoder = self.decoder()
-        self.check_model(body.model)
-        unknown = body.unknown()
-        if unknown:
-            names = ", ".join(ascii(name[:40]) for name in unknown[:10])
-            _LOG.info("request %s: unknown fields: %s", request.state.request_id, names)
-        if decoder.tokenizer is None:
-            raise ApiError(400, "this model has no tokenizer", "model")
-        return decoder
-
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model:
             raise ApiError(404, f"there is no model {name[:100]!r} here", "model", "model_not_found")
 
     async def read(self, request: Request, function: Callable[..., _T], body: schemas.Body) -> _T:
-        """Check a body, and call a function with it and the decoder in a reader's thread. Raises ApiError."""
-        decoder = self.check(body, request)
+        """Call a function with a body and the decoder in a reader's thread. Raises ApiError, also for a body of another
+        model and for unsupported fields."""
+        decoder = self.decoder()
+        self.check_model(body.model)
+        if unknown := body.unknown():
+            names = ", ".join(ascii(name[:40]) for name in unknown[:10])
+            _LOG.info("request %s: unknown fields: %s", request.state.request_id, names)
+        if decoder.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer", "model")
         seconds = max(0.0, self._until(request) - perf_counter())
         return await _unless_gone(request, self.readers.call(function, body, decoder), seconds)
 

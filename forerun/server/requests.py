@@ -61,12 +61,14 @@ def prepare_chat(body: ChatBody, decoder: Decoder) -> Prepared:
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     """Return the requests of plain prompts. Raises ApiError."""
+    prompt: Any = body.prompt
+    prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
     with blame("prompt"):
-        rows = encode_prompts(body.prompt, decoder)
+        rows = encode_prompts(prompts, decoder)
     found = _requests(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, frozenset())
     if not body.echo:
         return found, None
-    given = zip(_prompts(body.prompt), rows, strict=True)
+    given = zip(prompts, rows, strict=True)
     echo = [each if isinstance(each, str) else text_of(decoder, row) for each, row in given]
     if body.logprobs is not None:  # of each prompt once
         copies = body.n or 1
@@ -74,11 +76,8 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     return found, echo
 
 
-def encode_prompts(prompt: Any, decoder: Decoder) -> list[list[int]]:
-    """Return token ids of a string, a list of strings, tokens, or a list of token lists. Raises ValueError."""
-    prompts = _prompts(prompt)
-    if not prompts:
-        raise ValueError(_PROMPT)
+def encode_prompts(prompts: list[Any], decoder: Decoder) -> list[list[int]]:
+    """Return token ids of texts and lists of tokens. Raises ValueError, also for anything else."""
     if len(prompts) > MOST_CHOICES:
         raise ValueError(f"at most {MOST_CHOICES} prompts")
     for each in prompts:
@@ -87,12 +86,6 @@ def encode_prompts(prompt: Any, decoder: Decoder) -> list[list[int]]:
         elif not isinstance(each, list) or not all(map(_is_token, each)):
             raise ValueError(_PROMPT)
     return encode(prompts, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    """Return the prompts of a body, which may be one; an empty list for other types."""
-    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_token(prompt[0]))
-    return [prompt] if is_one else prompt if isinstance(prompt, list) else []
 
 
 def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
