@@ -24,22 +24,14 @@ from forerun.sampling.sampler import Source, sample
 
 @dataclass(frozen=True)
 class Verdict:
-    """The target's answer to a draft.
+    """The target's answer to a draft."""
 
-    Attributes:
-        path: accepted nodes in order, the root first.
-        token: the token after them: a correction if a child was rejected there, else a bonus.
-        tested: nodes looked at: the accepted ones and the level of the first rejection, not what is after it.
-        rejected: whether the last node of the path had children and none was accepted.
-        argmax: the target's most probable token after every node of the draft.
-        scores: [V] the processed scores that gave `token`; valid until the target's next forward.
-    """
-
-    path: list[int]
-    token: int
-    tested: int
-    rejected: bool
-    argmax: list[int] = field(default_factory=list)
+    path: list[int]  # accepted nodes in order, the root first
+    token: int  # the token after them: a correction if a child was rejected there, else a bonus
+    tested: int  # nodes looked at: the accepted ones and the level of the first rejection, nothing after it
+    rejected: bool  # whether the last node of the path had children and none was accepted
+    argmax: list[int] = field(default_factory=list)  # the target's most probable token after every node of the draft
+    # [V] the processed scores that gave `token`; valid until the target's next forward.
     scores: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -1,4 +1,4 @@
-"""What forwards cost, as numbers that a length rule or a tuner can reckon with."""
+"""What forwards cost, for length rules and tuning."""
 
 from __future__ import annotations
 
@@ -8,27 +8,18 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one forward by the number of its new tokens, for one row; see `forerun.backends.costs`.
+    """Milliseconds of one forward by the number of its new tokens, for one row (`forerun.backends.costs`). In a batch,
+    rows count as that many more tokens."""
 
-    Attributes:
-        target, draft: {new tokens: ms}; at least one entry each, none without a draft. In a batch, rows count as so
-            many more tokens.
-        policy: ms of one call of the length policy's layer, if it has one.
-        glance: ms of reading off how probable a draft's token was to the draft.
-        chained, chained_sampled: ms of a draft's token of one row where drafts are made in one call, else 0.
-        head: of a state of a head over hidden states with its logits, by the number of rows; none without a head.
-        drawing, judging: ms that a draft's token and a node of the target's forward take longer in sampling.
-    """
-
-    target: dict[int, float]
-    draft: dict[int, float]
-    policy: float = 0.0
-    glance: float = 0.0
-    drawing: float = 0.0
-    judging: float = 0.0
-    chained: float = 0.0
-    chained_sampled: float = 0.0
-    head: dict[int, float] = field(default_factory=dict)
+    target: dict[int, float]  # {new tokens: ms}, at least one entry
+    draft: dict[int, float]  # likewise; empty without a draft
+    policy: float = 0.0  # of one call of the length policy's layer, if it has one
+    glance: float = 0.0  # of reading the draft's probability of its token
+    drawing: float = 0.0  # that a draft's token takes longer in sampling
+    judging: float = 0.0  # that a node of the target's forward takes longer in sampling
+    chained: float = 0.0  # of a draft's token of one row if drafts are made in one call, else 0
+    chained_sampled: float = 0.0  # likewise in sampling
+    head: dict[int, float] = field(default_factory=dict)  # of a state of a head with its logits, by the number of rows
 
     @property
     def c(self) -> float:
@@ -43,23 +34,23 @@ class Costs:
         return replace(self, target=target, draft=draft, chained=self.chained_sampled)
 
     def verify(self, tokens: float) -> float:
-        """ms of a target forward of that many tokens."""
+        """Return ms of a target forward of that many tokens."""
         return interpolated(self.target, tokens)
 
     def drafting(self, rows: int) -> float:
-        """ms of a draft's token for each of that many rows."""
+        """Return ms of a draft's token for each of that many rows."""
         if rows == 1 and self.chained:
             return self.chained
         return interpolated(self.draft, rows)
 
     def heading(self, rows: int) -> float:
-        """ms of a head's next state for each of that many rows."""
+        """Return ms of a head's next state for each of that many rows."""
         return interpolated(self.head, rows)
 
 
 def interpolated(table: dict[int, float], at: float) -> float:
-    """A table's value between its entries, on straight lines; beyond its ends the first or last of these goes on, but
-    never downwards, as noise can make a table."""
+    """Return a table's value between its entries, on straight lines. Beyond its ends the first or last line goes on,
+    but never downwards, as noise may have it."""
     counts = sorted(table)
     if len(counts) == 1:
         return table[counts[0]]

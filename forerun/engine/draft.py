@@ -15,20 +15,15 @@ if TYPE_CHECKING:
 class Draft:
     """A token tree. Node 0 is the root: the last committed token, which the target has not run yet.
 
-    Attributes:
-        tokens: [N] token of each node.
-        parents: [N] index of each node's parent; -1 for the root, smaller than the node's own index elsewhere.
-        q: [S, V] the distributions that nodes 1..S were sampled from (given that their earlier siblings were
-            rejected). The nodes after them are point masses. None: all are.
-        origins: [N] where each token came from, for statistics and display.
-        block: whether a chain of sampled tokens is verified as a whole (see `forerun.engine.acceptance.accept`).
+    `q` holds the distributions that nodes 1..S were sampled from, given that their earlier siblings were rejected. The
+    nodes after them are point masses; all are if it is None.
     """
 
-    tokens: list[int]
-    parents: list[int]
-    q: Tensor | None = None
-    origins: list[str] = field(default_factory=list)
-    block: bool = False
+    tokens: list[int]  # [N]
+    parents: list[int]  # [N] of each node, smaller than its own index; -1 for the root
+    q: Tensor | None = None  # [S, V]
+    origins: list[str] = field(default_factory=list)  # [N] where each token came from, for statistics and display
+    block: bool = False  # whether a chain of sampled tokens is verified as a whole (`forerun.engine.acceptance.accept`)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1 and self.parents[0] == -1

@@ -25,46 +25,32 @@ Mode = Literal["greedy", "sampled"]
 class Request:
     """What is asked of an engine.
 
-    Attributes:
-        tokens: the prompt.
-        max_new_tokens: the most tokens to generate.
-        sampler: how a token follows from logits.
-        eos: tokens that end the sequence.
-        stop: asked after every token with all tokens so far; True ends the sequence
-            (`forerun.text.stop_strings.StopStrings`).
-        criteria: Hugging Face stopping criteria, asked after every token with ids [1, n] and the processed scores
-            [1, V] that gave the token.
-        seed: decides what is sampled: the same tokens by every method, beside any neighbours
-            (`forerun.sampling.seeded`). None: the rule that accepts most drafts; what is sampled then depends on the
-            method, and on when it drafts.
-        stream: which stream of random numbers of the seed, for rows that share a seed. Streams of neighbouring seeds
-            do not overlap.
-        generator: source of random numbers without a seed. Default: one that begins where torch's own is.
-        progress: called while the target reads the prompt, with the tokens read and how many there are.
-        plain: decode without drafts, whatever the engine's method.
-        logprobs: log probabilities of each token are wanted, with those of this many best ones in its place; None for
-            none. They are of the target's own distribution, before processors and temperature.
-        prompt_logprobs: those of the prompt are wanted too. Then all of it is run, whatever is known of it already.
-        salt: keys and values, phrases and outputs are shared among requests of one salt only. Phrases and outputs of
-            earlier requests are for those without one.
-        params: what it was made of, so that it can be made again elsewhere (`forerun.scale`); the engine does not look.
+    Without a seed the rule of acceptance is the one that accepts most drafts; what is sampled then depends on the
+    method and on when it drafts. Streams of neighbouring seeds do not overlap.
+
+    Keys and values, phrases and outputs are shared among requests of one salt only. Phrases and outputs of earlier
+    requests are for those without a salt.
     """
 
-    tokens: abc.Sequence[int]
+    tokens: abc.Sequence[int]  # the prompt
     max_new_tokens: int = 256
-    sampler: Sampler = field(default_factory=Sampler)
-    eos: frozenset[int] = frozenset()
+    sampler: Sampler = field(default_factory=Sampler)  # how a token follows from logits
+    eos: frozenset[int] = frozenset()  # tokens that end the sequence
+    # Called after each token with all tokens so far; True ends the sequence (`forerun.text.stop_strings.StopStrings`).
     stop: Callable[[abc.Sequence[int]], bool] | None = None
+    # Called after each token with ids [1, n] and the processed scores [1, V] that gave the token.
     criteria: StoppingCriteriaList | None = None
-    seed: int | None = None
-    stream: int = 0
-    generator: torch.Generator | None = None
-    progress: Callable[[int, int], None] | None = None
-    plain: bool = False
+    seed: int | None = None  # decides what is sampled, by every method (`forerun.sampling.seeded`)
+    stream: int = 0  # of the seed's random numbers, for rows that share a seed
+    generator: torch.Generator | None = None  # of random numbers without a seed; None: one seeded by torch's own
+    progress: Callable[[int, int], None] | None = None  # called with the prompt's tokens read so far and their number
+    plain: bool = False  # decode without drafts, whatever the engine's method
+    # Log probabilities of each token are wanted, with those of this many best ones in its place. They are of the
+    # target's own distribution, before processors and temperature.
     logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: bool = False  # those of the prompt too; then all of it is run, whatever is known of it
     salt: str = ""
-    params: SamplingParams | None = None
+    params: SamplingParams | None = None  # what it was made of, to make it again elsewhere (`forerun.scale`)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -83,10 +69,9 @@ class Sequence:
         limit: total length at which it ends.
         seeded: what a sequence with a seed is sampled by, else None.
         generator: source of random numbers of this sequence alone; None if it needs none.
-        finish_reason: None while it runs, then "stop" (end token, stop string or criterion), "length", "abort" or
-            "error".
+        finish_reason: "stop" (end token, stop string or criterion), "length", "abort" or "error"; None while it runs.
         error: what a user's processor or criterion raised, or a step of this sequence alone.
-        suspect: whether it was part of a step that failed; until it has been stepped alone.
+        suspect: whether it was part of a step that failed and has not been stepped alone since.
         waited: seconds in the queue; None while it is there.
         prompt_logprobs: of the prompt's tokens after the first, until its first step takes them.
     """
@@ -111,9 +96,8 @@ class Sequence:
         self.suspect = False
         self.prompt_logprobs: list[Logprob] | None = None
         self._error: BaseException | None = None
-        self.seeded = (
-            None if self.greedy or request.seed is None else SeededStream(int(request.seed), int(request.stream))
-        )
+        is_seeded = not self.greedy and request.seed is not None
+        self.seeded = SeededStream(int(request.seed or 0), int(request.stream)) if is_seeded else None
         self.generator = None
         if not self.greedy and self.seeded is None:
             self.generator = request.generator or torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))
@@ -129,7 +113,7 @@ class Sequence:
 
     @property
     def shares(self) -> bool:
-        """Whether it drafts from what earlier sequences said, and others from what it says."""
+        """Whether it and others without a salt draft from each other's output."""
         return not self.request.salt
 
     @property
@@ -142,7 +126,7 @@ class Sequence:
         return "greedy" if self.greedy else "sampled"
 
     def source(self, ahead: int) -> SeededSampler | torch.Generator | None:
-        """What the token is sampled by that comes `ahead` tokens after the last."""
+        """Return what the token that comes `ahead` tokens after the last is sampled by."""
         return self.generator if self.seeded is None else self.seeded.at(len(self.tokens) + ahead)
 
     @property
@@ -155,11 +139,9 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     def extend(self, tokens: abc.Sequence[int], scores: Callable[[int], Tensor]) -> int:
-        """Appends tokens up to the first that ends the sequence; returns how many.
+        """Append tokens up to the first that ends the sequence; return how many. What a criterion raises ends it too.
 
-        `scores(i)` gives the processed scores [V] after token i, for criteria. What a criterion raises ends the
-        sequence with the reason "error".
-        """
+        `scores(i)` returns the processed scores [V] of token i, for criteria."""
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             try:
@@ -178,7 +160,7 @@ class Sequence:
         return len(tokens)
 
     def report(self, read: int) -> None:
-        """Reports how much of the prompt was read, if the request asks for it. What is raised ends the sequence."""
+        """Report how much of the prompt was read, if the request asks for it. What is raised ends the sequence."""
         if self.request.progress is None:
             return
         try:
@@ -188,14 +170,14 @@ class Sequence:
             raise
 
     def score_prompt(self, logits: Tensor) -> None:
-        """Adds the log probabilities of the prompt's next tokens, from the logits [n, V] that stand before them."""
+        """Add the log probabilities of the prompt's next tokens, from the logits [n, V] that predict them."""
         assert self.prompt_logprobs is not None
         at = 1 + len(self.prompt_logprobs)
         top = self.request.logprobs or 0
         self.prompt_logprobs += logprobs_of(logits, self.tokens[at : at + len(logits)], top)
 
     def cut(self, length: int, state: Tensor | None) -> None:
-        """Takes back what came after the first `length` tokens, and sets the generator's state; it runs again."""
+        """Take back what came after the first `length` tokens, and set the generator's state; it runs again."""
         del self.tokens[length:]
         if self.generator is not None and state is not None:
             self.generator.set_state(state)

@@ -15,26 +15,17 @@ _COUNTS = ("tokens", "target_forwards", "draft_forwards", "drafted", "tested", "
 
 @dataclass(frozen=True)
 class Stats:
-    """What the steps of one or more sequences add up to.
+    """What the steps of one or more sequences add up to. A forward counts once for each sequence that took part."""
 
-    Attributes:
-        tokens: tokens committed.
-        target_forwards: target forwards, counted once for each sequence that took part.
-        draft_forwards: draft forwards, counted likewise.
-        drafted, tested, accepted: proposed tokens, those the target looked at, and those it kept.
-        seconds: wall time of the whole call, prefill included.
-        reached, kept: [k] drafts whose position k was tested, and those of them whose position k was accepted.
-    """
-
-    tokens: int
+    tokens: int  # committed
     target_forwards: int
     draft_forwards: int
-    drafted: int
-    tested: int
-    accepted: int
-    seconds: float
-    reached: tuple[int, ...]
-    kept: tuple[int, ...]
+    drafted: int  # tokens proposed
+    tested: int  # those that the target looked at
+    accepted: int  # those that it kept
+    seconds: float  # wall time of the whole call, prefill included
+    reached: tuple[int, ...]  # [k] drafts whose position k was tested
+    kept: tuple[int, ...]  # [k] those of them whose position k was accepted
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:

@@ -38,39 +38,33 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """Where drafts come from: what a method's `build` makes. Only `propose` has to be written; a subclass inherits the
-    rest.
+    """Where drafts come from: what a method's `build` makes. A subclass has to write `propose` alone.
 
-    Its state belongs to a sequence: every call may be about others of those that were admitted.
-
-    Attributes:
-        wants_hidden: whether it is given the target's hidden states.
-        feature: which ones (`forerun.engine.target.Capture`).
-        spread: nodes that a draft may have beyond a chain that fills the sequence's room.
+    State belongs to a sequence: each call may be about another set of those that were admitted.
     """
 
-    wants_hidden: bool = False
-    feature: Capture = "head"
-    spread: int = 0
+    wants_hidden: bool = False  # whether it gets the target's hidden states
+    feature: Capture = "head"  # which ones
+    spread: int = 0  # nodes that a draft may have beyond a chain of the sequence's remaining tokens
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        """A sequence joins. `hidden` [n - 1, d]: the target's states over all of its n tokens but the last, if they
-        are wanted. Runs its prompt: after each chunk of at most `chunk` tokens yields how many it ran."""
+        """Admit a sequence and run its prompt; yield the size of each chunk of at most `chunk` tokens. `hidden`
+        [n - 1, d]: the target's states over all of its n tokens but the last, if they are wanted."""
         return ()
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        """One draft each, at most `seq.remaining - 1` deep (the target adds one token itself)."""
+        """Return a draft for each, at most `seq.remaining - 1` deep (the target adds one token itself)."""
         raise NotImplementedError
 
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        """What became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at the
-        nodes of each draft, if they are wanted."""
+        """Note what became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at
+        the nodes of each draft, if they are wanted."""
         return
 
     def drop(self, seq: Sequence) -> None:
-        """A sequence leaves: it has ended, or was never admitted to the end."""
+        """Forget a sequence: it has ended, or was never admitted to the end."""
         return
 
 
@@ -82,7 +76,7 @@ def observe_rows(
     verdicts: list[Verdict],
     hidden: list[Tensor] | None,
 ) -> None:
-    """Has a drafter observe those rows of a step that are its own, if any are."""
+    """Have a drafter observe those rows of a step that are its own, if any are."""
     if rows:
         drafter.observe(
             [seqs[row] for row in rows],
@@ -94,46 +88,26 @@ def observe_rows(
 
 @dataclass(frozen=True)
 class Step:
-    """One target forward, as one sequence saw it. Seconds are those of all its rows.
+    """One target forward, as one sequence saw it. Seconds are those of all its rows."""
 
-    Attributes:
-        id: of the request.
-        number: of the engine's step; steps of one number shared the forward.
-        rows: how many sequences did.
-        tokens: tokens committed, cut at the end of the sequence.
-        origins: where each came from: draft, lookup, ..., correction or bonus.
-        rejected: drafted tokens that were not accepted.
-        drafted, tested, accepted: numbers of proposed tokens; of those that the target looked at, the first rejection
-            included and nothing after it; of those that it accepted.
-        draft_forwards: forwards of the draft model.
-        draft_seconds, policy_seconds, verify_seconds: drafting without its length policy, that policy, and the target's
-            forward with its verdict.
-        forward_seconds: of all these, inside forwards of the two models; what is left of `seconds` is overhead. On a
-            GPU forwards return before they are done, and this is the time to start them.
-        finish_reason: of the sequence, if this is its last step.
-        logprobs: of the tokens, if the request asks for them.
-        prompt_logprobs: of the prompt's tokens after the first, on a sequence's first step, if it asks for them.
-        waited: seconds that the sequence stood in the queue.
-        error: what ended it: its processor or criterion raised that, or its step alone.
-    """
-
-    id: int
-    number: int
-    rows: int
-    tokens: tuple[int, ...] = ()
-    origins: tuple[str, ...] = ()
-    rejected: tuple[int, ...] = ()
-    drafted: int = 0
-    tested: int = 0
+    id: int  # of the request
+    number: int  # of the engine's step; steps of one number shared the forward
+    rows: int  # sequences that shared it
+    tokens: tuple[int, ...] = ()  # committed, cut at the end of the sequence
+    origins: tuple[str, ...] = ()  # of each token: draft, lookup, ..., correction or bonus
+    rejected: tuple[int, ...] = ()  # drafted tokens that were not accepted
+    drafted: int = 0  # tokens proposed
+    tested: int = 0  # tokens that the target looked at: the accepted ones and the first rejected one
     accepted: int = 0
     draft_forwards: int = 0
-    draft_seconds: float = 0.0
-    policy_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    draft_seconds: float = 0.0  # drafting without its length policy
+    policy_seconds: float = 0.0  # the length policy
+    verify_seconds: float = 0.0  # the target's forward with its verdict
+    # Of all these, inside forwards of the two models; on a GPU, the time to start them. The rest is overhead.
     forward_seconds: float = 0.0
     seconds: float = 0.0
-    logprobs: tuple[Logprob, ...] = ()
-    prompt_logprobs: tuple[Logprob, ...] | None = None
-    waited: float = 0.0
-    finish_reason: str | None = None
-    error: BaseException | None = None
+    logprobs: tuple[Logprob, ...] = ()  # of the tokens, if the request asks for them
+    prompt_logprobs: tuple[Logprob, ...] | None = None  # of the prompt, likewise, in its first step
+    waited: float = 0.0  # seconds that the sequence stood in the queue
+    finish_reason: str | None = None  # of the sequence, in its last step
+    error: BaseException | None = None  # what ended it: its processor or criterion raised that, or its step alone

@@ -14,22 +14,15 @@ from forerun.model.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class Inputs:
-    """n new entries of some rows of a cache, row after row. What a forward returns is [n, ..], in the same order.
+    """n new entries of some rows of a cache, row after row. What a forward returns is [n, ..], in the same order."""
 
-    Attributes:
-        rows: of the cache, in any order.
-        depths: positions of each row's new nodes, counted from its first uncommitted one.
-        masks: [N_r, P + N_r] bool of each row: which of the P positions that were committed last, and of the new
-            nodes, each node sees. P is the same in all rows. None: rows are chains.
-        tokens: of each row's nodes.
-        given: instead of `tokens`, ids [n] or states [n, d] on the device.
-    """
-
-    rows: Sequence[int]
-    depths: Sequence[Sequence[int]]
+    rows: Sequence[int]  # of the cache, in any order
+    depths: Sequence[Sequence[int]]  # positions of each row's new nodes, counted from its first uncommitted one
+    # [N_r, P + N_r] bool of each row: which of the P positions committed last, and of the new nodes, each node sees. P
+    # is the same in all rows. None: rows are chains.
     masks: Sequence[Tensor] | None = None
-    tokens: Sequence[Sequence[int]] | None = None
-    given: Tensor | None = None
+    tokens: Sequence[Sequence[int]] | None = None  # of each row's nodes
+    given: Tensor | None = None  # instead of `tokens`, ids [n] or states [n, d] on the device
 
     @property
     def size(self) -> int:
@@ -47,18 +40,18 @@ class Inputs:
         return max(self.counts)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Each row's own [N_r, ..] of [n, ..]."""
+        """Return each row's own [N_r, ..] of [n, ..]."""
         return list(flat.split(self.counts))
 
     def last(self, flat: Tensor) -> Tensor:
-        """The last of each row [R, ..] of [n, ..]."""
+        """Return the last of each row [R, ..] of [n, ..]."""
         counts = self.counts
         if min(counts) == max(counts):  # a GPU waits for numbers of rows to come from the host, but not for a slice
             return flat.unflatten(0, (len(counts), counts[0]))[:, -1]
         return flat[[end - 1 for end in accumulate(counts)]]
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[n, ..] of [B, N, ..] by the rows of the cache."""
+        """Return [n, ..] of [B, N, ..] by the rows of the cache."""
         rows, counts = self.rows, self.counts
         if min(counts) == padded.shape[1] and list(rows) == list(range(len(padded))):
             return padded.flatten(0, 1)
@@ -66,7 +59,7 @@ class Inputs:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pad(self, flat: Tensor) -> Tensor:
-        """[B, N, ..] by the rows of the cache, of [n, ..]; zeros elsewhere."""
+        """Return [B, N, ..] by the rows of the cache, of [n, ..]; zeros elsewhere."""
         size, new, counts = self.size, self.new, self.counts
         if min(counts) == new and list(self.rows) == list(range(size)):
             return flat.unflatten(0, (size, new))
@@ -78,21 +71,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """The first B rows of a cache with N new entries each, padding among them. Rows below the highest that are not
-    named are padding: what is committed there stays as it is.
+    """The first B rows of a cache with N new entries each, padding among them. What is committed in rows that are not
+    named stays as it is."""
 
-    Attributes:
-        ids: [B, N] tokens, or
-        states: [B, N, d] hidden states.
-        positions: [B, N].
-        end: how many slots of the cache attention is given.
-        mask: additive [B, 1, N, end], one a layer type if they differ. None: `causal` of (N, end).
-    """
-
-    ids: Tensor | None
-    states: Tensor | None
-    positions: Tensor
-    end: int
+    ids: Tensor | None  # [B, N] tokens, or
+    states: Tensor | None  # [B, N, d] hidden states
+    positions: Tensor  # [B, N]
+    end: int  # slots of the cache that attention gets
+    # Additive [B, 1, N, end], one a layer type if they differ. None: `causal` of (N, end).
     mask: Tensor | dict[str, Tensor] | None = None
 
 
@@ -104,7 +90,7 @@ def pad(
     window: int | None = None,
     kinds: Sequence[str] | None = None,
 ) -> PaddedBatch:
-    """Lays out entries with padding, for a model of this device and dtype. Notes in the cache where they will go.
+    """Lay out entries with padding, for a model of this device and dtype, and prepare the cache for them.
 
     `window`: how far attention sees back, None for everything; with `kinds`, layer types, only in sliding ones, and the
     mask is a dictionary by type.
@@ -113,7 +99,7 @@ def pad(
     size, new, lengths = inputs.size, inputs.new, cache.lengths[: inputs.size]
     start = max(lengths)
     end = start + new
-    # Rows of one length need no slots. Shorter ones that are mere padding may be written to there as well.
+    # Rows of one length need no slots. Shorter ones that are padding alone may be written to there as well.
     even = all(lengths[row] == start for row in rows)
     given = inputs.pad(inputs.given) if inputs.given is not None else None
     slots: Tensor | None = None
@@ -135,14 +121,15 @@ def pad(
             inner = None if masks is None else new_token_mask(inputs).to(device)
             slots, mask = _slots_and_mask(ends, positions, inner, end, dtype, window, kinds)
             slots = None if even else slots
-        # Rows of one length with chains have the model's own causal mask: padding stands after everything that is read.
+        # Rows of one length with chains use the model's own causal mask: padding stands after all that is read.
     cache.begin(size, start, end, slots)
     ids_, states = (None, given) if given.is_floating_point() else (given, None)
     return PaddedBatch(ids_, states, positions, end, mask)
 
 
 def pack_rows(inputs: Inputs, lengths: Sequence[int]) -> list[list[int]]:
-    """Of each of the first `len(lengths)` rows its length, its tokens, padded to N, and their positions [1 + 2 N]."""
+    """Return of each of the first `len(lengths)` rows [1 + 2 N]: its length, its tokens padded to N, their
+    positions."""
     new = inputs.new
     # Padding takes a position that has been there: the next one may lie beyond the model's last.
     packed = [[length, *[0] * new, *[max(length - 1, 0)] * new] for length in lengths]
@@ -157,8 +144,8 @@ def pack_rows(inputs: Inputs, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def new_token_mask(inputs: Inputs) -> Tensor:
-    """[B, N, P + N] bool: which of the P positions committed last, and of the new entries, each new entry sees. Padding
-    sees itself alone."""
+    """Return [B, N, P + N] bool: which of the P positions committed last, and of the new entries, each new entry sees.
+    Padding sees itself alone."""
     masks, new = inputs.masks, inputs.new
     assert masks is not None
     back = masks[0].shape[1] - masks[0].shape[0]
@@ -178,8 +165,8 @@ def _slots_and_mask(
     window: int | None,
     kinds: Sequence[str] | None,
 ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Slots [B, N] of new entries, and their additive mask over `end` slots, of rows of `lengths` [B, 1] with new
-    entries at `positions` [B, N]. `inner` [B, N, P + N] as `new_token_mask` has it; None for chains."""
+    """Return slots [B, N] of new entries at `positions` [B, N] of rows of `lengths` [B, 1], and their additive mask
+    over `end` slots. `inner` [B, N, P + N] is of `new_token_mask`; None for chains."""
     rows, new = positions.shape
     every = torch.arange(end, device=positions.device)
     slots = lengths + every[:new]
@@ -195,31 +182,31 @@ def _slots_and_mask(
 
 
 def _visible(lengths: Tensor, slots: Tensor, inner: Tensor | None, every: Tensor) -> Tensor:
-    """[B, N, slots] bool: which slots new entries see."""
+    """Return [B, N, slots] bool: which slots new entries see."""
     if inner is None:
         return every <= slots[:, :, None]
     rows, new = slots.shape
     back = inner.shape[-1] - new
     seen = (every < lengths - back)[:, None].repeat(1, new, 1)
-    # Rows that are padding may be shorter than what others look back at.
+    # Rows that are padding may be shorter than what other rows look back at.
     near = slots if not back else (lengths + torch.arange(-back, new, device=slots.device)).clamp(min=0)
     return seen.scatter(2, near[:, None].expand(rows, new, -1), inner)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask [B, 1, N, keys] from what is seen [B, N, keys]: 0, and the lowest number elsewhere. Boolean masks are
-    silently wrong under eager attention."""
+    """Return the mask [B, 1, N, keys] of what is seen [B, N, keys]: 0, and the lowest number elsewhere. Boolean masks
+    are silently wrong under eager attention."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def causal(new: int, end: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask [N, end] of chains after `end - N` positions."""
+    """Return the additive mask [N, end] of chains after `end - N` positions."""
     return torch.full((new, end), torch.finfo(dtype).min, dtype=dtype, device=device).triu_(end - new + 1)
 
 
 def _one_tree(inner: Tensor, end: int, dtype: torch.dtype) -> Tensor:
-    """The mask of `_slots_and_mask` for a single row without a window: everything before `inner` is seen."""
+    """Return the mask of `_slots_and_mask` for a single row without a window: all before `inner` is seen."""
     mask = torch.zeros(len(inner), end, dtype=dtype, device=inner.device)
     mask[:, end - inner.shape[1] :].masked_fill_(~inner, torch.finfo(dtype).min)
     return mask[None, None]

@@ -28,10 +28,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def stored_shapes(folder: Path) -> Shapes | None:
-    """The shape of every tensor in a folder's safetensors files, of quantised ones as they are when they are restored.
+    """Return the shape of every tensor in a folder's safetensors files, by their headers; restored, if quantised.
 
-    Only headers are read. None if there are no such files or they are broken: loading them says what is wrong.
-    Loading quantised ones begins with the model: raises ValueError if those are broken.
+    None if there are no such files or they are broken: loading them reports that. Quantised ones are loaded after the
+    model is built, so broken ones raise ValueError here.
     """
     if (folder / QUANTISED).is_file():
         try:
@@ -48,10 +48,8 @@ def stored_shapes(folder: Path) -> Shapes | None:
 
 
 def check_config(folder: Path) -> None:
-    """Raises ValueError where a model's config.json claims more than LAYERS layers.
-
-    Some of transformers' configurations make a list with an entry a layer, so this comes before they are made.
-    """
+    """Raise ValueError if a model's config.json claims more than LAYERS layers. Call it before the configuration is
+    made: some of transformers' make a list with an entry a layer."""
     try:
         settings = json.loads((folder / "config.json").read_text())
         claimed = next((value for value in _claimed_layers(settings) if not value <= LAYERS), 0)
@@ -65,7 +63,7 @@ def check_config(folder: Path) -> None:
 
 
 def _claimed_layers(settings: Any) -> Iterator[int | float]:
-    """Also of the parts that models of several kinds of data have."""
+    """Yield the numbers of layers in settings, also of the parts of models for several kinds of data."""
     if isinstance(settings, list):
         settings = dict(enumerate(settings))
     for name, value in settings.items():
@@ -76,12 +74,8 @@ def _claimed_layers(settings: Any) -> Iterator[int | float]:
 
 
 def check_layer(folder: Path, claimed: int, make: Callable[[], nn.Module]) -> None:
-    """Raises ValueError where a folder does not hold the very tensors of a trained layer of ours.
-
-    Args:
-        claimed: how many blocks its configuration has. Building very many takes memory even without weights.
-        make: builds it.
-    """
+    """Raise ValueError unless a folder holds exactly the tensors of the trained layer that `make` builds. `claimed`:
+    the blocks of its configuration, as building very many takes memory even without weights."""
     stored = stored_shapes(folder)
     if stored is None:
         return
@@ -96,11 +90,10 @@ def check_layer(folder: Path, claimed: int, make: Callable[[], nn.Module]) -> No
 
 
 def check_model(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raises ValueError where a model's configuration claims more than the folder's files have.
+    """Raise ValueError if a model's configuration claims more than the folder's files have.
 
-    Checkpoints may name their weights otherwise than the model does; transformers knows how. Then only their number
-    is compared. Models that are stored quantised, by other programs than this, are taken at their word, and so are
-    those that cannot be built without weights.
+    Checkpoints may use other names for their weights than the model; then only their number is compared. Models that
+    other programs have quantised are not checked, nor are those that cannot be built without weights.
     """
     check_config(folder)
     stored = stored_shapes(folder)
@@ -137,7 +130,7 @@ def check_model(folder: Path, trust_remote_code: bool = False) -> None:
 
 
 def lacking(names: list[str]) -> str:
-    """What is said of weights that are not there."""
+    """Return the message about weights that are missing."""
     first, *rest = sorted(names)
     return f"no weights for {first}" + f" and {len(rest)} more" * bool(rest)
 

@@ -53,7 +53,7 @@ class EagerForward:
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
-    """The LM head; raises ValueError for a model that names none."""
+    """Return the LM head; raises ValueError for a model that names none."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no readable features: it names no LM head")
@@ -61,7 +61,7 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 
 
 def last_layer(model: PreTrainedModel) -> nn.Module:
-    """The last decoder layer; raises ValueError for a model whose layers are not found."""
+    """Return the last decoder layer; raises ValueError for a model whose layers are not found."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -73,8 +73,8 @@ def last_layer(model: PreTrainedModel) -> nn.Module:
 def capture_hidden_states(
     model: PreTrainedModel, capture: Capture = "head", last_only: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Within it, forwards of the model by this thread append the hidden states [B, N, d] to the list. With `last_only`
-    the LM head is run at the last position only, so that logits of the others are never made."""
+    """Have forwards of the model by this thread append the hidden states [B, N, d] to the list. With `last_only` the LM
+    head runs at the last position alone."""
     captured: list[Tensor] = []
     if not capture:
         yield captured

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """A model's shape and a few of its weights. A weight that is quantised, or cannot be read, is None."""
+    """Return a model's shape and a few of its weights. A weight that is quantised, or cannot be read, is None."""
     config = model.config.get_text_config(decoder=True)
     shape = {
         name: getattr(config, name, None) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
@@ -20,8 +20,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor | None]:
-    """By name. Linear layers and embeddings that keep their weights in a form of their own have None in their
-    place."""
+    """Return weights by name. Linear layers and embeddings that keep theirs in another form have None."""
     found: dict[str, Tensor | None] = {
         name: weight for name, weight in model.named_parameters() if weight.numel() and not weight.is_meta
     }
@@ -47,8 +46,7 @@ def _number(weight: Tensor | None) -> float | None:
 
 
 def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two fingerprints are of one model, perhaps in two dtypes. Weights that one of them has not got are left
-    out."""
+    """Return whether two fingerprints are of one model, perhaps in two dtypes. Weights that one lacks do not count."""
     if {**one, "weights": None} != {**other, "weights": None} or len(one["weights"]) != len(other["weights"]):
         return False
     pairs = zip(one["weights"], other["weights"], strict=True)

@@ -44,8 +44,8 @@ class PrefixStore:
     def find(
         self, tokens: Sequence[int], held: int = 0, capture: Capture = "", salt: str = ""
     ) -> tuple[Prefix, int] | None:
-        """The text that begins with most of these tokens, and with how many; None if these are no more than `held`.
-        With `capture` only texts with these hidden states count."""
+        """Return the text that shares the longest beginning with these tokens, and its length; None if that is at most
+        `held`. With `capture` only texts with these hidden states count."""
         wanted, best, most = np.asarray(tokens, dtype=np.int64), None, held
         for entry in self._entries:
             if entry.salt != salt or capture not in ("", entry.capture):
@@ -68,7 +68,7 @@ class PrefixStore:
         salt: str = "",
         capture: Capture = "head",
     ) -> None:
-        """Remembers a text: copies of its KV [G, n, D] by layer, and of its hidden states."""
+        """Store a text: copies of its KV [G, n, D] by layer, and of its hidden states."""
         capture = capture if hidden is not None else ""
         whole = np.asarray(tokens, dtype=np.int64)
         parts = [each for pair in stored if pair is not None for each in pair]
@@ -89,7 +89,7 @@ class PrefixStore:
         self.bytes += size
 
     def clear(self) -> None:
-        """Forgets all texts."""
+        """Forget all texts."""
         self._entries.clear()
         self.bytes = 0
 
@@ -104,7 +104,7 @@ class PrefixStore:
 
 
 def common(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
-    """How many first tokens two texts share."""
+    """Return how many first tokens two texts share."""
     size = min(len(one), len(other))
     if not size or one[0] != other[0]:
         return 0

@@ -31,17 +31,17 @@ class PromptCache:
     _hidden: list[Tensor]  # [n, d] in parts
 
     def __init__(self, cache: KVCache, prefix_bytes: int, unanimous: Callable[[bool], bool]) -> None:
-        """`unanimous`: whether all processes that share a model say so."""
+        """`unanimous`: whether a flag is true in all processes that share a model."""
         self.cache, self.store, self._unanimous = cache, PrefixStore(prefix_bytes) if prefix_bytes else None, unanimous
         self.forget()
 
     def forget(self) -> None:
-        """Empties the cache. Its buffers and the store stay."""
+        """Empty the cache. Its buffers and the store stay."""
         self.cache.reset()
         self.tokens, self.capture, self._salt, self._hidden = [], "", "", []
 
     def begin(self, tokens: list[int], salt: str, capture: Capture, reuse: bool) -> int:
-        """Makes the cache ready for a prompt; returns how many of its tokens need not be run, 0 without `reuse`."""
+        """Prepare the cache for a prompt; return how many of its tokens need not be run, 0 without `reuse`."""
         cache = self.cache
         if ROW not in cache:
             cache.add(ROW, len(tokens))
@@ -61,7 +61,7 @@ class PromptCache:
         return held
 
     def append(self, tokens: list[int], hidden: Tensor | None) -> None:
-        """Commits tokens that were run."""
+        """Commit tokens that were run."""
         self.cache.commit([ROW], [range(len(tokens))])
         self.tokens += tokens
         if hidden is not None:
@@ -75,13 +75,13 @@ class PromptCache:
         return self._hidden[0] if self._hidden else None
 
     def end(self) -> None:
-        """Remembers the prompt, all of which was run."""
+        """Put the prompt, all of which was run, into the store."""
         if self.tokens:
             stored = self.cache.view(ROW, len(self.tokens))
             self.remember(self.tokens, stored, self.hidden, self._salt, self.capture)
 
     def copy_to(self, cache: KVCache, id: int, reserve: int) -> None:
-        """Adds a row for a sequence, with a copy of the prompt."""
+        """Add a row for a sequence, with a copy of the prompt."""
         length = self.cache.length(ROW)
         cache.add(id, max(reserve, length))
         if length:
@@ -90,7 +90,7 @@ class PromptCache:
     def remember(
         self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None, salt: str, capture: Capture
     ) -> None:
-        """Puts a text into the store, if there is one and all of it are numbers."""
+        """Put a text into the store, if there is one and all keys, values and states are numbers."""
         if self.store is None:
             return
         parts = [part for pair in stored if pair is not None for part in pair]

@@ -12,46 +12,41 @@ from forerun.model.kv_cache import KVCache
 
 
 class Rows:
-    """Sequences in a cache, one a row, each known by its id.
+    """Sequences in a cache, one a row, each known by its id."""
 
-    Attributes:
-        device, dtype: of the model.
-        cache: keys and values.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
+    device: torch.device  # of the model
+    dtype: torch.dtype  # likewise
     cache: KVCache
 
     def __contains__(self, id: object) -> bool:
         return id in self.cache
 
     def length(self, id: int) -> int:
-        """Committed positions of a sequence; 0 if it has no row."""
+        """Return the committed positions of a sequence; 0 if it has no row."""
         return self.cache.length(id)
 
     @torch.inference_mode()
     def add(self, id: int, reserve: int = 0) -> None:
-        """Adds an empty row for a sequence, which will need at most `reserve` positions."""
+        """Add an empty row for a sequence, which will need at most `reserve` positions."""
         self.cache.add(id, reserve)
 
     @torch.inference_mode()
     def drop(self, id: int) -> None:
-        """Forgets a sequence; nothing happens if it has no row."""
+        """Forget a sequence, if it has a row."""
         self.cache.drop(id)
 
     @torch.inference_mode()
     def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keeps a path of nodes of each sequence's last draft."""
+        """Keep a path of nodes of each sequence's last draft."""
         self.cache.commit(ids, paths)
 
     def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
-        """Shortens each sequence to its first `lengths[r]` positions."""
+        """Shorten each sequence to its first `lengths[r]` positions."""
         self.cache.crop_to(ids, lengths)
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Forgets all sequences. Buffers stay."""
+        """Forget all sequences. Buffers stay."""
         self.cache.reset()
 
     def _inputs(

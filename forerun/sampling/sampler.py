@@ -26,9 +26,9 @@ _BLOCK = 256  # tokens whose probabilities are summed together
 
 
 class QuickTopP(logits_process.TopPLogitsWarper):
-    """Transformers' top-p without its sort of all tokens by their scores, which on a CPU takes longer than a small
-    target's layers. Only tokens above a floor are sorted, and by their probabilities: those below it are left out
-    where they are not too many together. Of V tokens those below (1 - p) / V never are."""
+    """Transformers' top-p without its sort of all scores, which on a CPU takes longer than a small target's layers.
+    Only tokens above a floor are sorted. Those below it are left out if together they have no more than 1 - p, as those
+    below (1 - p) / V always have."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         if scores.device.type != "cpu":
@@ -44,7 +44,7 @@ class QuickTopP(logits_process.TopPLogitsWarper):
         return torch.from_numpy(left)
 
     def _least(self, probabilities: np.ndarray) -> np.float32 | None:
-        """The smallest probability that stays; None where the sort has to say which of equal ones do."""
+        """Return the smallest probability that stays, or None if only the sort can tell which of equal ones do."""
         left_out, whole = 1 - self.top_p, probabilities.sum(dtype=np.float64)
         for times in (64, 8, 1):  # most distributions have few tokens above the first floor
             above = probabilities[probabilities >= times * left_out / len(probabilities)]
@@ -75,10 +75,10 @@ _PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, Logi
 
 
 class Constraint(LogitsProcessor):
-    """A processor that forbids tokens after some texts, and can say so beforehand (`forerun.sampling.grammar`)."""
+    """A processor that forbids tokens after some texts, and knows so before a forward (`forerun.sampling.grammar`)."""
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """How many tokens of a chain after the tokens are allowed."""
+        """Return how many tokens of a chain after the tokens are allowed."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """What tokens are sampled from: of logits at a temperature the most probable tokens that have `top_p` of all."""
+    """What tokens are sampled from: logits at a temperature, of the most probable tokens that have `top_p` together."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -98,9 +98,8 @@ class SamplingDistribution:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How a chain is sampled: each token from `distribution`, by its own of the `numbers` [n] (float64, in [0, 1)), or
-    without them by the seeded sampler of its position, of which `keys` has the key, among the target's `size` tokens.
-    """
+    """How a chain is sampled from `distribution`: by `numbers` [n], float64 in [0, 1), one for each token. Without them
+    by seeded samplers of these `keys`, one for each position, among the target's `size` tokens."""
 
     distribution: SamplingDistribution
     numbers: Tensor | None
@@ -109,16 +108,11 @@ class Drawing:
 
 
 class Drafted(NamedTuple):
-    """A chain that was drafted in one call (`forerun.model.causal_lm.CausalLM.chain`).
-
-    Attributes:
-        probs: [n, V] that the tokens were sampled from, if that was by numbers.
-        probabilities: of each token.
-    """
+    """A chain that was drafted in one call (`forerun.model.causal_lm.CausalLM.chain`)."""
 
     tokens: list[int]
-    probs: Tensor | None
-    probabilities: list[float]
+    probs: Tensor | None  # [n, V] that the tokens were sampled from, if that was by numbers
+    probabilities: list[float]  # of each token
 
 
 @dataclass(frozen=True)
@@ -136,8 +130,8 @@ class Sampler:
     def of(
         cls, params: SamplingParams, prompt_length: int, vocab_size: int, extra: Iterable[LogitsProcessor] = ()
     ) -> Sampler:
-        """Return the sampler of parameters. It does what transformers' `generate` does: `extra` processors come after
-        penalties and biases and before temperature, and one of a penalty's own class replaces it.
+        """Return the sampler of parameters, as transformers' `generate` has it: `extra` processors come after penalties
+        and biases and before temperature, and one of a penalty's own class replaces it.
 
         Raises ValueError for a bias on a token that is not in the vocabulary.
         """
@@ -167,10 +161,8 @@ class Sampler:
         return cls(not params.temperature, LogitsProcessorList(found))
 
     def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
-        """Processed float32 scores [N, V] of logits [N, V]; `prefix(i)` gives the tokens before the i-th choice.
-
-        Processors that read the prefix see rows of one length only, never padding.
-        """
+        """Return processed float32 scores [N, V] of logits [N, V]; `prefix(i)` returns the tokens before the i-th
+        choice. Processors that read the prefix see rows of one length only, never padding."""
         scores = logits.float()
         if not self.processors:
             return scores
@@ -190,12 +182,11 @@ class Sampler:
         return scores
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
-        """The beginning of a chain of point masses after the tokens that no grammar forbids.
+        """Return the beginning of a chain of point masses after the tokens that no grammar forbids.
 
-        To leave out the rest is exact: the target gives a forbidden token no probability, so it is never accepted and
-        takes nothing from the residual. For a token sampled from `q` this would not do, as the residual lacks `q`; but
-        such tokens come from distributions that went through the same grammar.
-        """
+        This is exact: the target gives a forbidden token no probability, so it is never accepted and takes nothing from
+        the residual. It would not be for a token sampled from `q`, as the residual lacks `q`; such tokens are sampled
+        under the same grammar."""
         for processor in self.processors or ():
             if isinstance(processor, Constraint):
                 chain = chain[: processor.fitting(tokens, chain)]
@@ -208,7 +199,7 @@ class Sampler:
 
     @cached_property
     def distribution(self) -> SamplingDistribution | None:
-        """What its tokens are sampled from; None if processors do more than temperature and top-p, in this order."""
+        """What tokens are sampled from; None if processors do more than temperature and top-p, in this order."""
         found, last = SamplingDistribution(), ""
         for each in self.processors or ():
             if type(each) is logits_process.TemperatureLogitsWarper and not last:
@@ -226,8 +217,7 @@ class Sampler:
 
     @property
     def index_free(self) -> bool:
-        """Whether they look at the scores alone and not at which tokens these belong to, so that they can be given the
-        scores of a part of the vocabulary."""
+        """Whether they also ignore which tokens scores belong to, so that a part of the vocabulary will do."""
         return all(type(processor) in _INDEX_FREE for processor in self.processors or ())
 
 
@@ -245,18 +235,11 @@ def next_tokens(
     prefix: Callable[[int], list[int]],
     sources: Sequence[Source],
 ) -> tuple[list[int], Tensor, Tensor | None]:
-    """The next token of each row.
+    """Return the next token of each row, the processed scores [R, V], and the distributions [R, V] that tokens were
+    sampled from, None if all rows are greedy.
 
-    Args:
-        logits: [R, V].
-        prefix: gives the tokens before row r's token.
-        sources: what each row's token is sampled by.
-    Returns:
-        The tokens [R], the processed scores [R, V], and the distributions [R, V] that tokens were sampled from, None
-        where all rows are greedy.
-    Raises:
-        RowError: a row's processor raised, or left no token to sample.
-    """
+    `prefix(r)` returns the tokens before row r's token, and `sources` are what each is sampled by. Raises RowError if a
+    row's processor raised, or left no token to sample."""
     first = samplers[0]
     if all(sampler is first for sampler in samplers) and first.prefix_free:
         scores = first.scores(logits, prefix)
@@ -285,10 +268,10 @@ def next_tokens(
 
 
 def sample(probabilities: Tensor, source: Source) -> int:
-    """One token from a distribution [V]. It need not be normalised where it is sampled by a generator's numbers.
+    """Return a token sampled from a distribution [V], which a seeded sampler needs normalised.
 
-    That is by the inverse of the distribution function: torch.multinomial needs a random number for every entry, which
-    took ten times as long. Raises ValueError for a distribution of NaN or of nothing.
+    A generator's number goes through the inverse of the distribution function, in a tenth of the time of
+    torch.multinomial, which needs a number for every entry. Raises ValueError for a distribution of NaN or of nothing.
     """
     if isinstance(source, SeededSampler):
         return source.sample(probabilities)
@@ -303,8 +286,8 @@ def sample(probabilities: Tensor, source: Source) -> int:
 
 
 def _at(number: float, p: np.ndarray) -> int:
-    """The token of p [V] at a number in [0, 1) of the distribution function. Whole blocks are summed first, which takes
-    a sixth of the time of a sum up to every token."""
+    """Return the token of p [V] at a number in [0, 1) of the distribution function. Blocks are summed first, which
+    takes a sixth of the time of a sum up to every token."""
     below = np.add.reduceat(p, np.arange(0, len(p), _BLOCK), dtype=np.float64).cumsum()
     at = number * below[-1]
     block = int(below.searchsorted(at, "right"))
@@ -318,7 +301,7 @@ def _at(number: float, p: np.ndarray) -> int:
 
 
 def _last(p: np.ndarray) -> int:
-    """The last token that has a probability, where rounding led to the very end."""
+    """Return the last token that has a probability, for a number that rounding led to the very end."""
     if not p.sum() > 0:
         raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
     return int(np.flatnonzero(p)[-1])

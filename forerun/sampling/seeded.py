@@ -1,9 +1,9 @@
-"""Sampling that depends on a seed, a place and a distribution, and on nothing else.
+"""Sampling that depends on a seed, a position and a distribution, and on nothing else.
 
-Each token runs a race: it needs the time e / p, where e is exponential and p its probability, and the fastest one wins.
-So every token wins with its probability. The numbers e follow from the seed, the sequence's position and the token.
-Draft and target hold the same races: where their distributions are alike, the same token wins, and is accepted if so.
-What is sampled is then the target's choice alone, whatever was drafted, in whatever steps and beside whatever others
+Each token gets the time e / p, where e is exponential and p its probability, and the token with the least time is
+sampled. So each is sampled with its probability. The numbers e follow from the seed, the sequence's position and the
+token, the same for draft and target: if their distributions are alike, both sample the same token, and it is accepted.
+What is sampled is then the target's choice alone, whatever was drafted, in whatever steps and beside whatever rows
 (Daliri et al., arXiv 2408.07978). The price is that sampled drafts are accepted less often than by the rule of
 `forerun.engine.acceptance.accept`; for point masses there is no difference.
 """
@@ -18,28 +18,22 @@ from torch import Tensor
 
 from forerun.failures import NotNumbersError
 
-# What a token has beyond this runs alone. What all have up to it runs as one, which chooses among them if it wins: so
-# the many tokens that are hardly probable take no time of their own.
+# Probability beyond this gets a time of its own. What all tokens have up to it gets one time together, and chooses
+# among them if that is the least: so the many improbable tokens cost little.
 FLOOR = 2.0**-12
 _REST = 2**32  # the first number of no token
 
 
 @dataclass(frozen=True)
 class SeededSampler:
-    """Seeded sampling of the token at one position.
+    """Seeded sampling of the token at one position."""
 
-    Attributes:
-        key: 64 bits that belong to it alone.
-        names: [n] the tokens that probabilities are of, where these are those of a part of
-        size: tokens of the whole vocabulary.
-    """
-
-    key: int
-    names: np.ndarray | None = field(default=None, compare=False)
-    size: int = 0
+    key: int  # 64 bits of this position alone
+    names: np.ndarray | None = field(default=None, compare=False)  # [n] tokens, if probabilities are of these alone
+    size: int = 0  # of the whole vocabulary, if there are names
 
     def uniforms(self, tokens: np.ndarray) -> np.ndarray:
-        """A number in (0, 1) for each token."""
+        """Return a number in (0, 1) for each token."""
         # SplitMix64: its steps are those of the token's number.
         bits = np.uint64(self.key) + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -48,7 +42,7 @@ class SeededSampler:
         return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
     def sample(self, probabilities: Tensor) -> int:
-        """The winner's place among probabilities [V]. Raises ValueError for a distribution of NaN or of nothing."""
+        """Return the index of the sampled one of probabilities [V]. Raises ValueError if they are NaN or all 0."""
         p = probabilities.float().cpu().numpy()
         if not p.sum() > 0.0:
             raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
@@ -60,8 +54,8 @@ class SeededSampler:
         return int(ahead[winner]) if winner < len(ahead) else self._among(low)
 
     def _among(self, low: np.ndarray) -> int:
-        """The place of a token, as probable as `low` says: the first one accepted of tokens in a random order, which is
-        the same for draft and target."""
+        """Return an index with the probabilities of `low`, not normalised: that of the first token accepted in a random
+        order, which is the same for draft and target."""
         size, places = len(low), np.arange(len(low))
         if self.names is not None:
             size, places = self.size, np.full(self.size, -1)
@@ -78,12 +72,12 @@ class SeededSampler:
 
 @dataclass(frozen=True)
 class SeededStream:
-    """Seeded sampling of a sequence, by one stream of a seed. Streams of neighbouring seeds have nothing in common."""
+    """Seeded sampling of a sequence, by one stream of a seed. Streams of neighbouring seeds do not overlap."""
 
     seed: int
     stream: int = 0
 
     def at(self, position: int) -> SeededSampler:
-        """Those of the token at a position, the prompt's tokens counted."""
+        """Return the sampler of the token at a position, the prompt's tokens counted."""
         words = b"".join(number.to_bytes(16, "little", signed=True) for number in (self.seed, self.stream, position))
         return SeededSampler(int.from_bytes(blake2b(words, digest_size=8).digest(), "little"))
