@@ -11,8 +11,8 @@ from forerun.engine.draft import Draft
 
 
 @st.composite
-def trees(draw: st.DrawFn, laws: bool = False) -> Draft:
-    """Random trees under root 7 without equal siblings; with `laws`, the first few nodes have one."""
+def trees(draw: st.DrawFn, sampled: bool = False) -> Draft:
+    """Random trees under root 7 without equal siblings; with `sampled`, the first few nodes are."""
     tokens, parents = [7], [-1]
     for _ in range(draw(st.integers(0, 12))):
         # Few tokens, so that two trees share paths.
@@ -20,8 +20,8 @@ def trees(draw: st.DrawFn, laws: bool = False) -> Draft:
         if (parent, token) not in zip(parents, tokens, strict=True):
             tokens.append(token)
             parents.append(parent)
-    sampled = draw(st.integers(0, len(tokens) - 1)) if laws else 0
-    return Draft(tokens, parents, torch.rand(sampled, 8) if sampled else None, [f"o{i}" for i in range(len(tokens))])
+    count = draw(st.integers(0, len(tokens) - 1)) if sampled else 0
+    return Draft(tokens, parents, torch.rand(count, 8) if count else None, [f"o{i}" for i in range(len(tokens))])
 
 
 def texts(draft: Draft) -> list[tuple[int, ...]]:
@@ -48,21 +48,16 @@ def test_a_node_sees_its_path_and_nothing_else(draft: Draft) -> None:
         assert mask[node].nonzero().flatten().tolist() == draft.path(node)
 
 
-@given(trees(laws=True), trees())
+@given(trees(sampled=True), trees())
 def test_merge_is_the_union_of_paths(left: Draft, right: Draft) -> None:
     merged = left.merge(right)
     assert sorted(texts(merged)) == sorted(set(texts(left)) | set(texts(right)))  # a list: nothing is there twice
-    # Laws belong to nodes by number, so this tree's nodes must stay where they are, in front.
+    # Distributions belong to nodes by number, so this tree's nodes must stay where they are, in front.
     assert merged.tokens[: len(left)] == left.tokens and merged.parents[: len(left)] == left.parents
     assert merged.q is left.q and merged.sampled == left.sampled
     origin = dict(zip(texts(right), right.origins, strict=True)) | dict(zip(texts(left), left.origins, strict=True))
     assert merged.origins == [origin[text] for text in texts(merged)]
-
-
-@given(trees(laws=True), trees())
-def test_merge_tests_own_children_first(left: Draft, right: Draft) -> None:
-    merged = left.merge(right)
-    for node in range(len(left)):
+    for node in range(len(left)):  # own children are tested first
         assert merged.children[node][: len(left.children[node])] == left.children[node]
 
 
@@ -83,12 +78,12 @@ def test_a_root_is_an_empty_draft() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents", "laws"),
+    ("tokens", "parents", "sampled"),
     [([1, 2], [-1, 1], 0), ([1, 2], [-1, -1], 0), ([1], [0], 0), ([1, 2], [-1], 0), ([], [], 0), ([1, 2], [-1, 0], 2)],
 )
-def test_what_is_no_tree_is_refused(tokens: list[int], parents: list[int], laws: int) -> None:
+def test_what_is_no_tree_is_refused(tokens: list[int], parents: list[int], sampled: int) -> None:
     with pytest.raises(AssertionError):
-        Draft(tokens, parents, torch.rand(laws, 4) if laws else None)
+        Draft(tokens, parents, torch.rand(sampled, 4) if sampled else None)
 
 
 def test_only_point_masses_under_the_same_root_can_be_merged_in() -> None:

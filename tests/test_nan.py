@@ -58,12 +58,9 @@ FORMS: dict[str, Callable[[], CausalLM]] = {
 }
 
 
-@cache
-def form(name: str) -> CausalLM:
-    return FORMS[name]()
-
-
-forms = pytest.mark.parametrize("name", FORMS)
+@pytest.fixture(scope="module", params=FORMS)
+def target(request: pytest.FixtureRequest) -> CausalLM:
+    return FORMS[request.param]()
 
 
 def engine_of(target: CausalLM, prefix_bytes: int = 0, **options: Any) -> Engine:
@@ -118,9 +115,8 @@ class Fixed(PlainDrafter):
 # Requests.
 
 
-@forms
-def test_a_drafted_token_that_is_rejected_spoils_nothing(name: str) -> None:
-    target, prompts = form(name), GOOD[:2]
+def test_a_drafted_token_that_is_rejected_spoils_nothing(target: CausalLM) -> None:
+    prompts = GOOD[:2]
     engine = Engine(target.fresh(), Fixed(GOOD[0][0], [3, POISON, 4]))
     assert outputs(engine, prompts) == solo(target, prompts)
 
@@ -135,9 +131,7 @@ def test_padding_spoils_no_neighbour(lean: bool) -> None:
     assert outputs(Engine(target.fresh(), Fixed(GOOD[0][0], [3, 4, 5])), prompts) == wanted
 
 
-@forms
-def test_greedy_nan_ends_that_request_alone(name: str) -> None:
-    target = form(name)
+def test_greedy_nan_ends_that_request_alone(target: CausalLM) -> None:
     prompts = [[*GOOD[i % 5], 2 + i] for i in range(15)]
     wanted = solo(target, prompts)
     engine = engine_of(target, max_rows=16)
@@ -154,7 +148,7 @@ def test_greedy_nan_ends_that_request_alone(name: str) -> None:
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(True, SAMPLED.processors), SAMPLED, Sampler(False)])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_all_ways_to_choose_a_token_end_with_an_error(sampler: Sampler, seed: int | None) -> None:
-    engine = engine_of(form("transformers"))
+    engine = engine_of(FORMS["transformers"]())
     ids = [engine.add(Request(BAD, 12, sampler, seed=seed)), engine.add(Request([POISON, 3], 12, sampler, seed=seed))]
     steps = drain(engine)
     for id in ids:
@@ -216,10 +210,8 @@ def alone(name: str, request: Request) -> list[int]:
 # Rows.
 
 
-@forms
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_an_aborted_sequence_leaves_nothing(name: str, which: int) -> None:
-    target = form(name)
+def test_an_aborted_sequence_leaves_nothing(target: CausalLM, which: int) -> None:
     engine = engine_of(target, 10**6)
     ids = [engine.add(Request(prompt, 30)) for prompt in (GOOD[2], GOOD[4], GOOD[2][::-1])]
     engine.step()
@@ -235,9 +227,7 @@ def test_an_aborted_sequence_leaves_nothing(name: str, which: int) -> None:
     assert_target_clean(engine)
 
 
-@forms
-def test_a_row_that_moves_leaves_nothing(name: str) -> None:
-    target = form(name)
+def test_a_row_that_moves_leaves_nothing(target: CausalLM) -> None:
     engine = engine_of(target)
     short, long = engine.add(Request(GOOD[1], 3)), engine.add(Request(GOOD[2], 30, SAMPLED, seed=1))
     engine.step()
@@ -275,10 +265,8 @@ def test_all_that_was_written_is_looked_at() -> None:
 # Prompts.
 
 
-@forms
 @pytest.mark.parametrize("prefix_bytes", [0, 10**6])
-def test_a_prompt_leaves_nothing(name: str, prefix_bytes: int) -> None:
-    target = form(name)
+def test_a_prompt_leaves_nothing(target: CausalLM, prefix_bytes: int) -> None:
     engine = engine_of(target, prefix_bytes)
     wanted = solo(target, NEXT)
     bad = engine.add(Request(BAD, 8))
@@ -292,12 +280,11 @@ def test_a_prompt_leaves_nothing(name: str, prefix_bytes: int) -> None:
         assert not any(POISON in entry.tokens for entry in engine.target.prefixes._entries)
 
 
-@forms
-def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(name: str) -> None:
+def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(target: CausalLM) -> None:
     """What stands before a bad token in the same chunk is bad too."""
     found = []
     for before in ([*NEXT[2], POISON, *GOOD[2]], []):
-        lm = form(name).fresh(10**6)
+        lm = target.fresh(10**6)
         list(lm.prefill(before, 16))
         list(lm.prefill([*NEXT[2], 3], 16))
         lm.join(1)
@@ -306,7 +293,7 @@ def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(name: str) -> None:
 
 
 def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
-    lm = form("few bits").fresh(10**6)
+    lm = FORMS["few bits"]().fresh(10**6)
     begun = lm.prefill(BAD, 16)
     next(begun)
     begun.close()
@@ -318,10 +305,8 @@ def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
 # A step that is undone.
 
 
-@forms
 @pytest.mark.parametrize("place", ["prefill", "join", "forward", "commit"])
-def test_a_step_that_is_undone_leaves_nothing(name: str, place: str) -> None:
-    target = form(name)
+def test_a_step_that_is_undone_leaves_nothing(target: CausalLM, place: str) -> None:
     engine = engine_of(target, chunk_seconds=1e-9)
     running = [engine.add(Request(prompt, 12)) for prompt in (GOOD[2], GOOD[4])]
     for _ in range(3):

@@ -39,7 +39,7 @@ def chains(samplers: list[Sampler], limits: list[int], block: bool = True) -> li
 
 
 @pytest.mark.parametrize("processors", ["none", "temperature", "repetition"])
-def test_tokens_follow_the_distributions_that_are_told(processors: str) -> None:
+def test_tokens_follow_the_distributions_that_come_with_them(processors: str) -> None:
     own = {
         "none": None,
         "temperature": LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)]),
@@ -49,15 +49,15 @@ def test_tokens_follow_the_distributions_that_are_told(processors: str) -> None:
     first = drafts[0].q[0]
     heat = 0.5 if processors == "temperature" else 1.0
     assert torch.allclose(first[HOT], (LOGITS[0] / heat).softmax(-1)) and first.sum() == pytest.approx(1.0)
-    law = first[HOT].double()
+    expected = first[HOT].double()
     counts = torch.bincount(torch.tensor([draft.tokens[1] for draft in drafts]), minlength=V)
-    assert chisquare(counts[HOT].numpy(), (law / law.sum() * 3000).numpy()).pvalue > 1e-4
-    # The second token's distribution is the one behind the first.
-    laws = {draft.tokens[1]: draft.q[1] for draft in drafts}
-    same = all(law.equal(laws[5]) for law in laws.values())
+    assert chisquare(counts[HOT].numpy(), (expected / expected.sum() * 3000).numpy()).pvalue > 1e-4
+    # The second token's distribution is the one after the first.
+    seconds = {draft.tokens[1]: draft.q[1] for draft in drafts}
+    same = all(each.equal(seconds[5]) for each in seconds.values())
     assert same == (processors != "repetition")
     for draft in drafts[:50]:
-        assert draft.is_block and torch.equal(draft.q[1], laws[draft.tokens[1]])
+        assert draft.is_block and torch.equal(draft.q[1], seconds[draft.tokens[1]])
 
 
 def test_rows_end_where_they_must_and_greedy_ones_take_the_argmax() -> None:
@@ -70,10 +70,10 @@ def test_rows_end_where_they_must_and_greedy_ones_take_the_argmax() -> None:
     assert not any(draft.block for draft in drafts)
 
 
-def test_rows_with_a_seed_hold_the_targets_races() -> None:
-    """Hot tokens stand in an order of their own, but a token runs under its own number."""
-    law = torch.zeros(V).index_copy_(0, HOT, LOGITS[0].softmax(-1))
+def test_rows_with_a_seed_use_the_targets_numbers() -> None:
+    """Hot tokens stand in an order of their own, but a token keeps its own number."""
+    expected = torch.zeros(V).index_copy_(0, HOT, LOGITS[0].softmax(-1))
     for row in range(200):
         seq = Sequence(Request([2], 9, Sampler(False), seed=3, stream=row))
         (draft,) = sample_chains([seq], lambda k, tokens, at: LOGITS[k].expand(1, 1, -1), HOT, V, [1], ["draft"], True)
-        assert draft.tokens[1] == SeededStream(3, row).at(1).sample(law) and draft.q is None
+        assert draft.tokens[1] == SeededStream(3, row).at(1).sample(expected) and draft.q is None

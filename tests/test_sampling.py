@@ -201,8 +201,8 @@ def test_numbers_are_gathered_as_they_are_read(seed: int) -> None:
     """Those of any tree, with and without sampled nodes."""
     maker = torch.Generator().manual_seed(seed)
     draft = random_tree(1 + seed % 7, V, maker)
-    laws = torch.rand(min(seed % 3, draft.drafted), V, generator=maker).softmax(-1)
-    draft = replace(draft, q=laws if len(laws) else None)
+    q = torch.rand(min(seed % 3, draft.drafted), V, generator=maker).softmax(-1)
+    draft = replace(draft, q=q if len(q) else None)
     p = torch.rand(len(draft), V, generator=maker).softmax(-1)
     read, gathered = (
         each(draft, p, torch.Generator().manual_seed(seed)) for each in (acceptance._read, acceptance._gathered)
@@ -218,10 +218,10 @@ def test_a_block_accepts_more() -> None:
     """The example of the paper (arXiv 2403.10444, section 2): of two tokens 11 / 9 are accepted, not 10 / 9."""
     p, q = np.array([1.0, 2.0]) / 3, np.array([2.0, 1.0]) / 3
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    scores, laws = torch.tensor(np.log(np.array([p] * 3))), torch.tensor(np.array([q] * 2))
+    scores, sampled = torch.tensor(np.log(np.array([p] * 3))), torch.tensor(np.array([q] * 2))
     accepted = {True: 0, False: 0}
     for _ in range(4000):
-        chain = Draft.chain(0, [pick(rng, q), pick(rng, q)], laws)
+        chain = Draft.chain(0, [pick(rng, q), pick(rng, q)], sampled)
         for whole in accepted:
             verdict = accept(replace(chain, block=whole), scores, False, generator)
             accepted[whole] += verdict.accepted
@@ -244,9 +244,9 @@ def test_a_block_of_the_targets_own_distributions_is_accepted() -> None:
     generator = torch.Generator().manual_seed(0)
     for seed in range(50):
         scores = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed)) * 3
-        laws = scores.softmax(-1)[:3]
-        tokens = [sample(law, generator) for law in laws]
-        verdict = accept(Draft.chain(0, tokens, laws, block=True), scores, False, generator)
+        q = scores.softmax(-1)[:3]
+        tokens = [sample(each, generator) for each in q]
+        verdict = accept(Draft.chain(0, tokens, q, block=True), scores, False, generator)
         assert (verdict.accepted, verdict.rejected) == (3, False)
 
 

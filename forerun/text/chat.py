@@ -14,7 +14,7 @@ _ANSWER = "forerunAnswer"  # stands for an answer, to see what a template writes
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether conversations can be rendered."""
+    """Return whether conversations can be rendered."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -24,18 +24,16 @@ def chat_prompt(
     system: str | None = None,
     **template_args: Any,
 ) -> list[int]:
-    """The token ids of a conversation, up to where the answer begins.
-
-    The template writes all special tokens, so ids must not go through the tokenizer again.
+    """Return the token ids of a conversation, up to where the answer begins. The template writes all special tokens.
 
     Args:
-        messages: as `checked` takes them; the last one is not from the assistant.
+        messages: as for `checked`; the last one is not from the assistant.
         system: a system prompt, put in front.
         template_args: more names for the template, such as enable_thinking=False.
 
     Raises:
-        ValueError: no tokenizer, no chat template, what `checked` refuses, a system prompt beside a system message, an
-            answer as the last message, and what the template itself refuses.
+        ValueError: no tokenizer, no chat template, two system prompts, nothing to answer, and what `checked` or the
+            template refuses.
     """
     if tokenizer is None:
         raise ValueError("a chat needs a tokenizer; give tokenizer=...")
@@ -59,14 +57,10 @@ def chat_prompt(
 
 
 def checked(messages: Any) -> list[dict[str, str]]:
-    """Messages with contents as plain strings.
+    """Return messages {"role", "content"} with contents as plain strings.
 
-    Args:
-        messages: {"role", "content"} each. A content is text, or OpenAI's list of {"type": "text", "text": ...}, which
-            are put on lines of their own.
-
-    Raises:
-        ValueError: no messages, other keys or roles, contents that are no text or that no file could hold.
+    A content is text, or OpenAI's list of {"type": "text", "text": ...}, each of which becomes a line. Raises
+    ValueError for no messages, other keys or roles, and contents that are no text or that no file could hold.
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
@@ -76,7 +70,7 @@ def checked(messages: Any) -> list[dict[str, str]]:
 
 
 def with_system(messages: list[dict[str, str]], system: str | None) -> list[dict[str, str]]:
-    """The messages after a system prompt. Raises ValueError if they begin with one."""
+    """Return the messages after a system prompt. Raises ValueError if they begin with one."""
     if system is None:
         return messages
     if messages[0]["role"] == "system":
@@ -85,8 +79,8 @@ def with_system(messages: list[dict[str, str]], system: str | None) -> list[dict
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The special token that the template writes after an answer. Models that were trained on it end with it, even
-    where their generation config does not say so. Empty if it has none."""
+    """Return the special token that the template writes after an answer, if any. Models that were trained on it end
+    with it, even if their generation config does not name it."""
     if tokenizer is None or not has_template(tokenizer):
         return frozenset()
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]

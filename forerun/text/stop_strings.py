@@ -10,17 +10,16 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CONTEXT = 4  # prompt tokens to decode along, so that a first word keeps its space
-LATE = 16  # tokens without new text, after which no more are gathered: all of them are decoded with each one
+LATE = 16  # tokens without new text, after which no more are gathered: each one decodes all of them
 HALF = "\ufffd"  # what part of a character is decoded to
 _BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # byte-level vocabularies spell bytes like this
 
 
 class StopStrings:
-    """Whether the last of some tokens completes a stop string.
+    """Whether the last of some tokens completes a stop string, as transformers' StopStringCriteria has it.
 
-    Gives what transformers' StopStringCriteria gives. A stop string may begin in the prompt or inside a token; it has
-    to end in the last token. Bytes are compared, so characters may be split over tokens. A token's bytes are found
-    when it first comes: nothing is prepared for a whole vocabulary.
+    A stop string may begin in the prompt or inside a token, and has to end in the last token. Bytes are compared, so
+    characters may be split over tokens. A token's bytes are found when it first comes, not for a whole vocabulary.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
@@ -32,7 +31,7 @@ class StopStrings:
         self._skip = len(tokenizer.convert_tokens_to_string(self._base))
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Asked after every output token, with all tokens so far."""
+        """Return whether a stop string ends in the last one of all tokens so far."""
         last, tail = len(self.bytes_of(tokens[-1])), b""
         for token in reversed(tokens):
             tail = self.bytes_of(token) + tail
@@ -42,7 +41,7 @@ class StopStrings:
         return last > 0 and any(tail.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self.strings)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Return the bytes that a token stands for."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = self._find(self.tokenizer.convert_ids_to_tokens(token))
@@ -63,9 +62,9 @@ class StopStrings:
 class TextStream:
     """Turns one sequence's output tokens into pieces of text, each with the origin of the token that completed it.
 
-    Text that may turn out to be the beginning of a stop string is held back until it is known. From the first stop
-    string on, nothing is given out; it may have begun in the prompt. Special tokens are no text, but they count where
-    stop strings are looked for, as they do in `StopStrings`.
+    Text that may be the beginning of a stop string is held back until that is known. From the first stop string on,
+    which may begin in the prompt, no text comes. Special tokens are no text, but count in stop strings as in
+    `StopStrings`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -90,7 +89,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that was given out."""
+        """All text of the pieces so far."""
         return "".join(self._given)
 
     def _decode(self, ids: Sequence[int], special: bool = False) -> str:
@@ -100,14 +99,12 @@ class TextStream:
         return str(text)
 
     def _overlap(self, text: str) -> str:
-        """The longest end of `text` that is a proper beginning of a stop string."""
-        ends = (
-            stop[:n] for stop in self.stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])
-        )
-        return max(ends, key=len, default="")
+        """Return the longest end of `text` that is a proper beginning of a stop string."""
+        beginnings = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
+        return max(filter(text.endswith, beginnings), key=len, default="")
 
     def push(self, tokens: Sequence[int], origins: Sequence[str], finished: bool) -> list[tuple[str, str]]:
-        """Pieces (text, origin) that are certain now; with `finished`, all that is left."""
+        """Return pieces (text, origin) that are certain now; with `finished`, all that is left."""
         for left, (token, origin) in enumerate(zip(tokens, origins, strict=True), 1 - len(tokens)):
             self._ids.append(token)
             whole, late = self._decode(self._ids), len(self._ids) - self._read >= LATE

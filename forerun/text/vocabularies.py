@@ -1,5 +1,4 @@
-"""The tokens of two tokenizers beside each other: which of them stand for the same bytes, and texts of the one as
-tokens of the other."""
+"""Two tokenizers: which of their tokens stand for the same bytes, and texts of the one as tokens of the other."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,12 +15,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from forerun.text.stop_strings import StopStrings
 
-LEAST = 0.5  # of a text's tokens, from which on "auto" drafts by shared ones
+LEAST = 0.5  # of a text's tokens: if fewer are shared, "auto" drafts by text
 REACH = 16  # tokens to look back for the beginning of a word
 
 # Byte-level vocabularies spell bytes in letters like this.
 _LETTERS = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
-_BYTE = re.compile("<0x([0-9a-fA-F]{2})>")  # and SentencePiece those that are in no other token
+_BYTE = re.compile("<0x([0-9a-fA-F]{2})>")  # SentencePiece spells those that are in no other token like this
 _SPACE = "\u2581"
 
 # What "auto" counts tokens of.
@@ -36,11 +36,9 @@ class Vocabulary:
     """A tokenizer's tokens as bytes, and texts as its tokens.
 
     Attributes:
-        spelled: [V] the bytes that each token stands for in the middle of a text. None for special tokens, and for ids
-            that are no token.
-        special: ids of special tokens by their names.
-        end: the token that ends a text, None if it has none.
-        front: the tokens that it puts before every text.
+        spelled: [V] bytes of each token in the middle of a text; None for special tokens, and for ids that are no
+        token. special: ids of special tokens by their names. end: the token that ends a text, or None. front: the
+        tokens that the tokenizer puts before every text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -58,7 +56,7 @@ class Vocabulary:
         self.front: list[int] = tokenizer("")["input_ids"]
         if self.front and self.front[-1] == self.end:  # some put an end after every text
             self.front = self.front[:-1]
-        # Of tokens with the same bytes an added one counts first, and a byte's last: tokenizers choose like this.
+        # Of tokens with the same bytes tokenizers take an added one first, and a byte's last.
         self.ids = {own: id for id, own in reversed(list(enumerate(self.spelled))) if own}
         for id in sorted(names):
             own = self.spelled[id]
@@ -67,16 +65,16 @@ class Vocabulary:
         self._bases = [(base, self._encode(base)) for base in ("\n", "a")]
 
     def spell(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of tokens; special ones have none."""
+        """Return the bytes of tokens; special ones have none."""
         return b"".join(self.of(token) or b"" for token in tokens)
 
     def of(self, token: int) -> bytes | None:
-        """The bytes of a token; None for a special one, and for what is none."""
+        """Return the bytes of a token; None for a special one, and for what is no token."""
         return self.spelled[token] if token < len(self.spelled) else None
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that stands in the middle of another one: without the space that some tokenizers put
-        before a text."""
+        """Return the tokens of a text in the middle of another one: without the space that some tokenizers put
+        first."""
         wanted, others = text.encode(), []
         plain = self._encode(text)
         if self.spell(plain) == wanted:
@@ -96,8 +94,7 @@ class Vocabulary:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     def begins_word(self, tokens: Sequence[int], at: int) -> bool:
-        """Whether no tokenizer merges what stands before a place with what stands after it, as far as one can tell:
-        there is one space or a new line between two words."""
+        """Return whether a place divides words by one space or a new line: there no tokenizer is likely to merge."""
         here = self.of(tokens[at])
         before = self.of(tokens[at - 1]) if at else None
         if not before:
@@ -109,8 +106,8 @@ class Vocabulary:
 
 
 def _spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, int], bytes]:
-    """What gives a token's bytes from its name and id: by the tokenizer's decoder, so that a large vocabulary need not
-    be decoded token by token."""
+    """Return what gives a token's bytes from its name and id. If the tokenizer's decoder is known, nothing is decoded
+    token by token."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     parts = state.get("decoders", [state])
@@ -140,7 +137,7 @@ def _by_pieces(name: str, has_bytes: bool) -> bytes:
 
 
 def whole(text: bytes) -> tuple[bytes, bytes]:
-    """Bytes up to a character that is not complete at their end, and those of the latter, at most three."""
+    """Split bytes before an incomplete character at their end, which has at most three."""
     for count in range(1, min(3, len(text)) + 1):
         lead = text[-count]
         if lead >= 0xC0:
@@ -153,22 +150,16 @@ def whole(text: bytes) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class Translation:
-    """A target's tokens and those of a draft with another tokenizer.
-
-    Attributes:
-        way: "shared", the draft proposes the tokens that both have, or "text", what it says is cut into the target's
-            tokens.
-        overlap: the part of a sample's tokens that both have.
-    """
+    """A target's tokens and those of a draft with another tokenizer."""
 
     target: Vocabulary
     draft: Vocabulary
-    way: str
-    overlap: float
+    way: str  # "shared": the draft proposes tokens that both have. "text": its text is cut into the target's tokens
+    overlap: float  # share of a sample's tokens that both have
 
     @property
     def reason(self) -> str:
-        """What it does, and why that may be best."""
+        """The way, and why it may be best."""
         part = f"{self.overlap:.0%} of a sample's tokens"
         if self.way == "shared":
             return f"it proposes tokens that both have ({part}); --draft-tokens text would go by text"
@@ -176,14 +167,16 @@ class Translation:
 
     @cached_property
     def shared(self) -> dict[int, int]:
-        """The draft's token for each of the target's that it has as well: ordinary ones of the same bytes, and the ends
-        of texts. Of several tokens with the same bytes, each has one here."""
-        return _shared(self.target, self.draft)
+        """The draft's token for each of the target's that it has as well: of the same bytes, and the ends of texts. Of
+        several tokens with the same bytes, one of each counts."""
+        target, draft = self.target, self.draft
+        found = {id: draft.ids[own] for own, id in target.ids.items() if own in draft.ids}
+        return found | ({target.end: draft.end} if target.end is not None and draft.end is not None else {})
 
     @cached_property
     def reads(self) -> dict[int, int]:
-        """The draft's token for each of the target's, where one token will do: more than are drafted, as special tokens
-        of the same name are read, and all tokens with the same bytes."""
+        """The draft's token for each of the target's that is read as one: also special tokens of the same name, and all
+        tokens with the same bytes."""
         ids, special = self.draft.ids, self.draft.special
         found = {id: special[name] for name, id in self.target.special.items() if name in special}
         if self.way == "shared":
@@ -191,22 +184,18 @@ class Translation:
         return found | {id: other for id, other in self.shared.items() if id == self.target.end}
 
     def read(self, text: bytes) -> list[int] | None:
-        """The draft's tokens for some bytes. None where they end in half a character that it has no tokens for."""
+        """Return the draft's tokens for some bytes; None if they end in part of a character that it has no tokens
+        for."""
         text, half = whole(text)
         left = [self.draft.ids.get(half[i : i + 1]) for i in range(len(half))]
         known = [token for token in left if token is not None]
         return [*self.draft.encode(text.decode("utf-8", "replace")), *known] if len(known) == len(left) else None
 
     def write(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The target's tokens, after its `tokens`, for what the draft says; half a character at the end is left out.
-        Where the target would not have cut its text like this, they are those of what the draft says alone."""
+        """Return the target's tokens, after its `tokens`, for drafted ones, without an incomplete character at the end.
+        If the target would have cut its own text otherwise, the drafted text is cut alone."""
         ended = bool(drafted) and drafted[-1] == self.draft.end
-        said = b""
-        for token in drafted:
-            own = self.draft.of(token)
-            if own is None:
-                break
-            said += own
+        added = b"".join(takewhile(lambda own: own is not None, map(self.draft.of, drafted)))  # type: ignore[arg-type]
         start = len(tokens)
         for at in range(start - 1, max(start - REACH, 0) - 1, -1):
             if self.target.of(tokens[at]) is None:
@@ -216,7 +205,7 @@ class Translation:
                 break
         chain: list[int] = []
         for at in (start, len(tokens)):
-            text, half = whole(self.target.spell(tokens[at:]) + said)
+            text, half = whole(self.target.spell(tokens[at:]) + added)
             found = self.target.encode(text.decode("utf-8", "replace"))
             if found[: len(tokens) - at] == list(tokens[at:]):
                 chain = found[len(tokens) - at :]
@@ -224,21 +213,11 @@ class Translation:
         return [*chain, self.target.end] if ended and self.target.end is not None and not half else chain
 
 
-def _shared(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    found = {id: draft.ids[own] for own, id in target.ids.items() if own in draft.ids}
-    if target.end is not None and draft.end is not None:
-        found[target.end] = draft.end
-    return found
-
-
 def translate(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str, way: str = "auto"
 ) -> Translation:
-    """What a draft of that name drafts with. "auto": by shared tokens, where these are at least `LEAST` of a sample's
-    tokens, else by text.
-
-    Raises ValueError where the two have no shared tokens, or no text, in common.
-    """
+    """Return the translation of a draft of that name. "auto": by shared tokens if they are at least `LEAST` of a
+    sample's tokens, else by text. Raises ValueError if the two have no token, or no text, in common."""
     ours, theirs = Vocabulary(target), Vocabulary(draft)
     tokens = [token for text in _SAMPLE for token in ours.encode(text)]
     overlap = sum(ours.of(token) in theirs.ids for token in tokens) / max(1, len(tokens))
@@ -251,9 +230,9 @@ def translate(
 
 
 def _has_text(target: Vocabulary, draft: Vocabulary) -> bool:
-    """Whether what the draft says can reach the target: a letter comes through both, whatever its case."""
+    """Return whether drafted text can reach the target: a letter comes through both, whatever its case."""
     for letter in sorted({char.lower() for text in _SAMPLE for char in text if char.isalpha()}):
-        said = draft.spell(draft.encode(letter))
-        if said and target.spell(target.encode(said.decode("utf-8", "replace"))).lower() == said.lower():
+        spelled = draft.spell(draft.encode(letter))
+        if spelled and target.spell(target.encode(spelled.decode("utf-8", "replace"))).lower() == spelled.lower():
             return True
     return False

@@ -24,19 +24,19 @@ from forerun.sampling.seeded import FLOOR, SeededStream
 
 
 def counts(distribution: torch.Tensor, trials: int) -> np.ndarray:
-    races = SeededStream(7)
-    return np.bincount([races.at(i).sample(distribution) for i in range(trials)], minlength=len(distribution))
+    stream = SeededStream(7)
+    return np.bincount([stream.at(i).sample(distribution) for i in range(trials)], minlength=len(distribution))
 
 
-def test_a_token_wins_with_its_probability() -> None:
+def test_a_token_is_sampled_with_its_probability() -> None:
     distribution = torch.tensor([0.5, 0.0, 0.25, 0.2, 0.05])
     found, there = counts(distribution, 20000), distribution > 0
     assert not found[~there.numpy()].any()
     assert chisquare(found[there], distribution[there].double().numpy() * 20000).pvalue > 1e-4
 
 
-def test_improbable_tokens_win_as_well() -> None:
-    """Those below the floor run as one."""
+def test_improbable_tokens_are_sampled_as_well() -> None:
+    """Those below the floor get one time together."""
     rare = torch.full((6000,), 0.5 / 6000)
     assert float(rare[0]) < FLOOR
     found = counts(torch.cat([torch.tensor([0.5]), rare]), 6000)
@@ -56,25 +56,25 @@ def test_like_distributions_agree(heat: float) -> None:
     p = (scores / heat).softmax(-1)
     q = (p.log() + 0.1 * torch.randn(size, generator=maker)).softmax(-1)
     apart = float((p - q).abs().sum() / 2)
-    races = [SeededStream(1).at(position) for position in range(400)]
-    agreed = sum(race.sample(p) == race.sample(q) for race in races) / len(races)
+    samplers = [SeededStream(1).at(position) for position in range(400)]
+    agreed = sum(each.sample(p) == each.sample(q) for each in samplers) / len(samplers)
     assert agreed > (1 - apart) / (1 + apart) - 0.05
-    # A part of the vocabulary in an order of its own holds the same races.
+    # A part of the vocabulary in an order of its own uses the same numbers.
     names = torch.randperm(size, generator=maker)
-    part = [replace(race, names=names.numpy(), size=size) for race in races]
+    part = [replace(each, names=names.numpy(), size=size) for each in samplers]
     found = [int(names[each.sample(p[names])]) for each in part]
-    assert found == [race.sample(p) for race in races]
+    assert found == [each.sample(p) for each in samplers]
 
 
 def test_positions_streams_and_seeds_are_independent() -> None:
-    law = torch.tensor([0.4, 0.3, 0.3])
+    probabilities = torch.tensor([0.4, 0.3, 0.3])
     table = np.zeros((3, 3))
     for kind in range(3):
         table[:] = 0
         for i in range(4000):
             one = SeededStream(i).at(3)
             other = (SeededStream(i).at(4), SeededStream(i, 1).at(3), SeededStream(i + 1).at(3))[kind]
-            table[one.sample(law), other.sample(law)] += 1
+            table[one.sample(probabilities), other.sample(probabilities)] += 1
         assert chi2_contingency(table).pvalue > 1e-4
 
 
@@ -115,7 +115,7 @@ def test_a_text_that_is_resumed_goes_on_as_it_would_have(name: str) -> None:
         assert rest == whole[cut:]
 
 
-def test_draft_and_target_hold_the_same_races() -> None:
+def test_draft_and_target_use_the_same_numbers() -> None:
     """Otherwise two distributions that are nearly one would seldom agree."""
     target = random_table(8, 5)
 
@@ -125,8 +125,8 @@ def test_draft_and_target_hold_the_same_races() -> None:
             for seq in seqs:
                 seq.seeded = SeededStream(99, seq.id)
             proposal = super().propose(seqs)
-            for seq, races in zip(seqs, own, strict=True):
-                seq.seeded = races
+            for seq, stream in zip(seqs, own, strict=True):
+                seq.seeded = stream
             return proposal
 
     rates = {}
