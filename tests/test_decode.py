@@ -39,7 +39,8 @@ from forerun.engine.stats import summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouroboros, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.methods.stop import DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import DraftState, Fixed
+from forerun.sampling.probabilities import last_probabilities
 from forerun.sampling.sampler import Sampler
 
 V, ROWS, NEW, JOINT = 4, 2000, 5, 3
@@ -145,25 +146,15 @@ def test_another_distribution_is_seen() -> None:
     assert fit(PlainDrafter(), table=TARGET + 0.3 * DRAFT) < BROKEN
 
 
-class StopWhenUnsure(LengthPolicy, StopRule):
+class StopWhenUnsure(Fixed):
     """Stops after a token that the draft itself found improbable."""
 
     def __init__(self, least: float, gamma: int = 4) -> None:
         self.least, self.gamma = least, gamma
 
-    def begin(self, seqs: list[Sequence], rows: int) -> StopRule:
-        return self
-
     def more(self, state: DraftState) -> list[bool]:
-        probabilities = state.scores.softmax(-1)
-        last = [tokens[-1] for tokens in state.tokens]
-        return [
-            state.depth < self.gamma and float(row[token]) >= self.least
-            for row, token in zip(probabilities, last, strict=True)
-        ]
-
-    def min_more(self, depth: int) -> int:
-        return 1
+        found = last_probabilities(state.scores, state.tokens)
+        return [state.depth < self.gamma and probability >= self.least for probability in found]
 
 
 class DropsTheLast(ChainDrafter):
@@ -304,9 +295,8 @@ def test_stop_strings_cut_text_and_tokens(method: str) -> None:
     target = tiny("llama", vocab=len(tokenizer))
     decoder = Decoder(target, tokenizer, noisy_copy(target, 0.01), METHODS[method], guard=False)
     # ASCII output only, and a prompt that ends in what the output cannot hold: a stop string lies in the output.
-    odd = [
-        i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isprintable() or "\ufffd" in tokenizer.decode([i])
-    ]
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    odd = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
     options = {"max_new_tokens": 30, "do_sample": False, "suppress_tokens": odd}
     prompt = tokenizer.encode("def add(a, b):\n")
     plain = Decoder(target, tokenizer, None, AR()).generate(prompt, GenerationConfig(**options))

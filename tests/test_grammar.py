@@ -36,9 +36,9 @@ from forerun.engine.engine import Drafter, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import Chain, ChainDrafter, FixedLength
+from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.sampling import response_format as formats
-from forerun.sampling.sampler import Sampler, next_tokens
+from forerun.sampling.sampler import Sampler
 
 llguidance = pytest.importorskip("llguidance")
 grammar = pytest.importorskip("forerun.sampling.grammar")
@@ -101,26 +101,23 @@ def expected() -> Tensor:
 
 
 class Blind(ChainDrafter):
-    """A draft model that does not know of the grammar."""
+    """A draft model that does not know of the grammar. With `cut`, drafts end before a forbidden token."""
 
     def __init__(self, model: TableLM, cut: bool = False) -> None:
         super().__init__(model, FixedLength(3))
         self.cut = cut
 
-    def _choose(self, chains: list[Chain], live: list[int], logits: Tensor) -> tuple[list[int], Tensor, Tensor | None]:
-        now = [chains[row] for row in live]
-        generators = [chain.seq.generator for chain in now]
-        return next_tokens([Sampler(False)] * len(now), logits, lambda row: now[row].text(), generators)
-
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        found = super().propose(seqs)
-        if not self.cut:
-            return found
-        drafts = []
-        for seq, draft in zip(seqs, found.drafts, strict=True):
-            kept = list(seq.sampler.fitting(seq.tokens, draft.tokens[1:]))
-            q = draft.q[: len(kept)] if draft.q is not None and kept else None
-            drafts.append(Draft.chain(seq.tokens[-1], kept, q))
+        samplers = [seq.sampler for seq in seqs]
+        for seq in seqs:
+            seq.sampler = Sampler(False)
+        drafts = super().propose(seqs).drafts
+        for seq, sampler in zip(seqs, samplers, strict=True):
+            seq.sampler = sampler
+        if self.cut:
+            kept = [len(seq.sampler.fitting(seq.tokens, own.tokens[1:])) for seq, own in zip(seqs, drafts, strict=True)]
+            cut = zip(drafts, kept, strict=True)
+            drafts = [Draft.chain(own.tokens[0], own.tokens[1 : n + 1], own.q[:n] if n else None) for own, n in cut]
         return Proposal(drafts)
 
 

@@ -16,6 +16,7 @@ from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, rando
 from forerun import Decoder
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
+from forerun.engine.step import Proposal
 from forerun.methods import method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
@@ -68,9 +69,8 @@ def test_like_distributions_agree(heat: float) -> None:
 
 def test_positions_streams_and_seeds_are_independent() -> None:
     probabilities = torch.tensor([0.4, 0.3, 0.3])
-    table = np.zeros((3, 3))
     for kind in range(3):
-        table[:] = 0
+        table = np.zeros((3, 3))
         for i in range(4000):
             one = SeededStream(i).at(3)
             other = (SeededStream(i).at(4), SeededStream(i, 1).at(3), SeededStream(i + 1).at(3))[kind]
@@ -85,10 +85,8 @@ def asked(rows: int, processors: str, seed: int = 5) -> list[Request]:
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_output_follows_the_targets_distribution(processors: str) -> None:
     rows = decode(TableLM(TARGET), PlainDrafter(), asked(3000, processors))
-    assert (
-        p_value([tokens_of(row)[:3] for row in rows], joint_distribution(TARGET, PROMPT, 3, PROCESSORS[processors]))
-        > 1e-4
-    )
+    joint = joint_distribution(TARGET, PROMPT, 3, PROCESSORS[processors])
+    assert p_value([tokens_of(row)[:3] for row in rows], joint) > 1e-4
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
@@ -120,7 +118,7 @@ def test_draft_and_target_use_the_same_numbers() -> None:
     target = random_table(8, 5)
 
     class Strangers(ChainDrafter):
-        def propose(self, seqs: list[Sequence]):  # type: ignore[no-untyped-def]
+        def propose(self, seqs: list[Sequence]) -> Proposal:
             own = [seq.seeded for seq in seqs]
             for seq in seqs:
                 seq.seeded = SeededStream(99, seq.id)
@@ -143,19 +141,15 @@ def test_a_row_without_a_seed_goes_by_the_rule_that_accepts_more() -> None:
     for seed in (3, None):
         drafter = ChainDrafter(TableLM(target + random_table(8, 6)), FixedLength(3))
         torch.manual_seed(0)
-        rows = decode(
-            TableLM(target), drafter, [Request([0, 1], 40, Sampler(False), seed=seed, stream=i) for i in range(60)]
-        )
+        requests = [Request([0, 1], 40, Sampler(False), seed=seed, stream=i) for i in range(60)]
+        rows = decode(TableLM(target), drafter, requests)
         rates[seed] = summarise([step for row in rows for step in row], 1.0).alpha
     assert rates[None] > 1.05 * rates[3]
 
 
 def test_tokens_differ_between_rows_and_seeds() -> None:
-    rows = [
-        tuple(tokens_of(row))
-        for seed in (1, 2)
-        for row in decode(TableLM(TARGET), PlainDrafter(), asked(40, "none", seed))
-    ]
+    requests = [*asked(40, "none", 1), *asked(40, "none", 2)]
+    rows = [tuple(tokens_of(row)) for row in decode(TableLM(TARGET), PlainDrafter(), requests)]
     assert Counter(rows).most_common(1)[0][1] < 12
     streams = [SeededStream(seed, stream) for seed in range(20) for stream in range(20)]
     assert len({stream.at(position) for stream in streams for position in range(20)}) == 8000

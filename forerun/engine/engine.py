@@ -40,9 +40,9 @@ class Engine:
 
     `add` and `abort` may be called from any thread; `step` by one thread at a time.
 
-    First come, first served. A request is admitted when a row is free and the KV budget holds the row's whole
-    reservation (prompt, new tokens, draft), so nothing is ever thrown out. Prompts are prefilled one at a time and
-    apart from verification, at most about `chunk_seconds` between two steps.
+    First come, first served. A request is admitted when a row is free and the KV budget holds its whole reservation
+    (prompt, new tokens, draft), so no row is ever evicted. Prompts are prefilled one at a time and apart from
+    verification, for about `chunk_seconds` between two steps.
 
     Attributes:
         running: sequences that are decoded.
@@ -60,8 +60,8 @@ class Engine:
         kv_memory: int | None = None,
         chunk_seconds: float = 0.1,
     ) -> None:
-        """`target` and `drafter` are the engine's own from now on. `kv_memory`: bytes that keys and values of the
-        target may take; None for no bound. `max_queue`: requests that may wait."""
+        """Take over `target` and `drafter`. `kv_memory`: bytes that keys and values of the target may take; None for no
+        bound. `max_queue`: requests that may wait."""
         for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("kv_memory", kv_memory)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -96,7 +96,7 @@ class Engine:
         return next(self._ids)
 
     def add(self, request: Request, id: int | None = None) -> int:
-        """Queues a request; returns its id, which its steps carry.
+        """Queue a request; return its id, which its steps carry.
 
         Raises:
             ValueError: a prompt that fills the model's context, or a request that the KV budget can never hold.
@@ -118,11 +118,11 @@ class Engine:
         return seq.id
 
     def abort(self, id: int) -> None:
-        """Ends a request with the next step; nothing happens if it has ended."""
+        """End a request with the next step, if it has not ended."""
         self._aborted.append(id)
 
     def step(self) -> list[Step]:
-        """Admits what fits, then one draft and one target forward for all running sequences: a Step for each of them.
+        """Admit what fits, then draft and run one target forward for all running sequences. Return a Step for each.
 
         An exception in a sequence's processor or criterion ends that sequence alone. Any other undoes the step:
         sequences go back to the front of the queue with what they had, and drafters begin anew. A sequence that fails
@@ -134,7 +134,7 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """`step`, with the steps left in `outbox`."""
+        """Do what `step` does, with the steps left in `outbox`."""
         try:
             self._leave_aborted()
             self._admit()
@@ -155,14 +155,14 @@ class Engine:
             self._blame(failed, error)
 
     def _undo(self) -> None:
-        """Gives up all rows. Sequences that have begun wait again, as they were before the step."""
+        """Give up all rows. Sequences that have begun wait again, as they were before the step."""
         delivered = {step.id for step in self.outbox if step.finish_reason is not None}
         waiting = {seq.id for seq in list(self.waiting)}
         begun = [self._begun[id] for id in sorted(self._begun) if id not in delivered | waiting]
         for seq in [*self._begun.values(), *self.running]:
             if seq.id in self._before and seq.id not in delivered:
                 seq.cut(*self._before[seq.id])
-            self.drafter.drop(seq)  # as it is now: what is undone is no output to draft from
+            self.drafter.drop(seq)  # cut by now: what is undone is no output to draft from
         self.target.reset()
         self.running, self._prefilling = [], None
         for each in (self._begun, self._before, self._features):
@@ -189,16 +189,11 @@ class Engine:
         spoilt = _without_drafts(seqs, drafts)
         self.target.commit(ids, [verdict.path for verdict in verdicts])
         verified = perf_counter()
-        counts = [
-            0
-            if seq.error or seq in spoilt
-            else seq.extend(committed(draft, verdict), partial(scores_after, found, verdict))
-            for seq, draft, verdict, found in zip(seqs, drafts, verdicts, scores, strict=True)
-        ]
-        logprobs = [
-            self._logprobs(seq, row, verdict, count)
-            for seq, row, verdict, count in zip(seqs, logits, verdicts, counts, strict=True)
-        ]
+        grown = []
+        for seq, draft, verdict, own, row in zip(seqs, drafts, verdicts, scores, logits, strict=True):
+            grows = not seq.error and seq not in spoilt
+            count = seq.extend(committed(draft, verdict), partial(scores_after, own, verdict)) if grows else 0
+            grown.append((count, self._logprobs(seq, row, verdict, count)))
         self._observe(seqs, drafts, verdicts, hidden)
         ended = [seq for seq in seqs if seq.finish_reason is not None]
         self._leave(ended)
@@ -225,14 +220,14 @@ class Engine:
                 drafted=draft.drafted,
                 tested=verdict.tested,
                 accepted=verdict.accepted,
-                logprobs=found,
+                logprobs=logprobs,
                 prompt_logprobs=None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs),
                 waited=seq.waited or 0.0,
                 finish_reason=seq.finish_reason,
                 error=seq.error,
                 **shared,  # type: ignore[arg-type]
             )
-            for seq, draft, verdict, count, found in zip(seqs, drafts, verdicts, counts, logprobs, strict=True)
+            for seq, draft, verdict, (count, logprobs) in zip(seqs, drafts, verdicts, grown, strict=True)
         ]
         for seq in seqs:
             seq.prompt_logprobs = None
@@ -265,14 +260,14 @@ class Engine:
     # Joining.
 
     def _fits(self, seq: Sequence, rows: int) -> bool:
-        """Whether the KV budget holds a sequence's whole reservation with `rows` others."""
+        """Return whether the KV budget holds a sequence's whole reservation beside `rows` other rows."""
         return self.kv_memory is None or self.target.fits(rows, self._reserve(seq), self.kv_memory)
 
     def _reserve(self, seq: Sequence) -> int:
         return seq.limit + self.drafter.spread
 
     def _admit(self) -> None:
-        """Prefills what waits, in its order, for about `chunk_seconds`; where nothing runs, at most a large chunk."""
+        """Prefill what waits, in its order, for about `chunk_seconds`; if nothing runs, at most a large chunk."""
         if self._prefilling is None and not self.waiting:
             return
         begun, left, idle = self.target.clock(), CHUNKS[1], not self.running
@@ -306,7 +301,7 @@ class Engine:
                 return
 
     def _next_fits(self) -> bool:
-        """Whether the first of those that wait may be admitted."""
+        """Return whether the first of those that wait may be admitted."""
         if not self.waiting or len(self.running) >= self.max_rows or not self._retries.may_join(self.running):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))
@@ -330,7 +325,7 @@ class Engine:
             yield from self.drafter.admit(seq, hidden, chunk)
 
     def _chunk(self) -> int:
-        """Tokens of prefill between two steps: a power of two, so that few sizes are in use."""
+        """Return the tokens of prefill between two steps: a power of two, so that few sizes are in use."""
         size = 1 << int(max(self._rate * self.chunk_seconds, 1)).bit_length() - 1
         return min(max(size, CHUNKS[0]), CHUNKS[1])
 
@@ -372,8 +367,8 @@ class Engine:
 
 
 def _without_drafts(seqs: list[Sequence], drafts: list[Draft]) -> list[Sequence]:
-    """Sequences whose scores are not numbers, perhaps for a drafted token only: in one forward it may spoil those
-    before it too. They are to be run again, without drafts from now on."""
+    """Return sequences whose scores are not numbers, perhaps because of a drafted token, which in one forward may spoil
+    those before it. They run again without drafts from now on."""
     found = []
     for seq, draft in zip(seqs, drafts, strict=True):
         if isinstance(seq.error, NotNumbersError) and len(draft) > 1:

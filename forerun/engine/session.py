@@ -15,7 +15,7 @@ from forerun.failures import UNATTRIBUTABLE
 
 _LOG = logging.getLogger("forerun.engine.session")
 
-PATIENCE = 0.01  # seconds to wait for a turn before looking into one's box again
+PATIENCE = 0.01  # seconds to wait for a turn before reading the run's box again
 TRIES = 3  # steps that may fail one after the other, with no request to blame, before `drive` reports it
 PAUSE = 0.05  # seconds before such a step is tried again
 
@@ -23,13 +23,13 @@ PAUSE = 0.05  # seconds before such a step is tried again
 class Run:
     """Requests that were added together, and their steps as they come.
 
-    Iterating over it gives lists of (which request, its step) until all have ended, and takes turns at the engine for
-    that. What a user's processor or criterion raised is raised there. Closing a run, or letting go of it, aborts what
-    has not ended. A caller with a loop of its own subclasses it and reads `box`.
+    Iterating takes turns at the engine, and gives lists of (index of the request, its step) until all have ended. It
+    raises what a user's processor or criterion raised. Closing a run, or dropping it, aborts what has not ended. A
+    caller with a loop of its own subclasses it and reads `box`.
 
     Attributes:
-        open: which request, by its id in the engine, of those that have not ended.
-        box: (which request, its step) that nobody has taken yet.
+        open: {id in the engine: index} of requests that have not ended.
+        box: (index, step) that nobody has taken yet.
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,8 @@ class Run:
 class Session:
     """One engine, shared by callers in any number of threads.
 
-    `add` queues requests and returns their Run; `abort` ends a Run. Both may be called from any thread, and neither
-    waits for a step. Each step of the engine goes to the box of its run.
-
-    The engine steps in the threads of its callers, who take turns while they iterate over their runs, or in one thread
+    `add` and `abort` may be called from any thread and do not wait for a step. Each step goes to the box of its run.
+    The engine steps in the threads of callers, which take turns while they iterate over their runs, or in one thread
     that calls `drive` until `stop`, for callers that must not wait.
 
     Attributes:
@@ -96,10 +94,8 @@ class Session:
         self._runs: dict[int, ref[Run]] = {}  # weak, so that a run that is let go of ends
 
     def add(self, requests: Iterable[Request], run: Run | None = None) -> Run:
-        """Queue requests, all or none, and return their run: that which was given, or a new one.
-
-        Raises what `Engine.add` does.
-        """
+        """Queue requests, all or none, and return their run: a new one if none is given. Raises what `Engine.add`
+        does."""
         run = Run() if run is None else run
         run.session, self.was_used = self, True
         try:
@@ -147,7 +143,7 @@ class Session:
         return found
 
     def take_turn(self, run: Run) -> None:
-        """Step the engine once for a run that waits, unless another caller is at it for long: its step may be there."""
+        """Step the engine once for a run that waits. Return early if another caller steps: the run's step may come."""
         if not self._turn.acquire(timeout=PATIENCE):
             return
         try:

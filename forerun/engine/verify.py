@@ -18,10 +18,10 @@ from forerun.sampling.probabilities import best_of
 def judge(
     seqs: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], logits: abc.Sequence[Tensor]
 ) -> tuple[list[Verdict], list[Tensor]]:
-    """The target's verdicts on drafts, from its logits [N_r, V] of each, and the processed scores [N_r, V].
+    """Return the target's verdicts on drafts, from its logits [N_r, V] of each, and the processed scores [N_r, V].
 
     What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing. So does a ValueError
-    where its scores are not numbers.
+    for scores that are not numbers.
     """
     greedy = [row for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
     tokens, values = best_of(greedy) if greedy else ([], [])  # a GPU is waited for once
@@ -40,7 +40,7 @@ def judge(
 def _judge(
     seq: Sequence, draft: Draft, logits: Tensor, best: tuple[list[int], list[float]] | None
 ) -> tuple[Verdict, Tensor]:
-    """`best`: the argmax and the logit there, where tokens are the argmax of the logits themselves."""
+    """`best`: the argmax of the logits and its logit, if tokens are these."""
 
     def prefix(node: int) -> list[int]:
         return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]
@@ -64,7 +64,7 @@ def committed(draft: Draft, verdict: Verdict) -> list[int]:
 
 
 def scores_after(scores: Tensor, verdict: Verdict, i: int) -> Tensor:
-    """The scores [V] that gave the i-th committed token."""
+    """Return the scores [V] that gave the i-th committed token."""
     return scores[verdict.path[i]].float()
 
 

@@ -10,8 +10,8 @@ from forerun.model.compat import cache_argument
 
 POSITIONS = 1 << 24  # most of a model: tables of rotations are made for all of them
 _ATTENTION = {"full_attention", "sliding_attention"}
-# Their attention does not follow from `position_ids` and the mask alone, or they are encoders that count positions in
-# their own way or see what comes after a token.
+# Their attention depends on more than `position_ids` and the mask, or they are encoders that count positions in their
+# own way or see what comes after a token.
 _OWN_POSITIONS = {"gpt_neo", "moshi"} | {
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -19,10 +19,10 @@ _OWN_POSITIONS = {"gpt_neo", "moshi"} | {
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """The longest sequence that a model's positions allow, None if its configuration names none.
+    """Return the longest sequence that a model's positions allow, None if its configuration names none.
 
-    longrope ends where its short factors do: longer ones would change every position of a sequence, and drafts and
-    other rows would decide when. Raises ValueError for more positions than POSITIONS.
+    longrope ends where its short factors do: later ones would change every position, at a time that drafts and other
+    rows decide. Raises ValueError for more positions than POSITIONS.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -36,13 +36,13 @@ def context_of(config: PreTrainedConfig) -> int | None:
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """How far attention sees back, in all layers or in the sliding ones; None for everything."""
+    """Return how far attention sees back, in all layers or in the sliding ones; None for everything."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model that cannot roll back or see a tree."""
+    """Raise ValueError for a model that cannot roll back or see a tree."""
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     accepted = inspect.signature(model.forward).parameters

@@ -15,8 +15,8 @@ from forerun.sampling.response_format import form_of
 class SamplingParams:
     """How to generate. Names as in vLLM and transformers.
 
-    These win over the checkpoint's generation config: of that, only the end tokens are used. To have the rest of it,
-    give a transformers GenerationConfig instead.
+    Of the checkpoint's generation config only the end tokens are used; for the rest, give a transformers
+    GenerationConfig instead.
 
     Attributes:
         max_new_tokens: the most tokens to generate. The model's context is a limit too.
@@ -25,19 +25,16 @@ class SamplingParams:
         top_p: sample from the smallest set of tokens with this probability.
         min_p: leave out tokens less probable than this share of the most probable one.
         repetition_penalty: divides scores of tokens seen before; 1 is none.
-        presence_penalty, frequency_penalty: OpenAI's, from -2 to 2: taken from the scores of tokens that stand in the
-            output, once and for every time. The prompt does not count.
+        presence_penalty, frequency_penalty: OpenAI's, from -2 to 2: subtracted from the scores of tokens in the output,
+            once and for every time. The prompt does not count.
         logit_bias: what is added to the scores of some token ids, from -100 to 100.
         stop: strings that end the text; none of them appears in it.
         ignore_eos: go on after the end token.
-        seed: what is sampled then follows from it, the model and the prompt alone: the same tokens by every method, and
-            beside any neighbours (`forerun.sampling.seeded`). Row i of a batch uses stream i of the seed; streams of
-            neighbouring seeds have nothing in common. None: from torch's own state, by the rule that accepts most
-            drafts.
-
-        response_format: the form that the output is to have, as OpenAI has it: {"type": "json_object"}, {"type":
-            "json_schema", "json_schema": {"schema": ...}}, {"type": "regex", "regex": ...} or {"type": "grammar",
-            "grammar": ...}. Needs the extra `grammar`.
+        seed: decides what is sampled, with the model and the prompt: the same tokens by every method, beside any
+            neighbours (`forerun.sampling.seeded`). Row i of a batch uses stream i of the seed; streams of neighbouring
+            seeds do not overlap. None: torch's own state, and the rule that accepts most drafts.
+        response_format: the form of the output, as OpenAI has it (`forerun.sampling.response_format.form_of`). Needs
+            the extra `grammar`.
 
     Raises:
         ValueError: a value of the wrong type or out of range.

@@ -1,4 +1,4 @@
-"""The form that output is to have, as OpenAI's `response_format` says it. Needs no torch."""
+"""The form of output, as OpenAI's `response_format` describes it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ MOST = 2**16  # characters of a schema, an expression or a grammar
 
 
 def form_of(response_format: Any) -> tuple[str, str] | None:
-    """What a response format asks for: the kind ("json_schema", "regex" or "grammar") and its text; None for any text.
+    """Return the kind ("json_schema", "regex" or "grammar") and the text of a response format; None for any text.
 
-    Args:
-        response_format: None or one of {"type": "text"}, {"type": "json_object"}, {"type": "regex", "regex": ...},
-            {"type": "grammar", "grammar": ...} (Lark, as llguidance has it, or llama.cpp's GBNF) and
-            {"type": "json_schema", "json_schema": {"schema": ...}}. A schema is a JSON schema, as a dict. Names,
-            descriptions and `strict` may stand beside it: the form is kept in any case.
+    It is None, {"type": "text"}, {"type": "json_object"}, {"type": "regex", "regex": ...}, {"type": "grammar",
+    "grammar": ...} (Lark, as llguidance has it, or llama.cpp's GBNF), or {"type": "json_schema", "json_schema":
+    {"schema": ...}} with a JSON schema as a dict. Names, descriptions and `strict` beside the schema change nothing.
 
-    Raises:
-        ValueError: another type or form, a schema that is no JSON, and texts of more than `MOST` characters.
+    Raises ValueError for another type or form, a schema that is no JSON, and texts of more than `MOST` characters.
     """
     if response_format is None:
         return None
