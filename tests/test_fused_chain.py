@@ -23,7 +23,7 @@ from forerun.methods import Parts, method
 from forerun.methods.chain import Chain, ChainDrafter, FixedLength
 from forerun.methods.confidence import ProductRule
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution
+from forerun.sampling.sampler import Drafted, Drawing, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
 
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
@@ -66,11 +66,17 @@ def rolled(model: CausalLM, id: int, pending: list[int], count: int) -> tuple[li
     return best[0].tolist(), [float(each[0].softmax(-1).amax()) for each in logits]
 
 
-def drafted(model: CausalLM, *arguments: Any) -> list[int] | None:
-    """By the call, of which no distributions are asked."""
-    found = model.chain(*arguments)
-    assert found is None or found[1] is None
-    return None if found is None else found[0]
+@torch.inference_mode()
+def at_once(model: CausalLM, *arguments: Any) -> Drafted:
+    assert model.fused_draft is not None
+    return model.fused_draft(model.cache, *arguments[:6], arguments[6] if arguments[6:] else None)
+
+
+def drafted(model: CausalLM, *arguments: Any) -> list[int]:
+    """By the call, without distributions."""
+    found = at_once(model, *arguments)
+    assert found[1] is None
+    return found[0]
 
 
 def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
@@ -111,7 +117,7 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
 
 def test_it_ends_where_the_bounds_say() -> None:
     tokens, chances = rolled(begun(small()), 0, [7], 6)
-    told = begun(small()).chain(0, [7], 6, 0.0, 0.0, ())
+    told = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, ())
     assert told is not None and told.probabilities == pytest.approx(chances, rel=1e-3)
     products = torch.tensor(chances).cumprod(0).tolist()
 
@@ -130,11 +136,11 @@ def test_it_ends_where_the_bounds_say() -> None:
 
 
 def test_it_does_nothing_where_it_cannot() -> None:
-    assert drafted(begun(prepare_draft(tiny("llama"), None, None)), 0, [7], 2, 0.0, 0.0, ()) is None
+    assert prepare_draft(tiny("llama"), None, None).fused_draft is None
     biased = small()
     weight, bias = torch.randn(biased.vocab_size, 64), torch.randn(biased.vocab_size)
     with_head(biased, HotHead(rows_of(weight, bias), len(weight), torch.arange(9)))
-    assert drafted(begun(biased), 0, [7], 2, 0.0, 0.0, ()) is None
+    assert biased.fused_draft is None
 
 
 def test_any_number_of_tokens_and_ends() -> None:
@@ -205,7 +211,7 @@ def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, m
     lengths = {step[2] for each in once for step in each}
     if name == "pacer":  # blocks, of which some end a draft and some do not
         assert options["block"] in lengths and max(lengths) > options["block"]
-    monkeypatch.setattr(CausalLM, "chain", lambda *_: None)
+    monkeypatch.setattr(ChainDrafter, "_at_once", lambda *_: None)
     assert decoded() == once
 
 
@@ -238,7 +244,7 @@ def test_the_end_of_a_context_takes_no_more_room() -> None:
 
 
 def test_embeddings_with_padding_are_not_drafted_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CausalLM, "chain", lambda *_: pytest.fail("it may draft what the target lacks"))
+    monkeypatch.setattr(FusedChain, "__call__", lambda *_: pytest.fail("it may draft what the target lacks"))
     draft = small()
     assert draft.fused_draft is not None
     drafter = ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)
@@ -267,7 +273,7 @@ def test_drafts_are_sampled_from_the_distributions_that_are_told(law: SamplingDi
     """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
     numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(4):
-        found = begun(small(hot=hot)).chain(0, [7, 31], 6, 0.0, 0.0, (), Drawing(law, numbers))
+        found = at_once(begun(small(hot=hot)), 0, [7, 31], 6, 0.0, 0.0, (), Drawing(law, numbers))
         assert found is not None and found[1] is not None and len(found[0]) == 6
         other, before = begun(small(hot=hot)), [7, 31]
         for token, own, number in zip(found[0], found[1], numbers.tolist(), strict=True):
@@ -286,15 +292,15 @@ def test_drafts_are_sampled_from_the_distributions_that_are_told(law: SamplingDi
 
 def test_bounds_are_those_of_the_sampled_tokens() -> None:
     numbers = torch.full((6,), 0.5, dtype=torch.float64)
-    whole = begun(small()).chain(0, [7], 6, 0.0, 0.0, (), Drawing(WARM, numbers))
-    assert whole is not None and whole.probs is not None
+    whole = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, (), Drawing(WARM, numbers))
+    assert whole.probs is not None
     tokens, laws, chances = whole
     assert chances == [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
     for count, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
-        found = begun(small()).chain(0, [7], 6, 0.0, product * 1.0001, (), Drawing(WARM, numbers))
+        found = at_once(begun(small()), 0, [7], 6, 0.0, product * 1.0001, (), Drawing(WARM, numbers))
         assert found is not None and found[0] == tokens[:count] and torch.equal(found[1], laws[:count])
-    assert len(begun(small()).chain(0, [7], 6, max(chances) + 1e-3, 0.0, (), Drawing(WARM, numbers))[0]) == 1
-    ended = begun(small()).chain(0, [7], 6, 0.0, 0.0, [tokens[1]], Drawing(WARM, numbers))
+    assert len(at_once(begun(small()), 0, [7], 6, max(chances) + 1e-3, 0.0, (), Drawing(WARM, numbers))[0]) == 1
+    ended = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, [tokens[1]], Drawing(WARM, numbers))
     assert ended is not None and len(ended[0]) == tokens.index(tokens[1]) + 1
 
 
@@ -311,8 +317,8 @@ def test_a_seed_drafts_what_its_races_say(law: SamplingDistribution, scale: floa
     for stream in range(200):
         races = [SeededStream(5, stream).at(position) for position in range(4)]
         one, other = begun(model.fresh()), begun(model.fresh())
-        found = one.chain(0, [7], 4, 0.0, 0.0, (), Drawing(law, None, [race.key for race in races], 130 + more))
-        assert found is not None and found[1] is None
+        found = at_once(one, 0, [7], 4, 0.0, 0.0, (), Drawing(law, None, [race.key for race in races], 130 + more))
+        assert found[1] is None
         before = 7
         for token, race in zip(found[0], races, strict=True):
             _, (logits,), _ = other.roll([0], [[before]], 1, other.vocab_size)
@@ -360,7 +366,7 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(verification: 
 def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
     model = small(hot=True, change=lambda weight: weight[3].fill_(torch.nan))
     numbers = torch.zeros(3, dtype=torch.float64)
-    found = begun(model).chain(0, [7], 3, 0.0, 0.0, (), Drawing(SamplingDistribution(), numbers))
+    found = at_once(begun(model), 0, [7], 3, 0.0, 0.0, (), Drawing(SamplingDistribution(), numbers))
     assert found is not None and found[0] == [] and found[1] is not None and len(found[1]) == 0
 
 
@@ -411,7 +417,7 @@ def test_sampled_methods_draft_in_one_call(
     assert decoded(temperature=0.8, top_k=5).stats.drafted > 0 and len(calls) == done  # this goes token by token
     lengths = {step.drafted for step in once.steps}
     assert name == "sd" or ({2, 4} & lengths and max(lengths) > 2)
-    monkeypatch.setattr(CausalLM, "chain", lambda *_: None)
+    monkeypatch.setattr(ChainDrafter, "_at_once", lambda *_: None)
     again = decoded(temperature=0.8, top_p=0.9)
     assert seed is None or [(step.tokens, step.drafted) for step in again.steps] == [
         (s.tokens, s.drafted) for s in once.steps

@@ -54,7 +54,6 @@ class FusedChain:
         ends: Collection[int],
         drawing: Drawing | None,
     ) -> Drafted:
-        """`CausalLM.chain`."""
         layers, row = self._forward.layers, cache.row(id)
         length = cache.lengths[row]
         cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run

@@ -131,14 +131,14 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
 @torch.inference_mode()
 def _chained_cost(draft: CausalLM, context: int, drawing: Drawing | None) -> float:
     """Return the ms of a token that the draft makes in one call with others, 0 if it does not."""
+    draft, seconds = after(draft, context), list[float]()
     if draft.fused_draft is None:
         return 0.0
-    draft, seconds = after(draft, context), list[float]()
     for _ in _rounds():
         begun = perf_counter()
-        found = draft.chain(0, [0], CHAIN, 0.0, 0.0, (), drawing)
+        found = draft.fused_draft(draft.cache, 0, [0], CHAIN, 0.0, 0.0, (), drawing)
         seconds.append((perf_counter() - begun) / CHAIN)
-        if found is None or not found.tokens:
+        if not found.tokens:
             return 0.0
         draft.crop([0], [context])
     return _quiet_ms(seconds)

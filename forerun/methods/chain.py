@@ -173,7 +173,7 @@ class ChainDrafter(Drafter):
 
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
         """Draft all of a chain, in one call for as much as the rule can bound; return the seconds of the rule. None,
-        with nothing done, without such calls (`CausalLM.chain`)."""
+        with nothing done, without such calls (`FusedDraft`)."""
         bounds, seconds = rule.bounds(), 0.0
         if bounds is None or self.capture or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
             return None  # padding may be drafted
@@ -200,14 +200,12 @@ class ChainDrafter(Drafter):
             places = range(len(chain.tokens), len(chain.tokens) + most)
             keys = [race.key for race in map(seq.source, places) if isinstance(race, seeded.SeededSampler)]
             drawing = sampling.Drawing(seq.sampler.distribution, numbers, keys, self.vocab_size)
-        pending = self._pending(chain)
-        found = self.model.chain(seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
-        count = 0 if found is None else len(found.tokens)
-        if source is not None and before is not None and count < most:
+        pending, cache, draft = self._pending(chain), self.model.cache, self.model.fused_draft
+        assert draft is not None
+        found = draft(cache, seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
+        if source is not None and before is not None and len(found.tokens) < most:
             source.set_state(before)  # numbers that were not needed are still to come
-            uniforms(source, count)
-        if found is None:
-            return None
+            uniforms(source, len(found.tokens))
         chain.tokens += found.tokens
         if found.probs is not None:
             chain.q += self._fitted(found.probs, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +24,6 @@ from forerun.model.prompts import ROW, PromptCache
 from forerun.model.rows import Rows
 from forerun.model.support import check_model, context_of, window_of
 from forerun.sampling.probabilities import argmax_of
-from forerun.sampling.sampler import Drafted, Drawing
 
 __all__ = ["CausalLM", "Rows", "context_of", "fingerprint", "same_model"]
 
@@ -279,27 +278,6 @@ class CausalLM(Rows):
             self.cache.commit(ids, inputs.depths)
             inputs = Inputs(rows, one, given=best[-1])
         return torch.stack(best, 1), logits, captured
-
-    @torch.inference_mode()
-    def chain(
-        self,
-        id: int,
-        pending: Sequence[int],
-        most: int,
-        least: float,
-        product: float,
-        ends: Collection[int],
-        drawing: Drawing | None = None,
-    ) -> Drafted | None:
-        """Run and commit tokens of a sequence, then draft up to `most` tokens in one call, by argmax or as `drawing`
-        says.
-
-        The last one is less probable than `least`, or makes all together less probable than `product`, or is one of the
-        `ends`, or stands before logits that are not numbers. All but the last one are run and committed. None, with
-        nothing done, if this model cannot: use `roll`."""
-        if self.fused_draft is None:
-            return None
-        return self.fused_draft(self.cache, id, pending, most, least, product, ends, drawing)
 
     def _run(self, inputs: Inputs, capture: Capture) -> tuple[Tensor, Tensor | None]:
         """Return logits [n, V] and captured states [n, d] of new entries of the cache."""

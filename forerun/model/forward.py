@@ -49,7 +49,11 @@ class DraftHead(Protocol):
 
 
 class FusedDraft(Protocol):
-    """Drafts a chain in one call (`forerun.backends.chain`); see `CausalLM.chain`.
+    """Drafts a chain in one call (`forerun.backends.chain`).
+
+    It runs and commits tokens of a sequence, then drafts up to `most`, by argmax or as `drawing` says. The last one is
+    less probable than `least`, or makes all together less probable than `product`, or is one of the `ends`, or stands
+    before logits that are not numbers. All but the last one are run and committed.
 
     Attributes:
         hot: the head that it drafts with; None for the model's own.
@@ -69,4 +73,4 @@ class FusedDraft(Protocol):
         product: float,
         ends: Collection[int],
         drawing: Drawing | None,
-    ) -> Drafted | None: ...
+    ) -> Drafted: ...

@@ -108,7 +108,7 @@ class Drawing:
 
 
 class Drafted(NamedTuple):
-    """A chain that was drafted in one call (`forerun.model.causal_lm.CausalLM.chain`)."""
+    """A chain that was drafted in one call (`forerun.model.forward.FusedDraft`)."""
 
     tokens: list[int]
     probs: Tensor | None  # [n, V] that the tokens were sampled from, if that was by numbers
