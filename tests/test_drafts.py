@@ -1,4 +1,4 @@
-"""Drafts to learn from: they leave answers of conversations, and the layer sees in decoding what it learnt from."""
+"""Drafts to train on: they are rolled out in answers, and in decoding the layer gets the same inputs as in training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_laws_in_decoding_are_those_of_training(
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
     asked: list[tuple[int, ...]] = []
-    told: list[abc.Sequence[tuple[float, float]]] = []
+    given: list[abc.Sequence[tuple[float, float]]] = []
     law, begin = PacerStop.law, QuickPreVerifier.begin
 
     def noted(self: PacerStop, seq: Sequence) -> tuple[float, float]:
@@ -59,7 +59,7 @@ def test_laws_in_decoding_are_those_of_training(
         return law(self, seq)
 
     def begun(self: QuickPreVerifier, history: Any, law: Any = None) -> Any:
-        told.append(law)
+        given.append(law)
         return begin(self, history, law)
 
     monkeypatch.setattr(PacerStop, "law", noted)
@@ -71,9 +71,9 @@ def test_laws_in_decoding_are_those_of_training(
     )
     accepted = {step.accepted for row in done for step in row.steps}
     # Phrases are drafted row by row.
-    assert max(len(laws) for laws in told) == (3 if name == "pacer" else 1) and len(accepted) >= 3
+    assert max(len(laws) for laws in given) == (3 if name == "pacer" else 1) and len(accepted) >= 3
     assert any(step.accepted < step.drafted for row in done for step in row.steps)
-    found = dict(zip(asked, [each for laws in told for each in laws], strict=True))
+    found = dict(zip(asked, [each for laws in given for each in laws], strict=True))
 
     judge = CausalLM(target)
     sampler = Sampler()
@@ -83,11 +83,11 @@ def test_laws_in_decoding_are_those_of_training(
     texts = of_chats([conversation(prompt, row.tokens) for prompt, row in zip(PROMPTS, done, strict=True)])
     drafts = roll_out(judge, CausalLM(draft), texts, None, 1, sampler, torch.Generator().manual_seed(0))
     places = zip(drafts.rows.tolist(), drafts.anchors.tolist(), drafts.law.tolist(), strict=True)
-    learnt = {tuple(texts.tokens[row, : anchor + 1].tolist()): both for row, anchor, both in places}
-    assert len(learnt) == 3 * 40
-    assert len(found) > 30 and found.keys() <= learnt.keys()
+    trained = {tuple(texts.tokens[row, : anchor + 1].tolist()): both for row, anchor, both in places}
+    assert len(trained) == 3 * 40
+    assert len(found) > 30 and found.keys() <= trained.keys()
     for text, both in found.items():
-        assert both == pytest.approx(learnt[text], rel=1e-3, abs=1e-4)
+        assert both == pytest.approx(trained[text], rel=1e-3, abs=1e-4)
         assert (tuple(both) == UNKNOWN) == (list(text) in PROMPTS)
     assert len({round(entropy, 3) for entropy, _ in found.values()}) > 20
 
@@ -125,6 +125,10 @@ def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def models_of(pair: tuple[str, str]) -> list[CausalLM]:
+    return [CausalLM(load_model(folder, part)) for folder, part in zip(pair, ("target", "draft"), strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +172,11 @@ def test_which_conversations_are_used(chats: Path) -> None:
 @pytest.mark.parametrize("count", [5, None])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tuple[str, str], chats: Path) -> None:
-    target, draft = (load_model(folder, part) for folder, part in zip(pair, ("target", "draft"), strict=True))
+    target, draft = models_of(pair)
     depth = 6 if greedy else 4
     texts = of_conversations(chats, replace(RECIPE, sequences=1000))["greedy" if greedy else "sampling"][0]
     generator = torch.Generator().manual_seed(0)
-    drafts = roll_out(CausalLM(target), CausalLM(draft), texts, count, depth, Sampler(greedy), generator)
+    drafts = roll_out(target, draft, texts, count, depth, Sampler(greedy), generator)
     seen = set()
     plain = Decoder(draft, method=AR())
     for at, (row, anchor) in enumerate(zip(drafts.rows.tolist(), drafts.anchors.tolist(), strict=True)):
@@ -184,14 +188,14 @@ def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tu
             said = plain.generate(prompt + answer[:place], max_new_tokens=depth, ignore_eos=True).tokens
             right = [float(a == b) for a, b in zip(said, answer[place : place + depth], strict=True)]
             assert drafts.tokens[at].tolist() == said and drafts.accept[at].tolist() == right
-    room = [len(answer) - depth + 1 for _, answer in answers(texts)]
-    assert len(seen) == len(drafts.accept) == sum(each if count is None else min(count, each) for each in room)
-    assert min(room) < 5 < max(room)
+    places = [len(answer) - depth + 1 for _, answer in answers(texts)]
+    assert len(seen) == len(drafts.accept) == sum(each if count is None else min(count, each) for each in places)
+    assert min(places) < 5 < max(places)
 
 
 def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: Path) -> None:
     """What pads a text is not seen."""
-    models = [CausalLM(load_model(folder, part)) for folder, part in zip(pair, ("target", "draft"), strict=True)]
+    models = models_of(pair)
     texts = of_conversations(chats, replace(RECIPE, sequences=1000))["greedy"][0]
     together = roll_out(*models, texts, None, 6, Sampler())
     for row in (0, 5):
@@ -219,7 +223,7 @@ def test_a_layer_learns_from_conversations_and_resumes(pair: tuple[str, str], ch
     said: list[str] = []
     train(pair, tmp_path / "resumed", chats, say=said.append)
     assert sum(line.startswith("drafts of") for line in said) == 3
-    models = [CausalLM(load_model(folder, part)) for folder, part in zip(pair, ("target", "draft"), strict=True)]
+    models = models_of(pair)
     layers = [load_pre_verifier(tmp_path / out, *models) for out in ("whole", "resumed")]
     for (name, one), (_, two) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):
         assert torch.equal(one, two), name

@@ -1,4 +1,4 @@
-"""Requests join and leave: what each is given, what is left behind, and what happens when something goes wrong."""
+"""Requests join and leave: what each is given, what stays, and what happens when something goes wrong."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Fails(LogitsProcessor):
 class NeverStops(StoppingCriteria):
     """The same as a criterion."""
 
-    def __init__(self, length: int, error: type[BaseException] = ZeroDivisionError) -> None:
+    def __init__(self, length: int, error: type[BaseException] | None) -> None:
         self.processor = Fails(length, error)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -176,7 +176,7 @@ class NeverStops(StoppingCriteria):
 def failing(prompt: abc.Sequence[int], how: str = "processor", greedy: bool = True) -> Request:
     error = {"panic": Panic, "nothing": None}.get(how.split()[0], ZeroDivisionError)
     if how.endswith("criterion"):
-        criteria = StoppingCriteriaList([NeverStops(len(prompt) + 6, error)])  # type: ignore[arg-type]
+        criteria = StoppingCriteriaList([NeverStops(len(prompt) + 6, error)])
         return Request(prompt, 20, Sampler(greedy), criteria=criteria, seed=1)
     return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([Fails(len(prompt) + 6, error)])), seed=1)
 
@@ -433,7 +433,7 @@ def test_what_no_request_is_to_blame_for_is_raised_at_once(place: str) -> None:
     assert [tokens_of(steps[id]) for id in ids] == wanted
 
 
-def test_only_who_makes_steps_fail_is_told() -> None:
+def test_the_error_of_a_step_is_raised_to_its_cause_alone() -> None:
     made = decoder("sd")
     made.close()
     wanted = made.generate(PROMPTS[0], max_new_tokens=30).tokens
@@ -448,17 +448,17 @@ def test_only_who_makes_steps_fail_is_told() -> None:
 
 
 def test_what_progress_raises_is_raised_once() -> None:
-    made, told = decoder("sd"), []
+    made, reports = decoder("sd"), []
     made.close()
 
     def progress(read: int, total: int) -> None:
-        told.append(read)
-        if len(told) == 1:
+        reports.append(read)
+        if len(reports) == 1:
             raise ZeroDivisionError("of the user")
 
     with pytest.raises(ZeroDivisionError):
         made.generate(PROMPTS[2], max_new_tokens=5, progress=progress)
-    assert len(told) == 1
+    assert len(reports) == 1
 
 
 def test_a_draft_that_shows_its_states_finds_its_prefixes() -> None:
@@ -469,13 +469,6 @@ def test_a_draft_that_shows_its_states_finds_its_prefixes() -> None:
     before = model.prefilled
     made.generate([*PROMPTS[2], *first.tokens, 5, 6], max_new_tokens=5)
     assert model.prefilled - before < 15
-
-
-def test_free_rows_count_where_the_queue_is_bounded() -> None:
-    made = Decoder(tiny("llama"), method=method("ar"), max_queue=4, max_rows=10)
-    assert len(made.generate([PROMPTS[0]] * 14, max_new_tokens=3)) == 14
-    with pytest.raises(QueueFullError):
-        made.generate([PROMPTS[0]] * 15, max_new_tokens=3)
 
 
 def test_threads_that_share_a_decoder_get_their_own_output() -> None:
@@ -520,9 +513,6 @@ def test_a_stream_that_is_let_go_frees_its_rows() -> None:
     assert made.engine is engine
     assert made.generate(PROMPTS[0], max_new_tokens=5).tokens
     assert not engine.target.cache.ids and not engine.busy
-    with pytest.raises(ZeroDivisionError):
-        made.generate(PROMPTS[0], max_new_tokens=30, stopping_criteria=StoppingCriteriaList([NeverStops(8)]))
-    assert made.engine is engine and made.generate(PROMPTS[0], max_new_tokens=5).tokens
 
 
 def test_a_prefix_that_requests_share_is_computed_once() -> None:

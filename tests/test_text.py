@@ -23,7 +23,7 @@ from forerun.api.loading import load_tokenizer
 from forerun.text.stop_strings import StopStrings, TextStream
 
 ODD = "\ufffd"
-# The tokenizer has learnt "ab", "aa" and the like; the others take two to four tokens each.
+# The tokenizer has "ab", "aa" and the like; other characters take two to four tokens each.
 texts = st.text(alphabet="ab c\u00e9\u6f22\U0001f600", max_size=14)
 stops = st.lists(st.text(alphabet="ab c\u00e9\u6f22", min_size=1, max_size=4), max_size=3)
 
