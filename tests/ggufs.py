@@ -38,22 +38,6 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"num_hidden_layers": 4}),  # the fourth does not rotate
 }
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def small(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -104,13 +88,8 @@ def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
 
 def names(model: PreTrainedModel) -> dict[str, str]:
     """What the tensors of a file are called, by their names in transformers."""
-    found = {}
-    for name, _ in model.named_parameters():
-        place, _, part = name.rpartition(".")
-        layer = place.split(".")[2] if place.startswith("model.layers.") else None
-        place = place if layer is None else place.split(".", 3)[3]
-        found[name] = f"blk.{layer}.{NAMES[place]}.{part}" if layer is not None else f"{NAMES[place]}.{part}"
-    return found
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.num_hidden_layers)
+    return {name: str(known.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}
 
 
 def rounded(model: PreTrainedModel, kind: str, types: dict[str, str] | None = None) -> PreTrainedModel:

@@ -23,56 +23,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
+from forerun.backends.kernels import BatchArgument as Batch
+from forerun.backends.kernels import CacheArgument as Cache
+from forerun.backends.kernels import ChainArgument as Chain
+from forerun.backends.kernels import LayerArgument as Layer
+from forerun.backends.kernels import MatrixArgument as Matrix
+from forerun.backends.kernels import ModelArgument as Model
 from forerun.csrc.build import HERE, VARIANTS, build
 from forerun.sampling.seeded import SeededStream as Races
 
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_P = ctypes.c_void_p
 FORMATS = {"Q4_0": 3, "Q4_1": 4, "Q8_0": 7, "F32": 10}
-
-
-class Matrix(ctypes.Structure):
-    _fields_ = [("layout", _I), ("outputs", _I), ("inputs", _I), ("panels", _P)]
-
-
-class Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, _P) for name in ("first", "second", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")),
-        *((name, _I) for name in ("window", "turned")),
-    ]
-
-
-class Model(ctypes.Structure):
-    _fields_ = [
-        *((name, _I) for name in ("d", "heads", "groups", "size", "layers", "positions", "vocabulary", "embed_format")),
-        *((name, _P) for name in ("layer", "norm", "cos", "sin", "embed")),
-        ("embed_row", _L),
-        ("head", Matrix),
-        ("eps", _F),
-    ]
-
-
-class Cache(ctypes.Structure):
-    _fields_ = [("keys", _P), ("values", _P), ("row", _L), ("group", _L), ("rows", _I), ("capacity", _I)]
-
-
-class Batch(ctypes.Structure):
-    _fields_ = [
-        *((name, _I) for name in ("n", "path")),
-        *((name, _P) for name in ("tokens", "states", "row", "slot", "position", "length", "seen", "paths")),
-        *((name, _P) for name in ("normed", "capture", "captured", "asked", "head", "extra", "logits")),
-        *((name, _I) for name in ("captures", "asks", "extras")),
-    ]
-
-
-class Chain(ctypes.Structure):
-    _fields_ = [
-        *((name, _I) for name in ("row", "length", "count", "most")),
-        *((name, _P) for name in ("pending", "head", "names", "places", "extra", "ends", "numbers", "keys", "probs")),
-        *((name, _P) for name in ("drafted", "chances")),
-        *((name, _I) for name in ("extras", "ended", "among")),
-        *((name, _F) for name in ("least", "product", "turn", "top_p")),
-    ]
 
 
 STRUCTURES = Layer, Model, Cache, Batch, Chain

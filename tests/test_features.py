@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from toys import ARCHITECTURES, extend, tiny
 
 from forerun.backends import prepare
-from forerun.backends.lean import lean_forward
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
 from forerun.model.causal_lm import CausalLM
@@ -43,11 +42,10 @@ def test_they_are_what_all_layers_but_the_last_have_made(architecture: str) -> N
         torch.testing.assert_close(torch.cat([prompt, own]), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_lean_forwards_are_the_same() -> None:
-    model = tiny("llama")
-    forward = lean_forward(model)
-    assert forward is not None
-    for ours, theirs in zip(below(CausalLM(model, forward)), below(CausalLM(model)), strict=True):
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])  # the lean forward, and packed weights
+def test_fast_forwards_of_float32_give_the_same(architecture: str) -> None:
+    model = tiny(architecture)
+    for ours, theirs in zip(below(prepare(copy.deepcopy(model))), below(CausalLM(model)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -66,12 +64,6 @@ def test_the_quantised_are_the_same(name: str, kind: str) -> None:
     other = quick.fresh()
     other.add(0)
     assert torch.equal(other.extend([0], [[*PROMPT, *CHAINS[0], 5, 6]])[0][-2:], logits)
-
-
-def test_packed_weights_give_the_same() -> None:
-    model = tiny("qwen3")
-    for ours, theirs in zip(below(prepare(copy.deepcopy(model))), below(CausalLM(model)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_without_a_list_of_layers_has_none() -> None:

@@ -83,6 +83,19 @@ def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
     return [each.clone() for pair in model.cache.view(id, model.length(id)) if pair is not None for each in pair]
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How each call of a chain samples (None: it does not)."""
+    found, call = list[Any](), FusedChain.__call__
+
+    def counted(self: FusedChain, *arguments: Any) -> Any:
+        found.append(arguments[-1])
+        return call(self, *arguments)
+
+    monkeypatch.setattr(FusedChain, "__call__", counted)
+    return found
+
+
 @pytest.mark.parametrize("pending", [[7], [7, 8, 9], list(range(3, 36))])
 @pytest.mark.parametrize(
     ("name", "kind", "hot"),
@@ -185,15 +198,10 @@ def test_a_cache_that_grows_and_other_threads() -> None:
         ("pacer", {"block": 3, "most": 8, "threshold": 0.3, "score": "mean"}),
     ],
 )
-def test_methods_draft_the_same(name: str, options: dict[str, Any], hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_draft_the_same(
+    name: str, options: dict[str, Any], hot: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lengths and all, alone and where a second request joins; and the call is what drafts."""
-    calls, call = [], FusedChain.__call__
-
-    def counted(self: FusedChain, *arguments: Any) -> Any:
-        calls.append(arguments)
-        return call(self, *arguments)
-
-    monkeypatch.setattr(FusedChain, "__call__", counted)
 
     def decoded() -> list[list[tuple[Any, ...]]]:
         layer = None
@@ -389,20 +397,13 @@ def test_what_a_sampler_does_is_a_law_or_is_not() -> None:
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("seed", [None, 4])
 def test_sampled_methods_draft_in_one_call(
-    seed: int | None, hot: bool, name: str, monkeypatch: pytest.MonkeyPatch
+    seed: int | None, hot: bool, name: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a seed output and drafts are what they are without the call; the call is what drafts."""
     layer, options = None, dict[str, Any](gamma=3)
     if name == "pacer":
         layer = random_layer(tiny("llama"), tiny("llama"), seed=2)
         options = {"block": 2, "most": 7, "threshold": 0.47}
-    calls, call = [], FusedChain.__call__
-
-    def counted(self: FusedChain, *arguments: Any) -> Any:
-        calls.append(arguments[-1])
-        return call(self, *arguments)
-
-    monkeypatch.setattr(FusedChain, "__call__", counted)
 
     def decoded(**asked: Any) -> Any:
         chosen = method(name, **options)

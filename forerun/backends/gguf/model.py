@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import MODEL_ARCH, get_tensor_name_map
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -23,21 +24,6 @@ from forerun.kinds import KINDS
 
 _LOG = logging.getLogger("forerun")
 
-# The file's names for modules, by what they are called in transformers.
-_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 EMBEDDING = "token_embd.weight"
 _FLOATS = (Type.F32, Type.F16)
 # What need not be stored anew to have so many bits.
@@ -68,9 +54,9 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     )
     with torch.device("meta"):
         model: Any = model_class(config)(config)
-    modules = {
-        _name(place): place for place, module in model.named_modules() if getattr(module, "weight", None) is not None
-    }
+    known = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_hidden_layers)  # which has all of the family's
+    weighted = [place for place, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    modules = {str(known.get_name(place)): place for place in weighted}  # by the file's names
     _check(file, model, modules)
     matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
     plain = kind == "float32" or (kind is None and all(matrix.tensor_type in _FLOATS for matrix in matrices))
@@ -84,14 +70,6 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     model.generation_config = GenerationConfig(**special_ids(file))
     config.name_or_path = str(path)
     return model.eval(), note
-
-
-def _name(place: str) -> str:
-    """The file's name for the module at a place of the model."""
-    if not place.startswith("model.layers."):
-        return _NAMES[place]
-    number, _, rest = place.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{_LAYER[rest]}"
 
 
 def _check(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
