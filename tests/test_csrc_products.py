@@ -268,7 +268,7 @@ def test_sizes_that_do_not_fit_are_refused(name):
 
     assert pack() == 0
     panels[:] = 0
-    wrongs = {"size": (rows.nbytes - 1, 0), "outputs": (9, 0, -8, 2**31 - 1), "end": (2, 0)}
+    wrongs = {"size": (rows.nbytes - 1, 0), "outputs": (9, 0, -8, 2**31 - 1), "end": (2,)}
     wrongs |= {"inputs": (2 * inputs, inputs - 1, 0, -inputs), "first": (-1, 2), "number": (-1, len(FORMATS))}
     for name, values in wrongs.items():
         for value in values:
