@@ -9,6 +9,7 @@
 #define AHEAD 2048               /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
+#define WIDE_ROWS 3              /* from which 512 bits pay: fewer rows wait for memory */
 #define STEP (WIDE ? 4 : 1)      /* units at once */
 #define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* how 6 and 8 bit codes are multiplied */
 #define UNROLL _Pragma("GCC unroll 8")
@@ -236,12 +237,17 @@ FR_INLINE void one(int bits, int scales, const uint8_t *u, const fr_record *x, i
 FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int inputs, const fr_record *x, int rows, int n, sums *f) {
     for (int s = 0; s < inputs / 256; s++, x += rows)
         for (int o = 0; o < 8; o += STEP, u += unit * STEP) {
-            UNROLL for (size_t i = 0; i < unit * STEP; i += 64) __builtin_prefetch(u + AHEAD + i);
 #if WIDE
-            group(bits, scales, unit, u, x, n, f, o);
-#else
-            one(bits, scales, u, x, n, f, o);
+            if (n >= WIDE_ROWS) {
+                UNROLL for (size_t i = 0; i < unit * STEP; i += 64) __builtin_prefetch(u + AHEAD + i);
+                group(bits, scales, unit, u, x, n, f, o);
+                continue;
+            }
 #endif
+            for (int i = 0; i < STEP; i++) {
+                UNROLL for (size_t at = 0; at < unit; at += 64) __builtin_prefetch(u + AHEAD + unit * (size_t)i + at);
+                one(bits, scales, u + unit * (size_t)i, x, n, f, o + i);
+            }
         }
     if (scales == D || scales == DM) /* the others have whole superblocks */
         for (int b = 0; b < inputs / 32 % 8; b++, u += unit, x += rows) one(bits, scales, u, x, n, f, 8);
