@@ -14,9 +14,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from benchmarks.peers import ASSISTED, HF_LOOKUP, peer_settings, takes_rows
 from forerun.api.load import Decoder
 from forerun.api.loading import load_model
+from forerun.bench.measure import Outcome, Run
 from forerun.bench.models import build_decoders
 from forerun.bench.plan import Plan
-from forerun.bench.runners import Outcome, Run
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 

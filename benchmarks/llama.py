@@ -20,7 +20,7 @@ import torch
 from benchmarks.hf import end_tokens
 from benchmarks.peers import is_llama, llama_mode
 from forerun.backends.gguf import find
-from forerun.bench.runners import Loaded, Outcome, Run
+from forerun.bench.measure import Loaded, Outcome, Run
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import locate
 

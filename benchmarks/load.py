@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from forerun.api.load import Decoder
-from forerun.bench.runners import forget_phrases
+from forerun.bench.measure import forget_phrases
 from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 

@@ -39,12 +39,11 @@ from benchmarks.load import (
 )
 from forerun.api.load import Decoder
 from forerun.bench.datasets import Prompt
-from forerun.bench.measure import WARM_UP, turned
+from forerun.bench.measure import WARM_UP, facts_of_prompts, turned
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.records import first_difference
 from forerun.bench.report import provenance
-from forerun.bench.session import claimed
 from forerun.cli.bench import planned, progress, split
 from forerun.files import write_text
 from forerun.methods import METHODS, Method, is_method
@@ -130,16 +129,15 @@ def serve(
     """Measures loads of so many requests, of least and most new tokens, and returns the results; with `out` they are
     also there as files. `batching`: transformers' continuous batching too.
 
-    Raises ValueError as `forerun.bench.session.bench` does, and where there are fewer prompts than requests: phrases of
+    Raises ValueError as `forerun.bench.measure.bench` does, and where there are fewer prompts than requests: phrases of
     a prompt that comes again would know its answer.
     """
     datasets, tokenizer = load_prompts(plan, files)
     prompts = [prompt.tokens or () for rows in datasets.values() for prompt in rows]
     if len(prompts) < requests:
         raise ValueError(f"--requests {requests} are more than the {len(prompts)} prompts, which come once each")
-    facts = claimed(plan, datasets, out)
     peers = load_peers(plan, assisted=False) if batching else None
-    decoders, *_ = load_decoders(plan, tokenizer, out)
+    decoders, *_ = load_decoders(plan, tokenizer)
     longest = max(map(len, prompts)) + lengths[1]
 
     def server(name: str) -> Any:
@@ -160,7 +158,7 @@ def serve(
                     found[load][name].append(drive(each, jobs, load.clients))
                 say(f"round {number + 1} of {plan.rounds}, {load.kind} {load.size}: {name}")
     arguments = plan.arguments() | {"requests": requests, "new_tokens": list(lengths)}
-    results = _results(plan, names, found) | {"prompts": facts, **provenance(arguments)}
+    results = _results(plan, names, found) | {"prompts": facts_of_prompts(datasets), **provenance(arguments)}
     if out is not None:
         for load in loads:
             plot_rows({name: rounds[-1] for name, rounds in found[load].items()}, out / picture(load))
@@ -338,7 +336,7 @@ def main(
     names = split(methods)
     ours = [name for name in names if name != BATCHING]
     more = {"max_new_tokens": int(high), "batch": max(load.clients or 1 for load in loads)}
-    plan, files = planned(given | {"methods": ours, "tune": None, "resume": False}, static, **more)
+    plan, files = planned(given | {"methods": ours, "tune": None}, static, **more)
     lengths = int(low), int(high)
     results = serve(plan, files, loads, requests, lengths, BATCHING in names, out, progress)
     progress("")

@@ -59,7 +59,7 @@ def check_logits(
     """Runs every method of ours greedily and compares each verified token's logits with those of a step of its own,
     behind a prompt that was read token by token. `plan.batch` prompts stand in one batch, in any mix of lengths."""
     datasets, tokenizer = load_prompts(plan, files)
-    decoders, target, _ = load_decoders(plan, tokenizer, None)
+    decoders, target, _ = load_decoders(plan, tokenizer)
     found = {name: Compared() for name in decoders}
     prompts = [list(prompt.tokens or ()) for each in datasets.values() for prompt in each]
     for start in range(0, len(prompts), plan.batch):
@@ -137,8 +137,8 @@ def _look(start: int, draft: Draft, scores: Tensor, truth: Truth, found: Compare
 def main(**given: Any) -> None:
     plan, files = planned(given | {"out": None})
     out: Path | None = given["out"]
-    if plan.temperature or given["resume"]:
-        raise ValueError("logits are compared in greedy decoding, and without --resume")
+    if plan.temperature:
+        raise ValueError("logits are compared in greedy decoding")
     results = check_logits(plan, files, progress)
     progress("")
     if out is not None:

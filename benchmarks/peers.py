@@ -16,7 +16,7 @@ from forerun.methods import METHODS, Method, is_method
 from forerun.zoo import locate
 
 if TYPE_CHECKING:
-    from forerun.bench.runners import Loaded, Run
+    from forerun.bench.measure import Loaded, Run
 
 ASSISTED, HF_LOOKUP, FORWARD = "hf-assisted", "hf-lookup", "hf-forward"
 SCHEDULES = ("heuristic", "heuristic_transient", "constant")
@@ -83,7 +83,7 @@ class Peers:
 
     def _forward(self, loaded: Loaded, name: str) -> Run:
         from benchmarks.hf import load_on_their_forward
-        from forerun.bench.runners import decoder_run
+        from forerun.bench.measure import decoder_run
 
         if "forward" not in self.loaded:
             plan = replace(loaded.plan, methods=self.forward)

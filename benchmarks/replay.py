@@ -23,7 +23,7 @@ from forerun.bench.records import Record, parse
 from forerun.bench.report import summary
 from forerun.engine.costs import Costs
 from forerun.files import read_text
-from forerun.methods import Method, drop_removed, is_method, method
+from forerun.methods import Method, is_method, method
 
 USUAL_BLOCK = 4  # tokens a call of Pacer's layer, where it chooses for itself
 
@@ -38,7 +38,7 @@ def replayed(folder: Path, costs: Costs | None = None) -> dict[str, dict[str, An
         results = json.loads(read_text(folder / "results.json"))
         arguments, measured = results["arguments"], costs_of(results["costs"])
         methods = {
-            name: method(own, **drop_removed(settings))
+            name: method(own, **settings)
             for name, settings in arguments["methods"].items()
             if is_method(own := name.partition("=")[0].rpartition(".")[0] if "=" in name else name)
         }

@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.command import run
 from forerun.api.load import Decoder
+from forerun.bench.measure import forget_phrases
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.report import PHASES
-from forerun.bench.runners import forget_phrases
 from forerun.cli.bench import bench, planned
 from forerun.engine.engine import Step
 from forerun.sampling.params import SamplingParams
@@ -165,7 +165,7 @@ def main(**given: Any) -> None:
     if out is None:
         raise ValueError("--out is missing: the folder for the pictures")
     datasets, tokenizer = load_prompts(plan, files)
-    decoders, *_ = load_decoders(plan, tokenizer, None)
+    decoders, *_ = load_decoders(plan, tokenizer)
     prompts = [list(prompt.tokens or ()) for prompt in next(iter(datasets.values()))[: plan.batch]]
     out.mkdir(parents=True, exist_ok=True)
     for name, decoder in decoders.items():

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_IMPORTS = ("torch", "transformers", "forerun.api.load", "forerun.bench.session", "forerun.cli.commands")
+_IMPORTS = ("torch", "transformers", "forerun.api.load", "forerun.bench.measure", "forerun.cli.commands")
 
 
 def run(

@@ -87,13 +87,9 @@ def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("heuristic", {"gamma": 0}, "gamma must be an integer of at least 1, not 0"),
-        ("pacer-ouroboros", {"block": 0}, "block must be an integer of at least 1, not 0"),
         ("suffix", {"memory": True}, "memory must be an integer of at least 1, not True"),
         ("ouroboros", {"window": -1}, "window must be an integer of at least 0, not -1"),
         ("ouroboros", {"sources": "prompts"}, "sources must be of prompt+output+rejected+suffixes, not 'prompts'"),
-        ("ouroboros", {"sources": 3}, "sources must be of prompt+output+rejected+suffixes, not 3"),
-        ("lookahead", {"guesses": 0}, "guesses must be an integer of at least 1, not 0"),
         ("lookahead", {"ngram": 1}, "ngram must be an integer of at least 2, not 1"),
         ("confidence", {"threshold": 1.5}, "threshold must be a number from 0 to 1, not 1.5"),
         ("cumulative", {"threshold": float("nan")}, "threshold must be a number from 0 to 1, not nan"),
@@ -102,12 +98,9 @@ def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
         ("svip", {"scale": -1.0}, "scale must be a number from 0 to 100, not -1.0"),
         ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
         ("hybrid", {"warm": "x"}, "warm must be true or false, not 'x'"),
-        ("hybrid", {"least": 2.0}, "least must be a number from 0 to 1, not 2.0"),
         ("hybrid", {"other": "hybrid"}, "other must be auto, sd, pacer"),
         ("hybrid", {"other": "oracle"}, "other must be auto, sd, pacer"),
-        ("hybrid", {"other": 3}, "other must be auto, sd, pacer"),
         ("hybrid", {"other": "sd:depth=2"}, "method 'sd' has no setting 'depth'; it has verification, gamma"),
-        ("hybrid", {"other": "sd:name=x"}, "method 'sd' has no setting 'name'"),
         ("hybrid", {"other": "sd:gamma=x"}, "sd.gamma must be of type int, not 'x'"),
         ("hybrid", {"other": "sd:gamma"}, "method 'sd:gamma': the module 'sd' cannot be imported"),
         ("hybrid", {"other": "sd:gamma=2:gamma=9"}, "other gives gamma twice"),
@@ -197,11 +190,10 @@ OWN = '''
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module in the working folder, which is not where Python looks for modules."""
     (tmp_path / "my_methods.py").write_text(dedent(OWN))
-    (tmp_path / "my_broken.py").write_text("import nowhere_to_be_found\n")
     (tmp_path / "my_mistake.py").write_text("def (\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("my_methods", "my_broken", "my_mistake"):
+    for name in ("my_methods", "my_mistake"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return "my_methods:Again"
 
@@ -242,12 +234,9 @@ def test_the_command_line_takes_it(outside: str) -> None:
     [
         ("nowhere", {}, "unknown method 'nowhere'; there are ar, sd, .*, and others as package.module:Class"),
         ("no_such_module:Thing", {}, "the module 'no_such_module' cannot be imported: No module named"),
-        ("my_broken:Thing", {}, "the module 'my_broken' cannot be imported: No module named 'nowhere_to_be_found'"),
         ("my_mistake:Thing", {}, "the module 'my_mistake' cannot be imported: invalid syntax"),
-        (":Thing", {}, "the module '' cannot be imported"),
         ("my_methods:Nothing", {}, "the module 'my_methods' has no 'Nothing'"),
         ("my_methods:NUMBER", {}, "'my_methods:NUMBER' is no method: that is a frozen dataclass"),
-        ("my_methods:AgainDrafter", {}, "'my_methods:AgainDrafter' is no method: that is a frozen dataclass"),
         ("my_methods:Nameless", {}, "is no method: it lacks name"),
         ("my_methods:Unbuilt", {}, "is no method: it lacks build"),
         ("my_methods:Bare", {}, "is no method: it lacks needs_draft, greedy_only, .*, build"),

@@ -6,12 +6,8 @@ import copy
 import gzip
 import json
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,27 +15,26 @@ from typing import Any
 import commands
 import pytest
 from tokenizers.processors import TemplateProcessing
-from toys import noisy_copy, tiny, tiny_tokenizer
+from toys import noisy_copy, save_lines, save_models, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
 from forerun.api import profiles
 from forerun.api.load import Decoder
-from forerun.bench import report, runners
+from forerun.bench import measure, report
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
-from forerun.bench.measure import group_records, margins
+from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records, margins
 from forerun.bench.models import load_prompts
-from forerun.bench.plan import Plan, Runner, parse_methods
-from forerun.bench.records import Record, Records, first_difference, parse
+from forerun.bench.plan import Plan, Runner, make_folder, parse_methods
+from forerun.bench.records import Record, Times, parse, times, total, work
 from forerun.bench.report import explained, parted, results, spread, summary
-from forerun.bench.runners import Loaded, Outcome, Run, decoder_run
-from forerun.bench.session import _claim, _surroundings, bench
 from forerun.engine.engine import Step
-from forerun.engine.stats import Stats, Times, summarise, times, total, work
+from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Method, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 
+FACTS = {"prompts": 1, "cut": 0, "sha256": ""}
 PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]
 
 
@@ -53,21 +48,11 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, noisy_copy(target, 0.02)
 
 
-@pytest.fixture
-def own_pair(pair: tuple[PreTrainedModel, PreTrainedModel]) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """For tests that change generation configs, as Peers does."""
-    return copy.deepcopy(pair)
-
-
 @pytest.fixture(scope="module")
 def folder(pair: tuple[PreTrainedModel, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Target, draft and a file of prompts, as a user has them."""
-    path = tmp_path_factory.mktemp("bench")
-    for name, model in zip(("target", "draft"), pair, strict=True):
-        model.save_pretrained(path / name)
-        tiny_tokenizer().save_pretrained(path / name)
-    lines = [{"prompt": text} for text in PROMPTS] + [{"tokens": [5, 6, 7, 5, 6]}]
-    (path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = save_models(tmp_path_factory.mktemp("bench"), target=pair[0], draft=pair[1])
+    save_lines(path / "own.jsonl", [*({"prompt": text} for text in PROMPTS), {"tokens": [5, 6, 7, 5, 6]}])
     return path
 
 
@@ -110,9 +95,10 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     order = [record.method for record in first]
     assert [record.method for record in parsed[3:6]] == order[1:] + order[:1]
     assert [record.method for record in parsed[6:9]] == order[::-1]  # whoever was behind another is before it now
-    files = {"costs.json", "records.jsonl", "results.json", "run.json"}
-    assert {path.name for path in out.iterdir()} == files
-    assert all(str(folder) not in (out / file).read_text() for file in files)
+    assert {path.name for path in out.iterdir()} == {"records.jsonl", "results.json"}
+    assert all(str(folder) not in path.read_text() for path in out.iterdir())
+    with pytest.raises(ValueError, match="out holds a run already: give another --out"):
+        make_folder(out)
 
 
 def test_others_run_beside_our_methods(folder: Path) -> None:
@@ -151,46 +137,6 @@ def test_others_run_beside_our_methods(folder: Path) -> None:
         Plan({"ar": AR(), "other": Runner(make, needs_draft=True)})
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_run_goes_on(sign: signal.Signals, folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    arguments = options(folder, "--dataset", str(folder / "own.jsonl"), "--out", str(out), "--batch", "3")
-    arguments += ["--max-new-tokens", "8", "--rounds", "30", "--json"]  # enough to be interrupted in
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forerun", "bench", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
-    )
-    records = out / "records.jsonl"
-    while not records.exists() or records.read_bytes().count(b"\n") < 7:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    while process.poll() is None:  # once may not be enough: what is raised in a destructor is lost
-        process.send_signal(sign)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(2)
-    said = process.communicate()[1].decode()
-    if sign == signal.SIGINT:
-        assert process.returncode == 130 and "interrupted" in said and "--resume" in said
-    before = records.read_text()
-    records.write_text(before + before.splitlines()[0][:50])  # as if killed while it wrote
-    whole = len(before.splitlines()) // 3 * 3
-
-    refused = run(*arguments)
-    assert refused.returncode == 2 and "give --resume or another --out" in refused.stderr
-    refused = run(*arguments, "--resume", "--seed", "5")
-    assert refused.returncode == 2 and "other arguments: seed was 0, not 5" in refused.stderr
-    assert refused.stderr.count("\n") == 1
-
-    done = run(*arguments, "--resume")
-    assert done.returncode == 0, done.stderr
-    lines = records.read_text().splitlines()
-    assert lines[:whole] == before.splitlines()[:whole]
-    assert len(lines) == 30 * 2 * 3 and len({(parse(line).group, parse(line).method) for line in lines}) == len(lines)
-    assert json.loads(done.stdout)["methods"]["ar"]["measurements"] == 60
-
-
 def test_tuning_names_the_best_value(folder: Path) -> None:
     arguments = ["--tune", "sd.gamma=1,4", "--dataset", str(folder / "own.jsonl"), "--max-new-tokens", "8"]
     done = run(*options(folder, *arguments, "--rounds", "1"))
@@ -208,8 +154,7 @@ def test_the_best_value_has_the_best_median_speedup(best: int) -> None:
             # The best is the fastest but once, when another is by far: its mean would be better.
             rate = 150 if gamma == best else 120 if number else 900
             records.append(record(f"sd.gamma={gamma}", rate, number))
-    facts = {"d": {"prompts": 1, "cut": 0, "sha256": ""}}
-    assert results(plan, facts, records, {})["tuned"] == {"sd": {"gamma": best}}
+    assert results(plan, {"d": FACTS}, records, {})["tuned"] == {"sd": {"gamma": best}}
 
 
 def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_draws(
@@ -258,8 +203,6 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
         (["--target", "./nothing"], "no model folder './nothing' for the target"),
         (["--target", "some/model"], "method 'sd' needs a draft model: give --draft"),
-        (["--resume"], "--resume needs --out"),
-        (["--resume", "--out", "nothing"], "nothing holds no run to resume"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -341,46 +284,6 @@ def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
         load_prompts(replace(plan, target=str(tmp_path / "draft")), files)
 
 
-def test_resume_knows_models_from_their_files(folder: Path, tmp_path: Path) -> None:
-    target, out = tmp_path / "target", tmp_path / "out"
-    shutil.copytree(folder / "target", target)
-    plan = Plan(parse_methods(["suffix"], [], None, {}), ("own.jsonl",), target=str(target))
-
-    def claim(resume: bool) -> None:
-        _claim(out, plan.arguments() | _surroundings(plan), resume)
-
-    claim(False)
-    claim(True)
-    stored = json.loads((out / "run.json").read_text())
-    assert "commit" not in stored["versions"] and stored["versions"]["torch"]
-    with (target / "model.safetensors").open("ab") as file:
-        file.write(b"0")
-    with pytest.raises(ValueError, match=r"other arguments: models\.target\.model\.safetensors was \d+, not \d+"):
-        claim(True)
-    shutil.copy(folder / "target" / "model.safetensors", target)
-    config = (target / "config.json").read_text()
-    (target / "config.json").write_text(config + " ")
-    with pytest.raises(ValueError, match=r"other arguments: models\.target\.config\.json was "):
-        claim(True)
-    (target / "config.json").write_text(config)
-    stored["methods"]["suffix"]["rho"] = 1.0  # a setting that there was, and that did nothing
-    (out / "run.json").write_text(json.dumps(stored))
-    claim(True)
-    stored["methods"]["suffix"]["rho"] = 1.1
-    (out / "run.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"other arguments: methods\.suffix\.rho was 1\.1, not null"):
-        claim(True)
-    del stored["methods"]["suffix"]["rho"]
-    stored["versions"]["torch"] = "0.1"
-    (out / "run.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r'other arguments: versions\.torch was "0\.1", not '):
-        claim(True)
-    for damaged in ("[]", "{", "[" * 100_000):
-        (out / "run.json").write_text(damaged)
-        with pytest.raises(ValueError, match="is damaged"):
-            claim(True)
-
-
 def test_the_commit_is_of_a_repository_that_has_this_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "forerun" / "bench" / "report.py"
     source.parent.mkdir(parents=True)
@@ -444,12 +347,6 @@ def test_margins_are_the_target_s_at_the_first_difference(pair: tuple[PreTrained
         assert mismatch["margin"] == pytest.approx(behind[token], abs=1e-4)
 
 
-def test_first_difference() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 3], [1, 2]) == {"at": 1, "token": 3, "reference": 2, "before": [1]}
-    assert first_difference([1], [1, 2]) == {"at": 1, "token": None, "reference": 2, "before": [1]}
-
-
 def test_differences_are_counted_with_the_margins_of_each() -> None:
     places = [{"margin": -0.3, "times": 1}, {"margin": 0.1, "times": 2}]
     found = parted([True, False, False, False, True], places)
@@ -486,17 +383,17 @@ def test_a_speedup_is_of_seconds_where_outputs_are_of_one_length_and_of_tokens_a
 
 
 def test_prefill_is_part_of_the_time(
-    own_pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock that goes on in prefill alone: 5 s a prompt."""
-    decoder = Decoder(own_pair[0], draft=own_pair[1], method=SD(2), guard=False, prefix_bytes=0)
+    decoder = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False, prefix_bytes=0)
     now, prefill = [0.0], decoder.engine.target.prefill
 
     def slow(*arguments: Any, **named: Any) -> Any:
         now[0] += 5.0
         return prefill(*arguments, **named)
 
-    monkeypatch.setattr(runners, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
     monkeypatch.setattr(decoder.engine.target, "prefill", slow)
     prompts = [Prompt("a", tokens=(3, 4, 5)), Prompt("b", tokens=(6, 7))]
     run = decoder_run(decoder, SamplingParams(max_new_tokens=6, ignore_eos=True))
@@ -509,17 +406,17 @@ def test_prefill_is_part_of_the_time(
     assert found.stats.seconds == 10.0
 
 
-def test_a_row_is_sampled_by_its_own_seed(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
-    decoder = Decoder(own_pair[0], draft=own_pair[1], method=SD(2), guard=False, prefix_bytes=0)
+def test_a_row_is_sampled_by_its_own_seed(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    decoder = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False, prefix_bytes=0)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True))
     together = run([[3, 4], [5, 6, 7], [3, 4]], [7, 8, 9], None).tokens
     assert together == [run([row], [seed], None).tokens[0] for row, seed in (([3, 4], 7), ([5, 6, 7], 8), ([3, 4], 9))]
     assert together[0] != together[2]
 
 
-def test_a_prompt_that_comes_again_finds_no_phrases(own_pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_a_prompt_that_comes_again_finds_no_phrases(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     """Its second run takes as many steps as the first; with the phrases of the first, fewer."""
-    decoder = Decoder(own_pair[0], method=method("suffix"), guard=False, prefix_bytes=0)
+    decoder = Decoder(pair[0], method=method("suffix"), guard=False, prefix_bytes=0)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=40, ignore_eos=True))
     counts = [run([[3, 4, 5]], [0], None).target_forwards for _ in range(2)]
     again = len(decoder.generate([3, 4, 5], max_new_tokens=40, ignore_eos=True).steps)
@@ -544,28 +441,11 @@ def test_one_preemption_does_not_set_where_the_time_goes() -> None:
 def test_results_are_per_dataset_and_overall() -> None:
     records = [record("ar", 10, dataset="d"), record("ar", 10, dataset="e")]
     records += [record("suffix", 20, dataset="d"), record("suffix", 40, dataset="e")]
-    facts = {name: {"prompts": 1, "cut": 0, "sha256": ""} for name in "de"}
     plan = Plan(parse_methods(["suffix"], [], None, {}))
-    found = results(plan, facts, records, {})
+    found = results(plan, {"d": FACTS, "e": FACTS}, records, {})
     assert [found["datasets"][name]["methods"]["suffix"]["speedup"] for name in "de"] == [2.0, 4.0]
     assert found["methods"]["suffix"]["speedup"] == 3.0
     assert json.loads(json.dumps(found)) == found
-
-
-def test_records_survive_a_torn_line_and_half_a_group(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    records = Records(path)
-    records.add([record("ar", 10), record("sd", 20)])
-    whole = path.read_text()
-    with path.open("a") as file:
-        file.write(record("ar", 10, 1).line() + record("sd", 10, 1).line()[:30])
-    again = Records(path)
-    again.resume(["ar", "sd"])
-    assert again.all == records.all and again.groups == {(0, "d", 0)}
-    assert path.read_text() == whole
-    path.write_text("{}\n" + whole)
-    with pytest.raises(ValueError, match="line 1: not a record"):
-        Records(path).resume(["ar", "sd"])
 
 
 def step(tokens: int, tested: int, accepted: int, seconds: float, id: int = 0, number: int = 0) -> Step:

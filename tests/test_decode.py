@@ -23,7 +23,13 @@ from toys import (
     tiny_tokenizer,
     tokens_of,
 )
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+)
 from transformers.generation import logits_process as hf
 
 from benchmarks.baselines.entropy import SVIP, AdaEDL
@@ -297,17 +303,17 @@ def test_stop_strings_cut_text_and_tokens(method: str) -> None:
     # ASCII output only, and a prompt that ends in what the output cannot hold: a stop string lies in the output.
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     odd = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
-    options = {"max_new_tokens": 30, "do_sample": False, "suppress_tokens": odd}
+    options: Any = {"logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor(odd)]), "max_new_tokens": 30}
     prompt = tokenizer.encode("def add(a, b):\n")
-    plain = Decoder(target, tokenizer, None, AR()).generate(prompt, GenerationConfig(**options))
+    plain = Decoder(target, tokenizer, None, AR()).generate(prompt, **options)
     for at in (0, 7, 20):
         stop = plain.text[at : at + 3]
-        config = GenerationConfig(**options, stop_strings=[stop, "\n\n"])
+        options["stop"] = [stop, "\n\n"]
         end = next(n for n in range(1, 31) if stop in tokenizer.decode(plain.tokens[:n]))
-        done = decoder.generate(prompt, config)
+        done = decoder.generate(prompt, **options)
         assert done.tokens == plain.tokens[:end] and done.finish_reason == "stop"
         assert done.text == plain.text[: plain.text.find(stop)]
-        assert "".join(chunk.text for chunk in decoder.stream(prompt, config)) == done.text
+        assert "".join(chunk.text for chunk in decoder.stream(prompt, **options)) == done.text
 
 
 def test_a_drafter_sees_what_became_of_its_drafts() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import abc
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from toys import ARCHITECTURES, CORE, VOCAB, decode, noisy_copy, parts_of, tiny, tokens_of
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedModel
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
@@ -76,10 +77,14 @@ def test_greedy_output_equals_transformers(architecture: str, method: str, confi
     small = draft(architecture, kind)
     decoder = Decoder(target(architecture), None, small, how, False, **parts_of(method, target(architecture), small))
     wanted = expected(architecture, config)
-    together = decoder.generate(PROMPTS, GenerationConfig(**CONFIGS[config]))
+    options: dict[str, Any] = {"max_new_tokens": NEW}
+    if config == "processors":
+        options |= {"repetition_penalty": 1.3}
+        options |= {"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(3)])}
+    together = decoder.generate(PROMPTS, **options)
     assert [row.tokens for row in together] == wanted
     for i in (1, 2):  # the one-token prompt, and one longer than the window
-        assert decoder.generate(PROMPTS[i], GenerationConfig(**CONFIGS[config])).tokens == wanted[i]
+        assert decoder.generate(PROMPTS[i], **options).tokens == wanted[i]
     assert len({tuple(output) for output in wanted}) == len(wanted)
     if kind == "same":
         assert all(row.stats.alpha == 1.0 for row in together)

@@ -101,21 +101,16 @@ def test_greedy_output_equals_transformers(architecture: str, settings: str) -> 
 
 
 def test_prefix_functions_are_called_with_the_index_that_transformers_calls_them_with() -> None:
-    def allowed(prompt: int, ids: Tensor) -> list[int]:
-        return list(range(2 + prompt, VOCAB, 3))
-
     options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
-    called: list[set[int]] = []
-    for generate in (target().generate, partial(fast, target())):
+    inputs, called = padded(PROMPTS[:2]), list[set[int]]()
+    for generate in (partial(target().generate, **inputs), partial(fast, target(), inputs)):
         indexes: set[int] = set()
 
         def fn(prompt: int, ids: Tensor, indexes: set[int] = indexes) -> list[int]:
             indexes.add(prompt)
-            return allowed(prompt, ids)
+            return list(range(2 + prompt, VOCAB, 3))
 
-        inputs = padded(PROMPTS[:2])
-        given = (inputs,) if isinstance(generate, partial) else ()
-        outputs = generate(*given, **({} if given else inputs), **options, prefix_allowed_tokens_fn=fn)
+        outputs = generate(**options, prefix_allowed_tokens_fn=fn)
         assert indexes in ({0, 1}, set(range(6)))  # of prompts; of rows before transformers 5.24
         for row, tokens in enumerate(outputs[:, inputs["input_ids"].shape[1] :].tolist()):
             assert {token % 3 for token in tokens} == {(2 + row * len(indexes) // 6) % 3}
@@ -166,7 +161,8 @@ def test_no_mask_is_all_ones_and_max_length_counts_the_prompt() -> None:
     for options in ({"max_length": 20, "do_sample": False}, {"do_sample": False}, GREEDY | {"use_cache": False}):
         wanted = target().generate(**ids, **options)
         assert torch.equal(fast(target(), ids, **options, **_cache(DynamicCache())), wanted)
-        assert torch.equal(fast(target(), ids, **options, position_ids=torch.arange(7)[None]), wanted)
+        whole = fast(target(), ids, **options, position_ids=torch.arange(7)[None], return_dict_in_generate=True)
+        assert isinstance(whole, GenerateDecoderOnlyOutput) and torch.equal(whole.sequences, wanted)
 
 
 def test_rows_end_at_the_context() -> None:
@@ -178,13 +174,6 @@ def test_rows_end_at_the_context() -> None:
     ]
     assert output[0].tolist() == [*alone[0], 0, 0, 0]
     assert output[1, 16:].tolist() == alone[1]
-
-
-def test_return_dict() -> None:
-    output = fast(target(), **GREEDY, return_dict_in_generate=True)
-    assert isinstance(output, GenerateDecoderOnlyOutput)
-    assert torch.equal(output.sequences, fast(target(), **GREEDY))
-    assert output.scores is None
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "pad_token_id": 0}

@@ -28,8 +28,8 @@ from benchmarks.baselines.heuristic import Heuristic, HeuristicSchedule
 from benchmarks.baselines.oracle import MismatchStop, Oracle, SeeingOracle, Truth, plainly
 from forerun import Decoder
 from forerun.bench.datasets import Prompt
+from forerun.bench.measure import bench
 from forerun.bench.plan import Plan, parse_methods
-from forerun.bench.session import bench
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Step
@@ -500,8 +500,8 @@ def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
 def test_a_benchmark_tells_oracles_the_truth_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(oracle, "plainly", lambda *given: asked.append("plain") or plainly(*given))
-    monkeypatch.setattr("forerun.bench.session.measure", lambda *given, **options: asked.append("measure"))
-    monkeypatch.setattr("forerun.bench.session.results", lambda *given: {})
+    monkeypatch.setattr("forerun.bench.measure.measure", lambda *given: asked.append("measure") or [])
+    monkeypatch.setattr("forerun.bench.measure.results", lambda *given: {})
     prompts = [Prompt(str(i), None, [7 + i, 8, 9]) for i in range(3)]
     plan = Plan(
         parse_methods([BASELINES.get(name, name) for name in ALL], [], None, {}),

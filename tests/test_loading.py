@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers
-from toys import noisy_copy, random_head, random_layer, tiny, tiny_tokenizer
+from toys import noisy_copy, random_head, random_layer, save_models, tiny, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
     GPT2Config,
     LogitsProcessor,
     LogitsProcessorList,
@@ -28,8 +27,7 @@ import forerun
 from forerun import Decoder
 from forerun.api import layers, loading
 from forerun.api.layers import load_head, load_pre_verifier
-from forerun.api.loading import check_tokenizers, load_config, load_model
-from forerun.cli import main
+from forerun.api.loading import check_draft_tokenizer, load_config, load_model
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
@@ -68,8 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with its tokenizer, and a draft."""
     root = tmp_path_factory.mktemp("models")
     target = tiny("llama", vocab=len(tiny_tokenizer()))
-    target.save_pretrained(root / "target")
-    tiny_tokenizer().save_pretrained(root / "target")
+    save_models(root, target=target)
     noisy_copy(target, 0.02).save_pretrained(root / "draft")
     return root
 
@@ -93,22 +90,22 @@ def test_the_first_difference_of_tokenizers_is_shown_before_weights_are_loaded(
     make, message: str, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make().save_pretrained(copies / "draft")
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights loaded"))
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
     named = rf"method 'ouroboros' needs .* tokenizer, and that of '.*draft' differs: {message}"
     with pytest.raises(ValueError, match=named):
         forerun.load(copies / "target", draft=copies / "draft", method="ouroboros")
     with pytest.raises(ValueError, match=message):
         forerun.load(tiny("llama", vocab=300), draft=copies / "draft", tokenizer=tiny_tokenizer(), method="ouroboros")
-    with pytest.raises(ValueError, match=f"draft 'd': its tokenizer differs from the target's: {message}"):
-        check_tokenizers(tiny_tokenizer(), make(), "d")
+    with pytest.raises(ValueError, match=f"draft '.*draft': its tokenizer differs from the target's: {message}"):
+        check_draft_tokenizer(tiny_tokenizer(), copies / "draft")
 
 
-def test_which_differences_of_tokenizers_count() -> None:
+def test_which_differences_of_tokenizers_count(copies: Path) -> None:
     with pytest.raises(ValueError, match="token 300 is missing there and '<new>' in the target's"):
-        check_tokenizers(with_more("<new>"), tiny_tokenizer(), "d")
+        check_draft_tokenizer(with_more("<new>"), copies / "target")
     other = changed("{", "{")  # special roles do not
     assert other.eos_token is None and tiny_tokenizer().eos_token is not None
-    check_tokenizers(tiny_tokenizer(), other, "d")
+    check_draft_tokenizer(other, copies / "target")
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -184,10 +181,10 @@ def test_behind_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sampl
     # Row 0 begins with such a token, row 1 gets one, row 2 is too long for that.
     prompts = [[4, 310, 6], [7, 8, 9, 10], list(range(20, 31))]
     processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(300, 320))), Forces(9, 315)])
-    config = GenerationConfig(max_new_tokens=20, do_sample=sampled, eos_token_id=None)
+    options = {"max_new_tokens": 20, "temperature": float(sampled), "ignore_eos": True, "logits_processor": processors}
     torch.manual_seed(0)
     decoder = Decoder(target, tiny_tokenizer(), draft, SD(3), guard=False)
-    done = decoder.generate(prompts, config, logits_processor=processors)
+    done = decoder.generate(prompts, **options)
     assert [row.finish_reason for row in done] == ["length"] * 3
     assert done[1].tokens[5] == 315
     assert done[0].stats.drafted == 0
@@ -199,7 +196,7 @@ def test_behind_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sampl
     assert all(step.drafted for step in done[2].steps[:-1])
     if not sampled:
         plain = Decoder(target, tiny_tokenizer(), None, AR())
-        wanted = plain.generate(prompts, config, logits_processor=processors)
+        wanted = plain.generate(prompts, **options)
         assert [row.tokens for row in done] == [row.tokens for row in wanted]
 
 
@@ -225,6 +222,13 @@ def without_tokenizer(folder: Path) -> None:
     GPT2Config(n_embd=32, n_layer=1, n_head=4).save_pretrained(folder)
 
 
+def claiming(folder: Path, **sizes: int | str) -> None:
+    """Write a configuration that says something else than the files have."""
+    config = json.loads((folder / "config.json").read_text())
+    assert sizes.keys() <= config.keys()
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+
+
 def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -245,11 +249,6 @@ def lacking_one(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def of_another_size(folder: Path) -> None:
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"intermediate_size": 64', '"intermediate_size": 96'))
-
-
 BROKEN = [
     ("target", emptied, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
     ("target", without_tokenizer, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
@@ -258,7 +257,7 @@ BROKEN = [
     ("target", truncated, "cannot load target '.*target': .*header"),
     ("target", pickled_rubbish, "cannot load target '.*target': "),
     ("target", lacking_one, "cannot load target '.*': no weights for model.layers.1.mlp.up_proj.weight$"),
-    ("target", of_another_size, "cannot load target '.*target': "),
+    ("target", lambda folder: claiming(folder, intermediate_size=96), "cannot load target '.*target': "),
     ("draft", emptied, "cannot load draft '.*draft': "),
     ("draft", truncated, "cannot load draft '.*draft': "),
 ]
@@ -270,35 +269,6 @@ def test_broken_folders_are_named_in_one_line(part: str, breaks, message: str, c
     with pytest.raises(ValueError, match=message) as caught:
         forerun.load(copies / "target", draft=copies / "draft" if part == "draft" else None)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("breaks", "options", "message"),
-    [
-        (emptied, [], "cannot load the tokenizer of './draft'"),
-        (truncated, [], "cannot load target './draft'"),
-        (
-            lambda folder: None,
-            ["--target", "./target", "--draft", "./draft", "--method", "ouroboros"],
-            "method 'ouroboros' needs a draft with the target's tokenizer, and that of './draft' differs: token",
-        ),
-        (lambda folder: None, ["--device-map", "auto", "--device", "cpu"], "give device or device_map, not both"),
-    ],
-)
-def test_on_the_command_line_they_are_one_line_and_exit_2(
-    breaks, options: list[str], message: str, copies: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    OTHERS[0][0]().save_pretrained(copies / "draft")
-    breaks(copies / "draft")
-    monkeypatch.chdir(copies)
-    monkeypatch.setattr("sys.argv", ["forerun", "generate", "x", "--target", "./draft", *options])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    shown = capsys.readouterr()
-    assert caught.value.code == 2
-    assert shown.out == ""
-    assert shown.err.startswith(f"forerun: {message}")
-    assert shown.err.count("\n") == 1
 
 
 def test_a_device_map_goes_to_transformers(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,28 +296,11 @@ def test_a_model_that_is_spread_over_devices_runs_as_it_is() -> None:
     assert forerun.load(model, method="ar").target.model is model
 
 
-def claiming(folder: Path, **sizes: int | str) -> None:
-    """A configuration that says more than there is."""
-    config = json.loads((folder / "config.json").read_text())
-    assert sizes.keys() <= config.keys()
-    (folder / "config.json").write_text(json.dumps(config | sizes))
-
-
 def sharded(folder: Path) -> None:
     """The same weights in several files."""
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
     assert len([*folder.glob("*.safetensors")]) > 2
-
-
-def under_other_names(folder: Path) -> None:
-    """As in checkpoints that transformers converts."""
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {f"inner.{name}": each for name, each in tensors.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
 
 
 CLAIMS = [
@@ -361,13 +314,13 @@ CLAIMS = [
 ]
 
 
+def fail(*arguments: object, **options: object) -> None:
+    raise AssertionError("something is loaded")
+
+
 @pytest.fixture
 def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing gets as far as taking memory."""
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise AssertionError("weights are loaded")
-
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
     monkeypatch.setattr(loading, "load_quantised", fail)
     monkeypatch.setattr(layers, "restore", fail)
@@ -381,10 +334,6 @@ def test_very_many_layers_are_refused_before_there_is_a_list_of_them(
     nested: bool, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen2's configuration makes a list with an entry a layer."""
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise AssertionError("the configuration is made")
-
     tiny("qwen2").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -414,7 +363,10 @@ def test_a_draft_that_claims_more_than_its_files_have_is_refused_before_memory_i
 
 
 def test_weights_under_other_names_are_counted(copies: Path) -> None:
-    under_other_names(copies / "draft")
+    """As in checkpoints that transformers converts."""
+    weights = copies / "draft" / "model.safetensors"
+    tensors = {f"inner.{name}": each for name, each in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
     check_model(copies / "draft")
     claiming(copies / "draft", hidden_size=60000)
     with pytest.raises(ValueError, match=r"claims \d+ weights and its files have 3\d+$"):

@@ -20,8 +20,9 @@ from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
 from forerun.api.load import Completion
 from forerun.backends.heads import head_rows
+from forerun.bench.records import total
 from forerun.engine.costs import Costs
-from forerun.engine.stats import Stats, total
+from forerun.engine.stats import Stats
 from forerun.methods import AR, Eagle, Lyanna, Ouroboros, Pacer, PacerLyanna, PacerOuroboros
 from forerun.model.causal_lm import CausalLM
 from forerun.train.head import measure

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -191,6 +193,20 @@ def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def save_models(folder: Path, **models: PreTrainedModel) -> Path:
+    """Save models, each in a folder of its name with the toys' tokenizer."""
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def save_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
+    """Write a .jsonl file."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 def random_tree(size: int, vocab: int, generator: torch.Generator, root: int | None = None) -> Draft:

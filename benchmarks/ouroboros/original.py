@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--ours", default="{}", help="settings of ouroboros, as JSON")
     args = parser.parse_args()
     import forerun
-    from forerun.bench.runners import forget_phrases
+    from forerun.bench.measure import forget_phrases
     from forerun.train.corpus import held_out_prompts
 
     ar = forerun.load(method="ar")

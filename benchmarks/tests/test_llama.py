@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from ggufs import small, write
-from toys import tiny
 from transformers import PreTrainedModel
 
 from benchmarks import llama
-from benchmarks.hf import Generate
 from benchmarks.llama import LlamaCpp
 from benchmarks.peers import Peers, check_llama, llama_mode, peer_settings
-from forerun.bench import session
+from forerun.bench import measure
 from forerun.bench.datasets import Prompt
+from forerun.bench.measure import Outcome, Run
 from forerun.bench.plan import Plan, parse_methods
 from forerun.bench.report import differences
-from forerun.bench.runners import Outcome, Run
 from forerun.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
@@ -125,8 +123,8 @@ def test_a_run_says_how_many_outputs_differ_and_by_how_little(tmp_path: Path, mo
         llama, "load_llama", lambda loaded: theirs.append(SecondChoice(loaded.target.model)) or theirs[0]
     )
     prompts = {"stdlib-test": [Prompt("a", tokens=(5, 6, 7)), Prompt("b", tokens=(6, 5, 6))]}
-    monkeypatch.setattr(session, "load_prompts", lambda plan, files: (prompts, None))
-    found = session.bench(plan, {})
+    monkeypatch.setattr(measure, "load_prompts", lambda plan, files: (prompts, None))
+    found = measure.bench(plan, {})
     methods = found["methods"]
     assert methods["ar"]["differences"] is methods["suffix"]["differences"] is None
     for name in ("llama-cpp", "llama-cpp-lookup"):
@@ -159,8 +157,3 @@ def test_the_real_one_decodes_what_the_model_does(tmp_path: Path) -> None:
     sampled = LlamaCpp(models, SamplingParams(max_new_tokens=24, temperature=1.0), set()).run("llama-cpp")
     first, again, other = (sampled([prompt], [seed], None).tokens for seed in (1, 1, 2))
     assert first == again != other
-
-
-def test_transformers_peers_sample_with_the_top_p_of_the_run() -> None:
-    peers = Generate(tiny("llama"), None, SamplingParams(temperature=0.7, top_p=0.9))
-    assert peers.config("hf-ar").top_p == 0.9

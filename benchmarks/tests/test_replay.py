@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay import replayed
-from forerun.bench.records import Record
+from forerun.bench.records import Record, Times, Work
 from forerun.engine.costs import Costs
-from forerun.engine.stats import Stats, Times, Work
+from forerun.engine.stats import Stats
 
 PACER = {"block": 2, "threshold": 0.5}
 LYANNA = {"depth": 4}

@@ -6,42 +6,41 @@ from dataclasses import replace
 
 from forerun.api.options import EngineOptions
 from forerun.backends.costs import head_costs, measure_costs
-from forerun.backends.heads import HiddenLM
 from forerun.engine.costs import Costs
-from forerun.engine.engine import Drafter
-from forerun.heads.pre_verifier import PreVerifier
+from forerun.engine.engine import Drafter, Engine
 from forerun.methods import AR, Method, Parts
 from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.methods.split import Split
-from forerun.model.causal_lm import CausalLM
 
 
-def measured(
-    methods: list[Method],
-    costs: Costs | None,
-    target: CausalLM,
-    draft: CausalLM | None,
-    layer: PreVerifier | None,
-    head: HiddenLM | None,
-) -> Costs | None:
-    """Return these costs with those that methods need and that are not known yet."""
+def measured(methods: list[Method], parts: Parts) -> Costs | None:
+    """Return the costs that are known, with those that methods need."""
+    costs, target, head = parts.costs, parts.target, parts.head
     for method in methods:
         if not method.needs_costs:
             continue
         if costs is None:
-            costs = target.agreed(measure_costs(target, draft, layer=layer))
+            costs = target.agreed(measure_costs(target, parts.draft, layer=parts.pre_verifier))
         if method.head is not None and head is not None and not costs.head:
             costs = replace(costs, head=target.agreed(head_costs(head)))
     return costs
 
 
-def build_drafter(
+def build_engine(
     methods: list[Method], parts: Parts, options: EngineOptions, trackers: dict[tuple[Method, bool], SpeedTracker]
-) -> Drafter:
-    """Return what drafts: by one method for all sequences, or by one for greedy and one for sampled sequences.
+) -> Engine:
+    """Return an engine whose sequences are drafted for by one method, or by one if greedy and one if sampled.
 
     `trackers` keep the speeds of each method, for greedy decoding (True) and for sampling.
     """
+    target = parts.target.fresh(options.prefix_bytes)
+    drafter = _drafter(methods, parts, options, trackers)
+    return Engine(target, drafter, max_rows=options.max_rows, max_queue=options.max_queue, kv_memory=options.kv_memory)
+
+
+def _drafter(
+    methods: list[Method], parts: Parts, options: EngineOptions, trackers: dict[tuple[Method, bool], SpeedTracker]
+) -> Drafter:
     clock, is_guarded = parts.target.clock, options.guard is not False
     drafters = []
     for method in methods:

@@ -20,12 +20,11 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from forerun.api.decoder import Decoder
-from forerun.api.loading import encode
-from forerun.api.requests import check_processors, check_supported, for_row
+from forerun.api.requests import check_processors, encode, for_row
 from forerun.api.resolve import resolve
 from forerun.backends import is_as_made
 from forerun.engine.engine import Step
@@ -80,10 +79,7 @@ def custom_generate(
     Raises:
         ValueError: what the loop cannot do, or would not do as transformers does.
     """
-    check_supported(generation_config, copies=True)
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(generation_config, name, None):
-            raise ValueError(f"{name} is not supported; only sequences are returned")
+    _check_supported(generation_config)
     kind: Any = type(model)
     if model.prepare_inputs_for_generation != kind.prepare_inputs_for_generation.__get__(model):
         raise ValueError("prepare_inputs_for_generation is replaced, as for prompt tuning; only token ids are read")
@@ -152,6 +148,25 @@ def custom_generate(
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
+
+
+def _check_supported(config: GenerationConfig) -> None:
+    """Raise ValueError for what the loop cannot do."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
+    for name, allowed in (
+        ("guidance_scale", (None, 1)),
+        ("watermarking_config", (None,)),
+        ("forced_eos_token_id", (None,)),
+        ("encoder_repetition_penalty", (None, 1)),
+        ("encoder_no_repeat_ngram_size", (None, 0)),
+    ):
+        if getattr(config, name, None) not in allowed:
+            raise ValueError(f"{name}={getattr(config, name)} is not supported")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name} is not supported; only sequences are returned")
 
 
 def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:

@@ -11,26 +11,25 @@ from typing import Any, overload
 
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
 
-from forerun.api.build import build_drafter, measured
+from forerun.api.build import build_engine, measured
 from forerun.api.completion import Call, Chunk, Completion
 from forerun.api.layers import layers_for
-from forerun.api.loading import Prompt, check_vocabularies, encode
+from forerun.api.loading import check_vocabularies
 from forerun.api.options import EngineOptions
-from forerun.api.requests import merged, requests, stop_strings
+from forerun.api.requests import Prompt, encode, merged, requests
 from forerun.api.resolve import resolve
 from forerun.backends import has_foreign_layers, prepare
 from forerun.backends.facts import facts_of
 from forerun.backends.heads import HiddenLM
 from forerun.backends.hot import prepare_draft
 from forerun.engine.costs import Costs
-from forerun.engine.engine import Drafter, Engine
+from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.session import Session
 from forerun.heads.heads import HiddenDrafter
@@ -166,28 +165,22 @@ class Decoder:
 
     @overload
     def generate(
-        self,
-        prompts: str | list[int] | Tensor,
-        params: SamplingParams | GenerationConfig | None = None,
-        **options: Any,
+        self, prompts: str | list[int] | Tensor, params: SamplingParams | None = None, **options: Any
     ) -> Completion: ...
 
     @overload
     def generate(
-        self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
-        params: SamplingParams | GenerationConfig | None = None,
-        **options: Any,
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None, **options: Any
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: Any, params: SamplingParams | GenerationConfig | None = None, **options: Any
+        self, prompts: Any, params: SamplingParams | None = None, **options: Any
     ) -> Completion | list[Completion]:
         """Generate to the end; a Completion for one prompt, a list of them for several.
 
         Args:
             prompts: text or token ids, one or many. Rows of a batch finish on their own.
-            params: SamplingParams (greedy by default) or a transformers GenerationConfig.
+            params: greedy by default.
             logits_processor: a LogitsProcessorList, called after the processors of `params`. They are called for
                 drafted tokens too, so they must depend on nothing but their arguments.
             stopping_criteria: a StoppingCriteriaList, asked after every token of each row by itself, with the processed
@@ -202,10 +195,7 @@ class Decoder:
         return self._call(prompts, params, **options).complete(self.session)  # type: ignore[no-any-return]
 
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | GenerationConfig | None = None,
-        **options: Any,
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Chunk]:
         """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once.
 
@@ -213,15 +203,7 @@ class Decoder:
         """
         return self._call(prompts, params, **options).stream(self.session)
 
-    def chat(
-        self,
-        messages: Any,
-        params: SamplingParams | GenerationConfig | None = None,
-        *,
-        system: str | None = None,
-        template_args: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
+    def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:
         """Return the answer to a conversation, a Completion; for a list of conversations a list of them.
 
         It ends at the model's end tokens and at the one that the chat template writes after an answer.
@@ -230,35 +212,25 @@ class Decoder:
             messages: a list of {"role", "content"}, or a list of such lists; see `forerun.text.chat.checked`.
             system: a system prompt, for conversations that do not begin with one.
             template_args: more names for the chat template, such as {"enable_thinking": False}.
-            params, **options: as `generate` takes them.
+            params, **options: as `generate` takes them, and these two.
 
         Raises:
             ValueError: what `forerun.text.chat.chat_prompt` and `generate` refuse.
         """
-        return self._chat(messages, params, system, template_args, **options).complete(self.session)
+        return self._chat(messages, params, **options).complete(self.session)
 
-    def stream_chat(
-        self,
-        messages: Any,
-        params: SamplingParams | GenerationConfig | None = None,
-        *,
-        system: str | None = None,
-        template_args: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> Iterator[Chunk]:
+    def stream_chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
         """Like `chat`, as chunks, as `stream` gives them. Checks its arguments at once."""
-        return self._chat(messages, params, system, template_args, **options).stream(self.session)
+        return self._chat(messages, params, **options).stream(self.session)
 
-    def request(
-        self, prompt: Prompt, params: SamplingParams | GenerationConfig | None = None, **options: Any
-    ) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
         """Return a request for `session` or its engine, from what `generate` takes."""
         return self._call(prompt, params, **options).requests[0]
 
     def _call(
         self,
         prompts: Any,
-        params: SamplingParams | GenerationConfig | None,
+        params: SamplingParams | None,
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -270,16 +242,15 @@ class Decoder:
         asked = requests(rows, params, self.target, tokenizer, logits_processor, stopping_criteria)
         if progress is not None:
             asked = [replace(each, progress=progress) for each in asked]
-        stop = stop_strings(params)
-        texts = [TextStream(tokenizer, row, stop) if tokenizer is not None else None for row in rows]
+        texts = [TextStream(tokenizer, row, params.stop) if tokenizer is not None else None for row in rows]
         return Call(asked, texts, single, begun)
 
     def _chat(
         self,
         messages: Any,
-        params: SamplingParams | GenerationConfig | None,
-        system: str | None,
-        template_args: dict[str, Any] | None,
+        params: SamplingParams | None,
+        system: str | None = None,
+        template_args: dict[str, Any] | None = None,
         **options: Any,
     ) -> Call:
         """Return the call of one conversation or of several, which end where a turn does."""
@@ -324,11 +295,12 @@ class Decoder:
             # not asked about: keys of another adapter cost accepted tokens, never a wrong one.
             if state.session is None or (self._is_adapted and state.session.was_used):
                 state.session = None  # first, so that its buffers are free
-                parts = self.target, self.draft, self.pre_verifier, self.head
-                state.costs = measured(self._methods, state.costs, *parts)
-                options = {name: getattr(self.options, name) for name in ("max_rows", "max_queue", "kv_memory")}
-                target = self.target.fresh(self.options.prefix_bytes)
-                state.session = Session(Engine(target, self._drafter(), **options))
+                methods = [each for each in (self.method, self.sampling_method) if each is not None]
+                names = ("target", "draft", "pre_verifier", "costs", "pools", "head", "translation")
+                parts = Parts(**{name: getattr(self, name) for name in names})
+                state.costs = measured(methods, parts)
+                parts = replace(parts, costs=state.costs)
+                state.session = Session(build_engine(methods, parts, self.options, self._trackers))
             return state.session
 
     @property
@@ -341,19 +313,3 @@ class Decoder:
     def close(self) -> None:
         """Let go of the engine with its buffers; the next call makes a new one."""
         self._state.session = None
-
-    @property
-    def _methods(self) -> list[Method]:
-        return [self.method] if self.sampling_method is None else [self.method, self.sampling_method]
-
-    def _drafter(self) -> Drafter:
-        parts = Parts(
-            target=self.target,
-            draft=self.draft,
-            pre_verifier=self.pre_verifier,
-            costs=self.costs,
-            pools=self.pools,
-            head=self.head,
-            translation=self.translation,
-        )
-        return build_drafter(self._methods, parts, self.options, self._trackers)

@@ -1,9 +1,9 @@
-"""Models, tokenizers and prompts by name, with one clear error for what cannot be loaded."""
+"""Models and tokenizers by name, with one clear error for what cannot be loaded."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -32,8 +32,6 @@ from forerun.text.vocabularies import Translation, translate
 from forerun.zoo import locate
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
-Prompt = str | Sequence[int]
-
 _LOG = logging.getLogger("forerun")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -44,39 +42,6 @@ _PROBES = (
     " cafe\u0301 caf\u00e9 Stra\u00dfe \ufb01n \u6771\u4eac\u3067\u3059 \u043c\u0438\u0440 \u2460",
     "\U0001f600\U0001f44d\U0001f3fd\u200b <b>&amp;</b> a@b.c #1 \u00a0 ",
 )
-
-
-def encode(
-    prompts: Prompt | Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase | None,
-    context: int | None,
-    vocab_size: int,
-) -> tuple[bool, list[list[int]]]:
-    """Return whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
-    if hasattr(prompts, "tolist"):  # tensors and arrays, without padding
-        prompts = prompts.tolist()
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    many: Sequence[Any] = [prompts] if single else prompts
-    if not many:
-        raise ValueError("no prompts were given")
-    rows = []
-    for i, prompt in enumerate(many):
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise ValueError("text prompts need a tokenizer; give token ids or tokenizer=...")
-            prompt = tokenizer(prompt)["input_ids"]
-        row = [int(token) for token in prompt]
-        if not row:
-            raise ValueError(f"prompt {i} is empty; it needs at least one token")
-        if min(row) < 0 or max(row) >= vocab_size:
-            raise ValueError(f"prompt {i} has token ids outside 0..{vocab_size - 1}")
-        if context is not None and len(row) >= context:
-            raise ValueError(
-                f"prompt {i} has {len(row)} tokens; the target's context of {context} leaves room for "
-                f"at most {context - 1}"
-            )
-        rows.append(row)
-    return single, rows
 
 
 def load_model(
@@ -108,8 +73,6 @@ def load_model(
             whose blocks do not fit; a target that cannot be split among ranks.
     """
     check_kind(weights)
-    if tensor_parallel:
-        check_split(source, part, weights, device, device_map)
     if not isinstance(source, str | Path):
         if weights not in (None, "auto"):
             raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
@@ -245,16 +208,6 @@ def _may_have_tokenizer(source: str | Path) -> bool:
     return any(any(source.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
-def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise ValueError if a draft's tokenizer differs from the target's, naming the first difference."""
-    found = _difference(target, draft)
-    if found is not None:
-        raise ValueError(
-            f"draft {name!r}: its tokenizer differs from the target's: {found}; a draft must share the target's "
-            "tokenizer"
-        )
-
-
 def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
     """Return the first difference of a draft's tokenizer from the target's; None if they are equal.
 
@@ -279,10 +232,15 @@ def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
 def check_draft_tokenizer(
     target: PreTrainedTokenizerBase, draft: str | Path, *, trust_remote_code: bool = False
 ) -> None:
-    """`check_tokenizers` with the tokenizer of a draft's hub id or folder. A folder without one passes."""
+    """Raise ValueError if a draft's tokenizer differs from the target's, naming the first difference. A folder without
+    a tokenizer passes."""
     own = _own_tokenizer(draft, trust_remote_code)
-    if own is not None:
-        check_tokenizers(target, own, str(draft))
+    found = _difference(target, own) if own is not None else None
+    if found is not None:
+        raise ValueError(
+            f"draft {str(draft)!r}: its tokenizer differs from the target's: {found}; a draft must share the target's "
+            "tokenizer"
+        )
 
 
 def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

@@ -10,14 +10,14 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from forerun.engine.costs import Costs
 from forerun.files import home, read_text, write_text
-from forerun.methods import REMOVED, Method, drop_removed, method
+from forerun.methods import Method, method
 from forerun.zoo import FOLDERS, locate, own_draft
 
 Mode = Literal["greedy", "sampling"]
@@ -33,7 +33,7 @@ class Pair:
         device: "cpu" or the name of the GPU.
         dtype: of the weights, or what they are stored as; "auto" is what the checkpoint has.
         threads: of a CPU; 0 elsewhere.
-        models: differs between models of one name, see `identity`.
+        models: differs between models of one name, see `_identity`.
     """
 
     target: str
@@ -95,7 +95,7 @@ class Profile:
         return self.sampling if temperature else self.greedy
 
 
-def identity(source: str | Path, part: str) -> Any:
+def _identity(source: str | Path, part: str) -> Any:
     """Return what differs between models of one name: a hub id, or a folder's config and weight files with sizes."""
     folder = locate(source, part)
     if not isinstance(folder, Path):
@@ -110,35 +110,41 @@ def identity(source: str | Path, part: str) -> Any:
     }
 
 
-def pair_of(
-    target: str | Path,
-    draft: str | Path | None,
-    device: str | None,
-    dtype: Any,
-    weights: str | None = None,
-    draft_weights: str | None = None,
-) -> Pair:
+class Loading(Protocol):
+    """How models are loaded: what differs between profiles of the same models."""
+
+    @property
+    def device(self) -> str | None: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def weights(self) -> str | None: ...
+    @property
+    def draft_weights(self) -> str | None: ...
+
+
+def pair_of(target: str | Path, draft: str | Path | None, how: Loading) -> Pair:
     """Return the pair with the device and dtype that `forerun.load` would give it, and torch's present threads.
 
     Raises ValueError for folders that do not exist.
     """
     import torch
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = how.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = device.partition(":")[0]
     shown = kind
     if kind == "cuda":
         with suppress(RuntimeError, AssertionError, ValueError):  # loading will report what is wrong with the device
             shown = torch.cuda.get_device_name(device if ":" in device else None)
-    weights, draft_weights = (None if each == "auto" else each for each in (weights, draft_weights))
-    stored = str(dtype or weights or ("float32" if kind == "cpu" else "auto")).removeprefix("torch.")
+    weights, draft_weights = (None if each == "auto" else each for each in (how.weights, how.draft_weights))
+    stored = str(how.dtype or weights or ("float32" if kind == "cpu" else "auto")).removeprefix("torch.")
     models: dict[str, Any] = {}
     for part, source in (("target", target), ("draft", draft)):
         if source is not None:
             # Fine-tuned copies of one model differ only inside their files: the folder distinguishes them.
             folder = Path(source).expanduser()
             where = None if source in FOLDERS or not folder.exists() else str(folder.resolve())
-            models[part] = [where, identity(source, part)]
+            models[part] = [where, _identity(source, part)]
     return Pair(
         target=_name(target),
         draft=_name(draft) if draft is not None else None,
@@ -149,17 +155,9 @@ def pair_of(
     )
 
 
-def find(
-    target: str | Path,
-    draft: str | Path | None,
-    device: str | None,
-    dtype: Any,
-    weights: str | None = None,
-    draft_weights: str | None = None,
-) -> Profile | None:
-    """Return the profile of a pair on this machine, None if it was not tuned; raise ValueError for a damaged one."""
-    path = pair_of(target, draft, device, dtype, weights, draft_weights).path
-    return read(path) if os.path.isfile(path) else None  # False too if the user may not look there
+def find(pair: Pair) -> Profile | None:
+    """Return the profile of a pair, None if it was not tuned. Raises ValueError for a damaged one."""
+    return read(pair.path) if os.path.isfile(pair.path) else None  # False too if the user may not look there
 
 
 def read(path: Path) -> Profile:
@@ -167,7 +165,7 @@ def read(path: Path) -> Profile:
     text = read_text(path)
     try:
         return _profile(json.loads(text))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"the profile {path} is damaged or of another version ({error}): run `forerun tune` again or delete it"
         ) from None
@@ -227,57 +225,20 @@ def _name(source: str | Path) -> str:
     return folder.resolve().name if source not in FOLDERS and folder.exists() else str(source)
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "str | None": (str, type(None)),
-    "int": int,
-    "float": (int, float),
-    "dict[str, Any]": dict,
-    "dict[str, dict[str, Any]]": dict,
-}
+def _profile(found: dict[str, Any]) -> Profile:
+    """Return a profile from JSON. Raises ValueError, TypeError or AttributeError for what is none."""
+    choices = {mode: Choice(**found[mode]) if found[mode] is not None else None for mode in ("greedy", "sampling")}
+    for choice in filter(None, choices.values()):
+        for name, settings in [(choice.method, choice.settings), *choice.tuned.items()]:
+            method(name, **settings)  # raises for what does not exist
+    return Profile(**found | choices | {"pair": Pair(**found["pair"]), "costs": costs_of(found["costs"])})
 
 
-def _checked(cls: type, value: Any) -> dict[str, Any]:
-    """Check that JSON holds exactly the fields of a dataclass, of their types if these are plain."""
-    if not isinstance(value, dict):
-        raise ValueError(f"a {cls.__name__.lower()} must be an object")
-    kinds = {field.name: str(field.type) for field in fields(cls)}
-    for name in sorted(kinds.keys() ^ value.keys()):
-        raise ValueError(f"{'unknown' if name in value else 'no'} field {name!r}")
-    for name, kind in kinds.items():
-        if kind in _KINDS and not isinstance(value[name], _KINDS[kind]):
-            raise ValueError(f"{name} must be {kind}, not {value[name]!r}")
-    return value
-
-
-def _profile(value: Any) -> Profile:
-    found = dict(_checked(Profile, value))
-    for mode in ("greedy", "sampling"):
-        if found[mode] is not None:
-            choice = _checked(Choice, found[mode])
-            tuned = {n: drop_removed(settings) for n, settings in choice["tuned"].items() if n not in REMOVED}
-            if choice["method"] in REMOVED:  # nothing is known of this mode any more
-                found[mode] = None
-                continue
-            found[mode] = Choice(**choice | {"settings": drop_removed(choice["settings"]), "tuned": tuned})
-            found[mode].build()
-            for name, settings in tuned.items():
-                method(name, **settings)
-    return Profile(**found | {"pair": Pair(**_checked(Pair, found["pair"])), "costs": costs_of(found["costs"])})
-
-
-def costs_of(value: Any) -> Costs:
-    """Read costs from JSON. Raises ValueError for what is no table of costs."""
-    if isinstance(value, dict):  # tables from before drafts in one call
-        value = {"chained": 0.0, "chained_sampled": 0.0} | value
-    found = dict(_checked(Costs, value))
-    for part in ("target", "draft", "head"):
-        table = found[part]
-        if not isinstance(table, dict) or not (table or part != "target"):
-            raise ValueError(f"costs.{part} must be a table")
-        if not all(key.isdecimal() and isinstance(ms, int | float) and 0 <= ms < inf for key, ms in table.items()):
-            raise ValueError(f"costs.{part} must be milliseconds by numbers of tokens")
-        if part == "target" and not all(table.values()):
-            raise ValueError("costs.target must be above 0")
-        found[part] = {int(key): float(ms) for key, ms in table.items()}
-    return Costs(**found)
+def costs_of(found: dict[str, Any]) -> Costs:
+    """Return costs from JSON. Raises ValueError, TypeError or AttributeError for what is no table of costs."""
+    tables = {part: {int(n): float(ms) for n, ms in found[part].items()} for part in ("target", "draft", "head")}
+    if not tables["target"] or not all(0 <= ms < inf for table in tables.values() for ms in table.values()):
+        raise ValueError("costs must be milliseconds by numbers of tokens, and have some of the target")
+    if not all(tables["target"].values()):
+        raise ValueError("costs of the target must be above 0")
+    return Costs(**found | tables)

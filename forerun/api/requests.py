@@ -1,4 +1,4 @@
-"""Requests from SamplingParams, or from a transformers GenerationConfig."""
+"""Requests from prompts and SamplingParams."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    MaxTimeCriteria,
     PrefixConstrainedLogitsProcessor,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerationMode
 
 from forerun.engine.sequence import Request
 from forerun.model.causal_lm import CausalLM
@@ -30,6 +26,8 @@ from forerun.sampling.response_format import form_of
 from forerun.sampling.sampler import Sampler
 from forerun.text.chat import turn_ends
 from forerun.text.stop_strings import StopStrings
+
+Prompt = str | Sequence[int]
 
 # They keep state from call to call or run a model of their own: calls for drafted tokens would change what they do.
 _STATEFUL = {
@@ -42,9 +40,42 @@ _STATEFUL = {
 }
 
 
+def encode(
+    prompts: Prompt | Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase | None,
+    context: int | None,
+    vocab_size: int,
+) -> tuple[bool, list[list[int]]]:
+    """Return whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
+    if hasattr(prompts, "tolist"):  # tensors and arrays, without padding
+        prompts = prompts.tolist()
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    many: Sequence[Any] = [prompts] if single else prompts
+    if not many:
+        raise ValueError("no prompts were given")
+    rows = []
+    for i, prompt in enumerate(many):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ValueError("text prompts need a tokenizer; give token ids or tokenizer=...")
+            prompt = tokenizer(prompt)["input_ids"]
+        row = [int(token) for token in prompt]
+        if not row:
+            raise ValueError(f"prompt {i} is empty; it needs at least one token")
+        if min(row) < 0 or max(row) >= vocab_size:
+            raise ValueError(f"prompt {i} has token ids outside 0..{vocab_size - 1}")
+        if context is not None and len(row) >= context:
+            raise ValueError(
+                f"prompt {i} has {len(row)} tokens; the target's context of {context} leaves room for "
+                f"at most {context - 1}"
+            )
+        rows.append(row)
+    return single, rows
+
+
 def requests(
     rows: Sequence[Sequence[int]],
-    params: SamplingParams | GenerationConfig,
+    params: SamplingParams,
     target: CausalLM,
     tokenizer: PreTrainedTokenizerBase | None = None,
     processors: LogitsProcessorList | None = None,
@@ -52,106 +83,53 @@ def requests(
 ) -> list[Request]:
     """Return a request for each prompt of token ids; row i samples from stream i of the seed.
 
-    SamplingParams stand alone: of the checkpoint's generation config only the end tokens are used. A GenerationConfig
-    is completed by the checkpoint's, as in transformers. It has no seed: torch's own state gives one, so that what is
-    sampled can be repeated, though a draft model's tokens are accepted less often then.
+    Of the checkpoint's generation config only the end tokens are used.
 
-    Raises:
-        ValueError: what the loop cannot do, stop strings without a tokenizer, no room after a prompt, a response
-            format that cannot be used.
+    Raises ValueError for stop strings without a tokenizer, and a response format or a processor that cannot be used.
     """
     check_processors(processors)
-    config: Any = params
-    criteria, form = StoppingCriteriaList(criteria or []), None
-    if isinstance(params, SamplingParams):
-        seed, form = params.seed, form_of(params.response_format)
-        ends = None if params.ignore_eos else target.model.generation_config.eos_token_id
-    else:
-        config = _completed(params, target)
-        greedy, ends = not config.do_sample, config.eos_token_id
-        seed = None if greedy else int(torch.randint(2**31, (1,)))
-        if config.max_time is not None:
-            criteria.append(MaxTimeCriteria(config.max_time))
+    form = form_of(params.response_format)
+    ends = None if params.ignore_eos else target.model.generation_config.eos_token_id
     eos = frozenset([ends] if isinstance(ends, int) else ends or [])
-    strings = stop_strings(config)
-    if strings and tokenizer is None:
+    if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; give tokenizer=...")
-    stops = StopStrings(tokenizer, strings) if strings and tokenizer is not None else None
+    stops = StopStrings(tokenizer, params.stop) if params.stop and tokenizer is not None else None
     if form is not None:  # any of them ends such an output, in a chat or not
         eos |= turn_ends(tokenizer) | end_of(tokenizer)
     grammar_of = compiled(form, tokenizer, eos) if form is not None else None
     found: list[Request] = []
     sampler = grammar = None
     for i, row in enumerate(rows):
-        # One sampler for all rows where prompts do not matter, so that rows can be sampled together.
+        # One sampler for all rows if prompts do not matter, so that rows can be sampled together.
         if sampler is None or not sampler.prefix_free:
             extra = [for_row(each, i) for each in processors or ()]
             grammar = grammar_of(len(row)) if grammar_of is not None else None
             extra += [grammar] if grammar is not None else []
-            if isinstance(params, SamplingParams):
-                sampler = Sampler.of(params, len(row), target.vocab_size, extra)
-            else:
-                sampler = Sampler(greedy, target.processors(config, len(row), LogitsProcessorList(extra)))
-        new = config.max_new_tokens
-        if new is None:
-            new = config.max_length - len(row)
-            if new < 1:
-                raise ValueError(f"max_length {config.max_length} leaves no room for new tokens in prompt {i}")
+            sampler = Sampler.of(params, len(row), target.vocab_size, extra)
         found.append(
             Request(
                 tokens=list(row),
-                max_new_tokens=new,
+                max_new_tokens=params.max_new_tokens,
                 sampler=sampler,
                 eos=eos,
                 stop=stops if grammar is None else grammar.stop(stops),
-                criteria=criteria or None,
-                seed=seed,
+                criteria=StoppingCriteriaList(criteria) if criteria else None,
+                seed=params.seed,
                 stream=i,
-                params=params if isinstance(params, SamplingParams) else None,
+                params=params,
             )
         )
     return found
 
 
-def stop_strings(config: GenerationConfig | SamplingParams) -> list[str]:
-    """Return the stop strings of parameters."""
-    found = config.stop if isinstance(config, SamplingParams) else config.stop_strings
-    return [found] if isinstance(found, str) else list(found or ())
-
-
-def merged(
-    params: SamplingParams | GenerationConfig | None, options: dict[str, Any]
-) -> SamplingParams | GenerationConfig:
+def merged(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
     """Return parameters with single options in their place. Raises ValueError for an unknown one."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, GenerationConfig):
-        if options:
-            raise ValueError(f"options {sorted(options)} cannot be given beside a GenerationConfig; set them in it")
-        return params
-    unknown = sorted(set(options) - set(SamplingParams.__dataclass_fields__))
-    if unknown:
-        raise ValueError(f"unknown option {unknown[0]!r}; there are {', '.join(SamplingParams.__dataclass_fields__)}")
-    return replace(params, **options)
-
-
-def check_supported(config: GenerationConfig, copies: bool = False) -> None:
-    """Raise ValueError for what the loop cannot do; with `copies`, several sequences a prompt are fine."""
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
-    for name, allowed in (
-        ("num_return_sequences", (None, 1)),
-        ("guidance_scale", (None, 1)),
-        ("watermarking_config", (None,)),
-        ("forced_eos_token_id", (None,)),
-        ("encoder_repetition_penalty", (None, 1)),
-        ("encoder_no_repeat_ngram_size", (None, 0)),
-    ):
-        if copies and name == "num_return_sequences":
-            continue
-        if getattr(config, name, None) not in allowed:
-            raise ValueError(f"{name}={getattr(config, name)} is not supported")
+    names = SamplingParams.__dataclass_fields__
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+    for name in sorted(options.keys() - names):
+        raise ValueError(f"unknown option {name!r}; there are {', '.join(names)}")
+    return replace(params or SamplingParams(), **options)
 
 
 def check_processors(processors: LogitsProcessorList | None) -> None:
@@ -175,14 +153,3 @@ def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         prompt = prompt_of_row(processor, row)
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     return processor
-
-
-def _completed(config: GenerationConfig, target: CausalLM) -> GenerationConfig:
-    """Return a configuration completed by the checkpoint's. Raises ValueError for what the loop cannot do."""
-    found, unused = target.model._prepare_generation_config(config)
-    if unused:
-        raise ValueError(f"these are not generation settings: {sorted(unused)}")
-    check_supported(found)
-    if found.max_new_tokens is None and config.max_length is None:
-        found.max_new_tokens = SamplingParams().max_new_tokens
-    return found

@@ -79,8 +79,8 @@ def resolve(
     costs: Costs | None = None
     are_named = all(isinstance(each, str | Path | None) for each in (target, draft))
     if models is not None and models.has_profile and are_named and (not is_named or chosen.needs_costs):
-        where = models.device, models.dtype, models.weights, models.draft_weights
-        profile, ours = profiles.find(target, draft, *where), profiles.shipped(target, draft)
+        profile = profiles.find(profiles.pair_of(target, draft, models))
+        ours = profiles.shipped(target, draft)
         costs = profile.costs if profile is not None else ours.costs if ours is not None else None
         if profile is not None and not is_named:
             sampling = profile.sampling.build() if profile.sampling else chosen

@@ -40,9 +40,9 @@ class Prompt:
 
     Attributes:
         id: unique in its dataset.
-        text: None where there are only token ids or messages.
+        text: None if there are only token ids or messages.
         tokens: None until the text has been through the tokenizer.
-        cut: whether tokens were dropped in front so that the output fits the context.
+        cut: whether tokens were dropped at the beginning so that the output fits the context.
         messages: of a conversation, which the target's chat template renders.
     """
 
@@ -54,12 +54,12 @@ class Prompt:
 
 
 def dataset_name(dataset: str) -> str:
-    """What results call a dataset: its name, or that of its file without the folder."""
+    """Return what results call a dataset: its name, or that of its file without the folder."""
     return Path(dataset).name
 
 
 def check_datasets(datasets: Sequence[str], data: Path | None) -> None:
-    """Raises ValueError for a dataset that is unknown, twice there or nowhere to be found."""
+    """Raise ValueError for a dataset that is unknown, given twice or nowhere to be found."""
     for dataset in datasets:
         if dataset not in STDLIB and dataset not in PUBLIC and not dataset.endswith(".jsonl"):
             raise ValueError(f"unknown dataset {dataset!r}; there are {', '.join([*PUBLIC, *STDLIB])} and FILE.jsonl")
@@ -75,7 +75,7 @@ def check_datasets(datasets: Sequence[str], data: Path | None) -> None:
 
 
 def find(dataset: str, data: Path | None) -> Path:
-    """The file of a public dataset, from `data`: the file itself or its folder."""
+    """Return the file of a public dataset, from `data`: the file itself or its folder."""
     source = PUBLIC[dataset]
     wanted = f"{' or '.join(source.files)}, which the public repository {source.repository} has"
     if data is None:
@@ -91,7 +91,7 @@ def find(dataset: str, data: Path | None) -> Path:
 
 
 def read_prompts(dataset: str, data: Path | None, limit: int | None) -> list[Prompt]:
-    """The first `limit` prompts of a dataset that is a file, in its order; raises ValueError naming file and line."""
+    """Return the first prompts of a dataset that is a file. Raises ValueError naming file and line."""
     path = find(dataset, data) if dataset in PUBLIC else Path(dataset)
     prompts: dict[str, Prompt] = {}
     for number, entry in _lines(path):
@@ -108,12 +108,12 @@ def read_prompts(dataset: str, data: Path | None, limit: int | None) -> list[Pro
 
 
 def read_files(datasets: Sequence[str], data: Path | None, limit: int | None) -> dict[str, list[Prompt]]:
-    """The prompts of those datasets that are files."""
+    """Return the prompts of those datasets that are files."""
     return {dataset: read_prompts(dataset, data, limit) for dataset in datasets if dataset not in STDLIB}
 
 
 def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The special tokens that a tokenizer puts in front of a text: of those around one, what comes before it."""
+    """Return the special tokens that a tokenizer puts before a text."""
     text = tokenizer("x", add_special_tokens=False)["input_ids"]
     whole = tokenizer("x")["input_ids"]
     start = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
@@ -121,8 +121,8 @@ def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def stdlib_prompts(dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None) -> list[Prompt]:
-    """The first `limit` prompts of `tokens` token ids from held-out files of this Python's standard library, what the
-    tokenizer puts in front of a text among them."""
+    """Return the first prompts of `tokens` token ids from held-out files of this Python's standard library. What the
+    tokenizer puts before a text counts."""
     from forerun.train.corpus import held_out_prompts
 
     split: Any = STDLIB[dataset]
@@ -143,9 +143,9 @@ def tokenised(
     front: tuple[int, ...] = (),
     chat: bool = False,
 ) -> Prompt:
-    """The prompt as token ids, the last `longest` of them; where it begins with `front`, that stays its beginning.
+    """Return the prompt as token ids, the last `longest` of them. If it begins with `front`, it still does.
 
-    A conversation is rendered by the chat template and never cut. With `chat` other prompts are one, of one message.
+    A conversation is rendered by the chat template and never cut. With `chat` a text is one, of one message.
     """
     if chat or prompt.messages is not None:
         return _rendered(prompt, tokenizer, longest, vocab_size, front)

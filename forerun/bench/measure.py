@@ -1,60 +1,173 @@
-"""The paired round-robin: every method on every batch of prompts, in turns, in one process."""
+"""A run: every method on every batch of prompts, in turns, in one process."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from forerun.api.decoder import Decoder
+from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
-from forerun.bench.records import Group, Margins, Record, Records, first_difference
-from forerun.bench.runners import Outcome, Run
-from forerun.engine.stats import times, work
+from forerun.bench.models import load_decoders, load_prompts
+from forerun.bench.plan import Plan, Runner, make_folder
+from forerun.bench.records import Group, Margins, Record, first_difference, times, work
+from forerun.bench.report import results
+from forerun.engine.engine import Step
+from forerun.engine.stats import Stats, summarise
+from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
+from forerun.sampling.params import SamplingParams
 
 WARM_UP = 16  # tokens
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What one batch of prompts gave.
+
+    Attributes:
+        tokens: output token ids of each row.
+        seconds: wall time of the call, prefill included.
+        target_forwards, draft_forwards: counted once for each row that took part. Transformers' first forward is the
+            prefill and gives a token; our prefill gives none and is not counted.
+        steps: of each row; None if the method keeps no record.
+        pads: whether the target's forwards run as many tokens of each row as the widest one has.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    target_forwards: int
+    draft_forwards: int
+    steps: list[list[Step]] | None = None
+    pads: bool = True
+
+    @property
+    def stats(self) -> Stats:
+        if self.steps is not None:
+            return summarise([step for row in self.steps for step in row], self.seconds)
+        count = sum(map(len, self.tokens))
+        return Stats(count, self.target_forwards, self.draft_forwards, 0, 0, 0, self.seconds, (), ())
+
+
+# Prompts, a seed for each, and a length for the warm-up, which leaves no state but what a guard has measured.
+Run = Callable[[Sequence[Sequence[int]], Sequence[int], int | None], Outcome]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a `Runner` is made of: the plan, its prompts as token ids, the target's tokenizer, if one was needed, and
+    the target that our methods decode with."""
+
+    plan: Plan
+    datasets: dict[str, list[Prompt]]
+    tokenizer: PreTrainedTokenizerBase | None
+    target: CausalLM
+
+
+def bench(
+    plan: Plan,
+    files: dict[str, list[Prompt]],
+    out: Path | None = None,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measure what the plan says, and return the results; with `out` they are also there as files.
+
+    `files` are the prompts of `read_files`.
+
+    Raises ValueError for prompts, models or a folder that cannot be used. Prompts and folder are checked before the
+    models' weights are loaded.
+    """
+    datasets, tokenizer = load_prompts(plan, files)
+    make_folder(out)
+    decoders, target, costs = load_decoders(plan, tokenizer, with_costs=out is not None)
+    loaded = Loaded(plan, datasets, tokenizer, target)
+    runs = {
+        name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
+        for name, each in plan.methods.items()
+    }
+    _teach_oracles(plan, runs, datasets, say)
+    records = measure(plan, runs, datasets, out / "records.jsonl" if out is not None else None, say)
+    found = results(plan, facts_of_prompts(datasets), records, margins(target, datasets, records), costs)
+    found["models"] = {"target": facts_of(target)}
+    draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
+    if draft is not None:
+        found["models"]["draft"] = facts_of(draft)
+    if out is not None:
+        write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def facts_of_prompts(datasets: dict[str, list[Prompt]]) -> dict[str, dict[str, Any]]:
+    """Return the number of prompts of each dataset, of cut ones among them, and a hash of them all."""
+
+    def facts(prompts: list[Prompt]) -> dict[str, Any]:
+        digest = hashlib.sha256(json.dumps([(prompt.id, prompt.tokens) for prompt in prompts]).encode()).hexdigest()
+        return {"prompts": len(prompts), "cut": sum(prompt.cut for prompt in prompts), "sha256": digest[:16]}
+
+    return {name: facts(prompts) for name, prompts in datasets.items()}
+
+
+def _teach_oracles(
+    plan: Plan, runs: dict[str, Run], datasets: dict[str, list[Prompt]], say: Callable[[str], None]
+) -> None:
+    """Run oracles, which alone refuse sampling, once on everything: no measurement holds the time in which they learn
+    the truth."""
+    for name, method in plan.ours.items():
+        if not method.greedy_only:
+            continue
+        for dataset, prompts in datasets.items():
+            say(f"{name} learns the target's output for {dataset}")
+            for start in range(0, len(prompts), plan.batch):
+                rows = [_ids(prompt) for prompt in prompts[start : start + plan.batch]]
+                runs[name](rows, [plan.seed + row for row in range(len(rows))], None)
+
+
 def measure(
+    plan: Plan,
     runs: dict[str, Run],
     datasets: dict[str, list[Prompt]],
-    records: Records,
-    *,
-    rounds: int,
-    batch: int,
-    seed: int,
-    reference: str | None,
-    max_new_tokens: int,
-    warm_up: int = WARM_UP,
-    say: Callable[[str], None],
-) -> None:
-    """Measures what `records` does not have yet.
+    path: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Record]:
+    """Measure all rounds, and return the records. With a path they are written there, those of a batch at once.
 
     The order of the methods turns by one from batch to batch and is reversed in every other round, so that none of
-    them always comes first or always behind the same other. `reference` names the method that greedy outputs are
-    compared with.
+    them always comes first or always after the same other.
     """
-    first = next(iter(datasets.values()))[:batch]
+    first = next(iter(datasets.values()))[: plan.batch]
     for run in runs.values():
-        run([_ids(row) for row in first], [seed + i for i in range(len(first))], min(warm_up, max_new_tokens))
-    names, done = list(runs), records.groups
-    for number in range(rounds):
+        seeds = [plan.seed + i for i in range(len(first))]
+        run([_ids(row) for row in first], seeds, min(WARM_UP, plan.max_new_tokens))
+    records: list[Record] = []
+    for number in range(plan.rounds):
         for dataset, prompts in datasets.items():
-            for index, start in enumerate(range(0, len(prompts), batch)):
-                if (number, dataset, index) in done:
-                    continue
-                rows = prompts[start : start + batch]
-                seeds = [seed + 1000 * number + start + i for i in range(len(rows))]
-                order = turned(names, number, index)
+            for index, start in enumerate(range(0, len(prompts), plan.batch)):
+                rows = prompts[start : start + plan.batch]
+                seeds = [plan.seed + 1000 * number + start + i for i in range(len(rows))]
+                order = turned(list(runs), number, index)
                 outcomes = {name: runs[name]([_ids(row) for row in rows], seeds, None) for name in order}
-                records.add(group_records((number, dataset, index), rows, outcomes, reference))
-                say(f"round {number + 1} of {rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts")
+                reference = plan.reference if not plan.temperature else None
+                group = group_records((number, dataset, index), rows, outcomes, reference)
+                records += group
+                if path is not None:
+                    with path.open("a", encoding="utf-8") as file:
+                        file.write("".join(record.line() for record in group))
+                say(f"round {number + 1} of {plan.rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts")
+    return records
 
 
 def turned(names: Sequence[str], number: int, index: int) -> list[str]:
-    """The order of the methods in a round, for the batch of that index."""
+    """Return the order of the methods in a round, for the batch of that index."""
     turn = (number // 2 + index) % len(names)
     order = [*names[turn:], *names[:turn]]
     return order[::-1] if number % 2 else order
@@ -63,7 +176,8 @@ def turned(names: Sequence[str], number: int, index: int) -> list[str]:
 def group_records(
     group: Group, prompts: Sequence[Prompt], outcomes: dict[str, Outcome], reference: str | None
 ) -> list[Record]:
-    """The records of one batch in one round, in the order in which the methods ran."""
+    """Return the records of one batch in one round, in the order in which the methods ran. Greedy outputs are compared
+    with those of the method `reference`."""
     records = []
     for name, outcome in outcomes.items():
         differences: list[dict[str, Any]] = []
@@ -73,16 +187,13 @@ def group_records(
             found = [first_difference(ours, theirs) for ours, theirs in pairs]
             equal = [each is None for each in found]
             differences = [{"row": row} | each for row, each in enumerate(found) if each is not None]
-        stats = outcome.stats
         spent = times(outcome.steps) if outcome.steps is not None else None
         records.append(
             Record(
-                round=group[0],
-                dataset=group[1],
-                batch=group[2],
+                *group,
                 prompts=[prompt.id for prompt in prompts],
                 method=name,
-                stats=stats,
+                stats=outcome.stats,
                 times=spent,
                 work=work(outcome.steps, outcome.pads) if outcome.steps is not None else None,
                 prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
@@ -95,9 +206,9 @@ def group_records(
 
 @torch.inference_mode()
 def margins(target: CausalLM, datasets: dict[str, list[Prompt]], records: Sequence[Record]) -> Margins:
-    """The difference of the target's logits of the reference's token and of the output's, where the two outputs part:
-    about 1e-5 is a tie that rounding decides, more is a fault. Where one of them has ended, the difference of the two
-    highest logits."""
+    """Return the difference of the target's logits of the reference's token and of the output's, where two outputs
+    part: about 1e-5 is a tie that rounding decides, more is a fault. If one of them has ended, the difference of the
+    two highest logits."""
     model = target.fresh()
     prompts = {(dataset, prompt.id): prompt for dataset, rows in datasets.items() for prompt in rows}
     found: Margins = {}
@@ -120,3 +231,47 @@ def margins(target: CausalLM, datasets: dict[str, list[Prompt]], records: Sequen
 def _ids(prompt: Prompt) -> list[int]:
     assert prompt.tokens is not None
     return list(prompt.tokens)
+
+
+def forget_phrases(decoder: Decoder) -> None:
+    """Empty the decoder's pools, which would know the output of a prompt that comes again."""
+    for pool in (decoder.pools or {}).values():
+        pool.clear()
+
+
+def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -> Run:
+    """Return what runs a method of ours. Each row has a seed of its own, so its neighbours do not matter. `close` frees
+    the decoder's buffers after each call, if there are many decoders.
+
+    Phrases of earlier prompts stay, but a prompt that comes again finds none.
+    """
+    seen: set[tuple[int, ...]] = set()
+
+    def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+        now = set(map(tuple, prompts))
+        if now & seen:
+            forget_phrases(decoder)
+            seen.clear()
+        seen.update(now)
+        length, session = warm_up or params.max_new_tokens, decoder.session
+        begun = perf_counter()
+        requests = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            request = decoder.request(list(prompt), replace(params, seed=None, max_new_tokens=length))
+            # Most requests have no seed, so it is their acceptance rule that is measured.
+            numbers = None if params.temperature == 0 else torch.Generator(decoder.target.device).manual_seed(seed)
+            requests.append(replace(request, generator=numbers))
+        rows = session.add(requests).collect()
+        seconds = perf_counter() - begun
+        if close:
+            decoder.close()
+        return Outcome(
+            tokens=[[token for step in row for token in step.tokens] for row in rows],
+            seconds=seconds,
+            target_forwards=sum(map(len, rows)),
+            draft_forwards=sum(step.draft_forwards for row in rows for step in row),
+            steps=rows,
+            pads=decoder.target.pads,
+        )
+
+    return run

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder
 from forerun.api.loading import load_config, load_model, load_tokenizer, translation_for
-from forerun.api.profiles import costs_of
 from forerun.backends import prepare
 from forerun.backends.costs import head_costs, measure_costs
 from forerun.backends.heads import HiddenLM
@@ -22,21 +20,20 @@ from forerun.backends.hot import prepare_draft
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
 from forerun.engine.costs import Costs
-from forerun.files import read_text, write_text
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Lyanna, Pacer
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.text.vocabularies import Translation
 from forerun.zoo import companion, locate
 
-ROWS = 64  # the most that a decoder may be given at once, where batches are smaller
+ROWS = 64  # the fewest that a decoder takes at once
 
 
 def load_prompts(
     plan: Plan, files: dict[str, list[Prompt]]
 ) -> tuple[dict[str, list[Prompt]], PreTrainedTokenizerBase | None]:
-    """Token ids of every dataset's prompts, cut in front where they and the output exceed the context, and the
-    tokenizer where prompts or a draft needed one."""
+    """Return token ids of every dataset's prompts, cut at the beginning if they and the output exceed the context, and
+    the tokenizer, if prompts or a draft needed one."""
     sets = dict(files)
     texts = any(prompt.tokens is None for prompts in files.values() for prompt in prompts)
     tokenizer = _tokenizer(plan, needed=plan.chat or texts or len(files) < len(plan.datasets))
@@ -63,8 +60,8 @@ def load_prompts(
 
 
 def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The target's tokenizer; None where there is none and only the draft wanted one. Raises ValueError for a draft
-    with another one where a method cannot do with that."""
+    """Return the target's tokenizer; None if there is none and only the draft wanted one. Raises ValueError for a draft
+    with another one if a method cannot do with that."""
     if not needed and not plan.needs_draft:
         return None
     try:
@@ -78,7 +75,7 @@ def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
 
 
 def translation_of(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> Translation | None:
-    """How the plan's draft drafts, where it is needed and has another tokenizer than the target's."""
+    """Return how the plan's draft drafts, if it is needed and has another tokenizer than the target's."""
     if tokenizer is None or plan.draft is None or not plan.needs_draft:
         return None
     return _translation(tokenizer, plan.draft, plan.draft_tokens or "auto", plan.strict, plan.trust_remote_code)
@@ -92,7 +89,7 @@ def _translation(
 
 
 def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
-    """The target, and the draft where a method of ours needs it, with their fast forwards."""
+    """Return the target, and the draft if a method of ours needs it, with their fast forwards."""
     how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
     target = prepare(load_model(plan.target, "target", weights=plan.weights, **how), in_place=True)
     if not any(each.needs_draft for each in plan.ours.values()):
@@ -104,7 +101,8 @@ def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
 
 
 def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | None, PreVerifier]:
-    """The trained layers that the plan's methods need, by what they are for; raises ValueError where one is missing."""
+    """Return the trained layers that the plan's methods need, by what they are for. Raises ValueError if one is
+    missing."""
     wanted = {each.layer for each in plan.ours.values() if each.layer is not None}
     bundled = [companion(plan.target, name) for name in sorted(wanted)]
     folders: Sequence[str | Path] = plan.pre_verifier or [*filter(None, bundled)]
@@ -118,29 +116,41 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
 
 
 def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
-    """The heads over hidden states that the plan's methods need, by kind. Raises ValueError where one is missing."""
+    """Return the heads that the plan's methods need, by kind. Raises ValueError if one is missing."""
     wanted = sorted({each.head for each in plan.ours.values() if each.head})
-    bundled = [companion(plan.target, kind) for kind in wanted]
-    folders = [*filter(None, bundled), *map(Path, plan.head)] if wanted else []
-    heads = [load_head(folder, target) for folder in folders]
-    found: dict[str | None, HiddenLM] = {head.config.kind: HiddenLM(head, target) for head in heads}
+    found = heads_for(plan.target, target, plan.head, wanted) if wanted else {}
     for kind in wanted:
         if kind not in found:
             raise ValueError(f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one")
     return found
 
 
+def heads_for(
+    name: str, target: CausalLM, folders: Sequence[str | Path], kinds: Sequence[str | None]
+) -> dict[str | None, HiddenLM]:
+    """Return heads for a target, by kind: those of the folders, and those of these kinds that come with forerun.
+
+    Raises ValueError for a head that does not fit, or is of another kind.
+    """
+    found: dict[str | None, HiddenLM] = {}
+    for folder in folders:
+        head = load_head(folder, target)
+        if head.config.kind not in kinds:
+            wanted = " or ".join(map(str, kinds))
+            raise ValueError(f"the head '{folder}' is of the kind {head.config.kind!r}; it must be {wanted}")
+        found[head.config.kind] = HiddenLM(head, target)
+    for kind in kinds:
+        if kind not in found and (own := companion(name, kind)) is not None:
+            found[kind] = HiddenLM(load_head(own, target, kind), target)
+    return found
+
+
 def load_decoders(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path | None
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, with_costs: bool = False
 ) -> tuple[dict[str, Decoder], CausalLM, Costs | None]:
-    """The methods of ours, on one target and one draft; the target; and what forwards cost on this machine when the run
-    began, where a method or a run with a folder wants to know."""
+    """Return our own methods on one target and one draft; the target; and what forwards cost, as `build_decoders`."""
     target, draft = load_pair(replace(plan, methods=plan.ours))
-    kept = out / "costs.json" if out is not None else None
-    costs = costs_of(json.loads(read_text(kept))) if kept is not None and kept.exists() else None
-    decoders, costs = build_decoders(plan, tokenizer, target, draft, costs, measured=kept is not None)
-    if kept is not None and costs is not None and not kept.exists():
-        write_text(kept, json.dumps(asdict(costs)) + "\n")
+    decoders, costs = build_decoders(plan, tokenizer, target, draft, with_costs)
     return decoders, target, costs
 
 
@@ -149,15 +159,15 @@ def build_decoders(
     tokenizer: PreTrainedTokenizerBase | None,
     target: CausalLM,
     draft: CausalLM | None,
-    costs: Costs | None = None,
-    measured: bool = False,
+    with_costs: bool = False,
 ) -> tuple[dict[str, Decoder], Costs | None]:
-    """The plan's own methods on this target and draft, and what forwards cost: as given, or measured where that is
-    wanted or a method asks."""
+    """Return the plan's own methods on this target and draft, and what forwards cost, if it is asked for or a method
+    needs it."""
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
     layers = load_layers(plan, target, draft) if draft is not None else {}
     heads = load_heads(plan, target)
-    if costs is None and (measured or any(each.needs_costs for each in plan.ours.values())):
+    costs = None
+    if with_costs or any(each.needs_costs for each in plan.ours.values()):
         costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():

@@ -14,7 +14,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, locate, own_draft
 
 if TYPE_CHECKING:
-    from forerun.bench.runners import Loaded, Run
+    from forerun.bench.measure import Loaded, Run
 
 DEFAULT_METHODS = ("ar", "sd", "suffix")
 
@@ -46,8 +46,8 @@ class Plan:
         methods: what is measured, by the name that results use.
         datasets: names and .jsonl files.
         data: file or folder of the public datasets.
-        target, draft: hub ids, folders or "embedded"; draft is None where no method needs one.
-        limit: prompts a dataset, all where None.
+        target, draft: hub ids, folders or "embedded"; draft is None if no method needs one.
+        limit: prompts a dataset; None for all.
         prompt_tokens: length of the prompts from the standard library.
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
@@ -56,8 +56,8 @@ class Plan:
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         chat: prompts are messages, rendered by the target's chat template, as conversations are in any case.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then have the best value.
-        context: most tokens of prompt and output, where that is less than the target takes.
-        reference: the method whose greedy output the others are compared with.
+        context: most tokens of prompt and output, if that is less than the target takes.
+        reference: the method whose greedy output all methods are compared with.
     """
 
     methods: Mapping[str, Method | Runner]
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def strict(self) -> str | None:
-        """A method that needs a draft with the target's tokenizer, if any does."""
+        """The name of a method that needs a draft with the target's tokenizer, or None."""
         needy = (name for name, each in self.methods.items() if each.needs_draft and not each.any_tokenizer)
         return next(needy, None)
 
@@ -162,12 +162,8 @@ class Plan:
         }
 
 
-# What runs by a name that is no method's of ours, or None; the second argument makes a method with the settings given.
+# Returns what runs by a name that no method of ours has, or None. The second argument makes a method of ours.
 RunnerOf = Callable[[str, Callable[[str], Method]], Method | Runner | None]
-
-
-def no_runner(name: str, ours: Callable[[str], Method]) -> Runner | None:
-    return None
 
 
 def parse_methods(
@@ -175,12 +171,12 @@ def parse_methods(
     settings: Sequence[str],
     tune: str | None,
     tuned: dict[str, dict[str, Any]],
-    runner_of: RunnerOf = no_runner,
+    runner_of: RunnerOf | None = None,
 ) -> dict[str, Method | Runner]:
-    """The methods of --methods, --method-arg and --tune, `ar` always among them.
+    """Return the methods of --methods, --method-arg and --tune, `ar` always among them.
 
-    `tuned` holds settings that take the place of a method's defaults, not of what is given. `runner_of` is asked for
-    names that are no method's of ours.
+    `tuned` holds settings that take the place of a method's defaults, not of what is given. `runner_of` makes what has
+    no name of a method of ours.
     """
     given: dict[str, dict[str, Any]] = {}
     for setting in settings:
@@ -203,7 +199,8 @@ def parse_methods(
     wanted = [name for name in names or DEFAULT_METHODS if name]
     chosen = {}
     for name in wanted if "ar" in wanted else ["ar", *wanted]:
-        chosen[name] = ours(name) if is_method(name) else runner_of(name, ours) or ours(name)  # which raises
+        other = runner_of(name, ours) if runner_of is not None and not is_method(name) else None
+        chosen[name] = other or ours(name)  # which raises for unknown names
     for name in given:
         if name not in used:
             raise ValueError(f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods")
@@ -220,21 +217,19 @@ def _setting(option: str, text: str) -> tuple[str, str, str]:
     return name, key, value
 
 
-def check_folder(out: Path | None, resume: bool) -> None:
-    """Raises ValueError where a run would overwrite another one or has none to go on from."""
-    if resume and out is None:
-        raise ValueError("--resume needs --out, the folder of the run to go on with")
+def make_folder(out: Path | None) -> None:
+    """Make the folder of a run. Raises ValueError if it holds a run already, or cannot be made."""
     if out is None:
         return
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is not a folder")
-    if resume and not (out / "run.json").exists():
-        raise ValueError(f"{out} holds no run to resume")
-    if not resume and (out / "records.jsonl").exists():
-        raise ValueError(f"{out} holds a run already: give --resume or another --out")
+    if (out / "records.jsonl").exists():
+        raise ValueError(f"{out} holds a run already: give another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {out}: {error.strerror}") from None
 
 
 def model_name(source: str) -> str:
-    """What results call a model: its hub id, or the name of its folder or file."""
+    """Return what results call a model: its hub id, or the name of its folder or file."""
     path = Path(source).expanduser()
     return path.resolve().name if path.exists() else source

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import zip_longest
 from typing import Any
 
-from forerun.engine.stats import Stats, Times, Work
-from forerun.files import read_text, write_text
+from forerun.engine.engine import Step
+from forerun.engine.stats import Stats
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
 Margins = dict[tuple[str, str, int, int | None], float]  # by dataset, prompt, position and the token there
+Work = tuple[tuple[int, int, float, int], ...]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time of decoding steps went, in seconds; a step of a batch counts once.
+
+    Attributes:
+        steps: the number of steps.
+        draft, policy, verify: drafting, deciding how long to draft, and the target's forward with its verdicts.
+        rest: everything else in a step.
+        forward: inside forwards of the target and the draft; on a GPU the time to start them.
+    """
+
+    steps: int
+    draft: float
+    policy: float
+    verify: float
+    rest: float
+    forward: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.policy + self.verify + self.rest
+
+    @property
+    def overhead_share(self) -> float:
+        """Share of step time outside the models' forwards."""
+        return 1 - self.forward / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -21,11 +51,11 @@ class Record:
 
     Attributes:
         prompts: ids of the batch's prompts.
-        stats, times: counts and step times (seconds) of all rows; times is None where the method keeps no steps.
-        work: what the steps were (`forerun.engine.stats.work`), for benchmarks/replay.py; None likewise.
+        stats, times: counts and step times of all rows; times is None if the method keeps no steps.
+        work: what the steps were, for benchmarks/replay.py; None likewise.
         prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
         equal: for each row whether it is the reference's greedy output; None when sampling.
-        differences: where rows differ: row, position, both tokens (None behind the end) and the tokens before.
+        differences: of rows that differ: row, position, both tokens (None after the end) and the tokens before.
     """
 
     round: int
@@ -49,6 +79,7 @@ class Record:
 
 
 def parse(line: str) -> Record:
+    """Return the record of a line."""
     entry = json.loads(line)
     stats: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in entry["stats"].items()
@@ -58,8 +89,50 @@ def parse(line: str) -> Record:
     return Record(**entry | {"stats": Stats(**stats), "times": times, "work": work or None})
 
 
+def total(parts: Sequence[Stats]) -> Stats:
+    """Return the statistics of several calls together."""
+    names = ("tokens", "target_forwards", "draft_forwards", "drafted", "tested", "accepted", "seconds")
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return Stats(
+        **sums,
+        reached=tuple(map(sum, zip_longest(*(part.reached for part in parts), fillvalue=0))),
+        kept=tuple(map(sum, zip_longest(*(part.kept for part in parts), fillvalue=0))),
+    )
+
+
+def times(rows: Sequence[Sequence[Step]]) -> Times:
+    """Return the time of a batch from the steps of its rows; steps of one number are one step of the engine."""
+    steps = {step.number: step for row in rows for step in row}.values()
+    draft = sum(step.draft_seconds for step in steps)
+    policy = sum(step.policy_seconds for step in steps)
+    verify = sum(step.verify_seconds for step in steps)
+    return Times(
+        steps=len(steps),
+        draft=draft,
+        policy=policy,
+        verify=verify,
+        rest=sum(step.seconds for step in steps) - draft - policy - verify,
+        forward=sum(step.forward_seconds for step in steps),
+    )
+
+
+def work(rows: Sequence[Sequence[Step]], pads: bool = True) -> Work:
+    """Return what a batch did, as far as time depends on it: the number of steps of each kind, with their rows, the
+    nodes that the target verified in each row, and draft forwards. If it `pads`, all rows are as wide as the widest;
+    else the nodes are the mean."""
+    by_number: dict[int, list[Step]] = {}
+    for row in rows:
+        for step in row:
+            by_number.setdefault(step.number, []).append(step)
+    found: Counter[tuple[int, float, int]] = Counter()
+    for steps in by_number.values():
+        drafted, forwards = [step.drafted for step in steps], max(step.draft_forwards for step in steps)
+        found[len(steps), 1 + (max(drafted) if pads else round(sum(drafted) / len(drafted), 3)), forwards] += 1
+    return tuple((count, *shape) for shape, count in sorted(found.items()))
+
+
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> dict[str, Any] | None:
-    """Where two outputs part, None where they do not."""
+    """Return where two outputs part, or None."""
     at = next((i for i, pair in enumerate(zip(ours, reference, strict=False)) if pair[0] != pair[1]), None)
     if at is None:
         if len(ours) == len(reference):
@@ -71,44 +144,3 @@ def first_difference(ours: Sequence[int], reference: Sequence[int]) -> dict[str,
         "reference": reference[at] if at < len(reference) else None,
         "before": list(reference[:at]),
     }
-
-
-class Records:
-    """All records of a run, kept in a file where there is a folder for it."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.all: list[Record] = []
-
-    def resume(self, methods: Sequence[str]) -> None:
-        """Takes up what an earlier process finished. Drops a torn last line, and groups that are not complete, in the
-        file too: what is compared must have been measured in one go."""
-        if self.path is None or not self.path.exists():
-            return
-        lines = read_text(self.path).split("\n")
-        whole, torn = lines[:-1], lines[-1]
-        records = []
-        for number, line in enumerate(whole, 1):
-            try:
-                records.append(parse(line))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"{self.path}, line {number}: not a record of this program") from None
-        found: dict[Group, set[str]] = {}
-        for record in records:
-            found.setdefault(record.group, set()).add(record.method)
-        complete = {group for group, names in found.items() if names == set(methods)}
-        self.all = [record for record in records if record.group in complete]
-        if torn or len(self.all) < len(records):
-            kept = [line for line, record in zip(whole, records, strict=True) if record.group in complete]
-            write_text(self.path, "".join(f"{line}\n" for line in kept))
-
-    @property
-    def groups(self) -> set[Group]:
-        return {record.group for record in self.all}
-
-    def add(self, group: Sequence[Record]) -> None:
-        """Appends the records of one group and puts them on disk at once."""
-        self.all += group
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(record.line() for record in group))

@@ -18,9 +18,8 @@ import numpy as np
 from forerun import __version__
 from forerun.backends import kernels
 from forerun.bench.plan import Plan, Runner
-from forerun.bench.records import Group, Margins, Record
+from forerun.bench.records import Group, Margins, Record, Times, total
 from forerun.engine.costs import Costs
-from forerun.engine.stats import Times, total
 
 PHASES = {
     "draft": "#2a9d8f",
@@ -32,16 +31,16 @@ COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisat
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """10th percentile, median and 90th percentile."""
+    """Return the 10th percentile, the median and the 90th percentile."""
     low, middle, high = np.percentile(list(values), [10, 50, 90]).tolist()
     return low, middle, high
 
 
 def summary(records: Sequence[Record], margins: Margins, one_by_one: Collection[str] = ()) -> dict[str, Any]:
-    """Statistics of each method, from records of one dataset or of several.
+    """Return statistics of each method, from records of one dataset or of several.
 
     A speedup is a ratio to `ar` on the same prompts in the same round, and `over` has the median of such ratios to
-    every method. `one_by_one`: methods whose rows ran one after the other while those of the others ran together.
+    every method. `one_by_one`: methods whose rows ran one after the other.
     """
     rates: dict[str, dict[Group, float]] = {}
     for record in sorted(records, key=lambda each: each.group):
@@ -99,13 +98,13 @@ def _method(own: Sequence[Record], plain: dict[Group, float], margins: Margins) 
 
 
 def _shares(spent: Sequence[Times]) -> dict[str, float]:
-    """Each phase's median share of step time: one preemption does not set it. Together 1, as the medians are not."""
+    """Return each phase's median share of step time, which one preemption does not set. Together they are 1."""
     middle = {phase: median(getattr(each, phase) / each.seconds for each in spent) for phase in PHASES}
     return {phase: round(share / sum(middle.values()), 4) for phase, share in middle.items()}
 
 
 def _mismatches(own: Sequence[Record], margins: Margins) -> list[dict[str, Any]]:
-    """Where outputs part from the reference's, each place and token once with the number of times it was seen."""
+    """Return where outputs part from the reference's, each place and token once with the number of times it came."""
     found: dict[tuple[str, str, int, int | None], dict[str, Any]] = {}
     for record in own:
         for each in record.differences:
@@ -117,7 +116,7 @@ def _mismatches(own: Sequence[Record], margins: Margins) -> list[dict[str, Any]]
 
 
 def parted(equal: Sequence[bool], mismatches: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What is known of outputs that differ; None where none does, or where outputs were sampled.
+    """Return what is known of outputs that differ; None if none does, or if outputs were sampled.
 
     Args:
         equal: for each output whether it is the reference's, token for token.
@@ -141,7 +140,7 @@ def parted(equal: Sequence[bool], mismatches: Sequence[dict[str, Any]]) -> dict[
 
 
 def explained(differences: dict[str, Any], reference: str) -> str:
-    """The same as half a sentence."""
+    """Return what `parted` found as half a sentence."""
     text = f"{differences['differ']} of {differences['outputs']} outputs differ from {reference}'s"
     if differences["margin_max"] is None:
         return text
@@ -155,7 +154,7 @@ def results(
     margins: Margins,
     costs: Costs | None = None,
 ) -> dict[str, Any]:
-    """What results.json holds."""
+    """Return what results.json holds."""
     slow = {name for name, each in plan.methods.items() if isinstance(each, Runner) and each.one_by_one}
     slow = slow if plan.batch > 1 else set()
     datasets = {
@@ -174,7 +173,7 @@ def results(
 
 
 def row(name: str, method: dict[str, Any]) -> list[str]:
-    """One method's line of a table, in the order of COLUMNS."""
+    """Return one method's line of a table, in the order of COLUMNS."""
     return [
         name,
         f"{method['tokens_per_s']:.1f}",
@@ -187,7 +186,7 @@ def row(name: str, method: dict[str, Any]) -> list[str]:
 
 
 def sections(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Titles and methods of the tables: one a dataset, and one of all where there are several."""
+    """Return titles and methods of the tables: one a dataset, and one of all if there are several."""
     sections = []
     for name, dataset in results["datasets"].items():
         cut = f", {dataset['cut']} cut to the context" if dataset["cut"] else ""
@@ -196,7 +195,7 @@ def sections(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def differences(results: dict[str, Any], methods: dict[str, Any]) -> list[str]:
-    """A line for each method whose greedy outputs differ from the reference's."""
+    """Return a line for each method whose greedy outputs differ from the reference's."""
     return [
         f"{name}: {explained(method['differences'], results['reference'])}"
         for name, method in methods.items()
@@ -205,7 +204,7 @@ def differences(results: dict[str, Any], methods: dict[str, Any]) -> list[str]:
 
 
 def provenance(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What every file of results holds: what was asked for, with and on what it was measured, and when."""
+    """Return what every file of results holds: what was asked for, with and on what it was measured, and when."""
     return {
         "arguments": arguments,
         "versions": versions(),
@@ -214,7 +213,7 @@ def provenance(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tuned(plan: Plan, methods: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{method: {setting: value}} of the value with the best median speedup."""
+    """Return {method: {setting: value}} of the value with the best median speedup."""
     assert plan.tune is not None
     name, _, key = plan.tune.partition("=")[0].partition(".")
     best = max((each for each in methods if each != "ar"), key=lambda each: methods[each]["speedup"])
@@ -222,11 +221,11 @@ def _tuned(plan: Plan, methods: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, Any]:
-    """What was measured with, and on."""
+    """Return what was measured with, and on."""
     import torch
 
     found: dict[str, Any] = {"python": platform.python_version(), "forerun": __version__, "commit": _commit()}
-    # Where scikit-learn is installed, transformers' assistant adapts its confidence threshold.
+    # With scikit-learn transformers' assistant adapts its confidence threshold.
     for package in ("torch", "transformers", "scikit-learn"):
         try:
             found[package] = version(package)
@@ -247,12 +246,11 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with a + where the package has been changed since; None where there is none.
+    """Return the commit of this source tree, with a + if the package has been changed since; None if there is none.
 
-    Changes beside the package do not count: results and pages are written while runs go on. A repository that merely
+    Changes outside the package do not count: results and pages are written while runs go on. A repository that merely
     encloses an installed package does not track this file.
     """
-
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:

@@ -19,22 +19,19 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from forerun.api.layers import load_head, load_pre_verifier
+from forerun.api.layers import load_pre_verifier
 from forerun.api.load import Decoder
 from forerun.api.loading import check_draft_tokenizer, load_config
 from forerun.api.profiles import Choice, pair_of, save
 from forerun.backends.costs import head_costs, measure_costs
-from forerun.backends.heads import HiddenLM
 from forerun.bench.datasets import Prompt, dataset_name
-from forerun.bench.measure import measure
-from forerun.bench.models import load_pair, load_prompts
+from forerun.bench.measure import Outcome, Run, decoder_run, measure
+from forerun.bench.models import heads_for, load_pair, load_prompts
 from forerun.bench.plan import Plan
-from forerun.bench.records import Records
 from forerun.bench.report import provenance, summary, versions
-from forerun.bench.runners import Outcome, Run, decoder_run
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, METHODS, Lyanna, Method, Pacer, PacerEagle
-from forerun.model.causal_lm import CausalLM, context_of
+from forerun.model.causal_lm import context_of
 from forerun.zoo import companion, own_draft
 
 # What is tried: every combination of a method's values, for methods that fit the models and whose trained layer, if
@@ -130,26 +127,6 @@ def finalists(methods: Mapping[str, Method], ranked: Sequence[str]) -> list[str]
     return sorted(ranked, key=lambda name: (name not in firsts, ranked.index(name)))[:FINALISTS]
 
 
-def heads_of(
-    source: str, target: CausalLM, folder: Path | None, kinds: Sequence[str | None]
-) -> dict[str | None, HiddenLM]:
-    """Return heads for a target, by kind: the folder's, then those of these kinds that come with forerun.
-
-    Raises ValueError for a folder's head that does not fit, or is of another kind.
-    """
-    found: dict[str | None, HiddenLM] = {}
-    if folder is not None:
-        head = load_head(folder, target)
-        if head.config.kind not in kinds:
-            wanted = " or ".join(map(str, kinds))
-            raise ValueError(f"the head '{folder}' is of the kind {head.config.kind!r}; it must be {wanted}")
-        found[head.config.kind] = HiddenLM(head, target)
-    for kind in kinds:
-        if kind not in found and (own := companion(source, kind)) is not None:
-            found[kind] = HiddenLM(load_head(own, target, kind), target)
-    return found
-
-
 def tune(
     plan: Plan,
     files: dict[str, list[Prompt]],
@@ -187,7 +164,7 @@ def tune(
     layers: dict[str | None, PreVerifier] = {}
     if (folder := pre_verifier or folder) is not None and draft is not None:
         layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)
-    heads = heads_of(plan.target, target, head, (Lyanna.head, PacerEagle.head))
+    heads = heads_for(plan.target, target, [head] if head else [], (Lyanna.head, PacerEagle.head))
     costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
     tables = {each: replace(costs, head=head_costs(own)) for each, own in heads.items()}
     costs = next(iter(tables.values()), costs)  # where heads of two kinds differ, calibration says how much
@@ -219,19 +196,12 @@ def tune(
     fits = int(1000 * (budget - (perf_counter() - begun)) / max(each_ms, 1e-3))
     prompts, rounds = prompts[: max(4, fits)], 2 if fits >= 2 * len(prompts) else 1
     say(f"measuring {', '.join(final)} beside ar on {len(prompts)} prompts")
-    records = Records(None)
-    measure(
+    records = measure(
+        replace(plan, rounds=rounds, batch=1, max_new_tokens=tokens),
         {name: runner(methods[name], close=False) for name in (AR.name, *final)},
         {dataset: prompts},
-        records,
-        rounds=rounds,
-        batch=1,
-        seed=plan.seed,
-        reference=AR.name if not plan.temperature else None,
-        max_new_tokens=tokens,
-        say=lambda line: None,
     )
-    measured = {name: found["speedup"] for name, found in summary(records.all, {}).items()}
+    measured = {name: found["speedup"] for name, found in summary(records, {}).items()}
     best = max(measured, key=lambda name: (measured[name], name == AR.name))
     screened = {name: round(speedup, 4) for name, speedup in (ranked | dropped).items()} | {AR.name: 1.0}
     chosen = methods[best]
@@ -258,14 +228,7 @@ def tune(
         head=str(head.resolve()) if head is not None and chosen.head in (None, next(iter(heads))) else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
-    pair = pair_of(
-        plan.target,
-        plan.draft if draft is not None else None,
-        plan.device,
-        plan.dtype,
-        plan.weights,
-        plan.draft_weights,
-    )
+    pair = pair_of(plan.target, plan.draft if draft is not None else None, plan)
     costs = tables.get(chosen.head, costs)
     path = save(pair, "sampling" if plan.temperature else "greedy", choice, costs, versions())
     folders = {"pre_verifier": pre_verifier and pre_verifier.name, "head": head and head.name}

@@ -12,7 +12,7 @@ import typer
 
 from forerun.api import profiles
 from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
-from forerun.bench.plan import Plan, Runner, RunnerOf, check_folder, no_runner, parse_methods
+from forerun.bench.plan import Plan, Runner, RunnerOf, make_folder, parse_methods
 from forerun.cli.common import quiet
 from forerun.cli.options import DraftOptions, JsonOption, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
 from forerun.methods import METHODS, Method
@@ -47,7 +47,6 @@ def bench(
     ] = None,
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
     *,
     loading: DraftOptions,
     as_json: JsonOption = False,
@@ -58,7 +57,7 @@ def bench(
     """
     given = locals()
     plan, files = planned(given | vars(loading))
-    results = measured(plan, files, out, resume)
+    results = measured(plan, files, out)
     if as_json:
         print(json.dumps(results))
     else:
@@ -66,7 +65,7 @@ def bench(
 
 
 def planned(
-    given: dict[str, Any], runner_of: RunnerOf = no_runner, **more: Any
+    given: dict[str, Any], runner_of: RunnerOf | None = None, **more: Any
 ) -> tuple[Plan, dict[str, list[Prompt]]]:
     """Return the plan of the command's options, by their names, and the prompts of its files. Raises ValueError.
 
@@ -86,26 +85,21 @@ def planned(
     lists = {name: tuple(given[name] or ()) for name in ("pre_verifier", "head")}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
     plan = Plan(**options | lists | {"methods": methods(tuned), "datasets": datasets, "draft": draft})
-    check_folder(given["out"], given["resume"])
+    make_folder(given["out"])
     files = read_files(plan.datasets, plan.data, plan.limit)
     quiet(plan.threads)
-    profile = profiles.find(target, draft, plan.device, plan.dtype, plan.weights, plan.draft_weights)
+    profile = profiles.find(profiles.pair_of(target, draft, plan))
     choice = profile.choice(plan.temperature) if profile is not None else None
     if choice is not None:
         plan = replace(plan, methods=methods(tuned | choice.tuned))
     return plan, files
 
 
-def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool) -> dict[str, Any]:
+def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None) -> dict[str, Any]:
     """Return the results of the plan; show progress on a terminal."""
-    from forerun.bench.session import bench as run
+    from forerun.bench.measure import bench as run
 
-    try:
-        results = run(plan, files, out, resume=resume, say=progress)
-    except KeyboardInterrupt:
-        if out is not None:
-            print(f"forerun: the measurements stay in {out}: go on with --resume", file=sys.stderr)
-        raise
+    results = run(plan, files, out, say=progress)
     progress("")
     return results
 

@@ -148,7 +148,8 @@ def _checked_tokenizer(
     fit the context, and a form that cannot be used.
     """
     quiet(decoding.threads)
-    from forerun.api.loading import encode, load_config, load_tokenizer
+    from forerun.api.loading import load_config, load_tokenizer
+    from forerun.api.requests import encode
     from forerun.model.causal_lm import context_of
     from forerun.text.chat import chat_prompt, has_template
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.api.profiles import find
+from forerun.api.profiles import find, pair_of
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption, LoadOptions, TargetOption, grouped
 from forerun.methods import METHODS
@@ -98,7 +98,7 @@ def peak_mb() -> int | None:
 def _profile(target: str, loading: LoadOptions) -> dict[str, Any] | None:
     """Return the profile that runs with these models use; None if they were not tuned."""
     draft = loading.draft or own_draft(target)
-    profile = find(target, draft, loading.device, loading.dtype, loading.weights, loading.draft_weights)
+    profile = find(pair_of(target, draft, loading))
     if profile is None:
         return None
     return {"file": str(profile.pair.path)} | {mode: asdict(profile)[mode] for mode in ("greedy", "sampling")}

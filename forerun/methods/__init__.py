@@ -27,8 +27,6 @@ __all__ = ["METHODS", "Method", "Parts", "method"]
 _OWN: tuple[type[Method], ...] = (AR, SD, Pacer, Suffix, Hybrid, Ouroboros, PacerOuroboros)
 _OWN += (Lyanna, PacerLyanna, Eagle, PacerEagle, Confidence, Cumulative)
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in _OWN}
-REMOVED = ("heuristic", "svip", "adaedl", "specdec++", "lookup", "lookahead", "medusa", "oracle", "seeing-oracle")
-REMOVED_SETTINGS = (("rho", 1.0),)  # with the values that changed nothing
 
 
 def is_method(name: str) -> bool:
@@ -101,11 +99,6 @@ def settings_of(cls: type[Method]) -> dict[str, str]:
     return {
         field.name: field.type.__name__ if isinstance(field.type, type) else str(field.type) for field in fields(cls)
     }
-
-
-def drop_removed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's settings of a method, without removed ones that changed nothing."""
-    return {key: value for key, value in settings.items() if (key, value) not in REMOVED_SETTINGS}
 
 
 def parse_value(name: str, key: str, value: str) -> int | float | bool | str | None:

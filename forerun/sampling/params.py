@@ -15,8 +15,7 @@ from forerun.sampling.response_format import form_of
 class SamplingParams:
     """How to generate. Names as in vLLM and transformers.
 
-    Of the checkpoint's generation config only the end tokens are used; for the rest, give a transformers
-    GenerationConfig instead.
+    Of the checkpoint's generation config only the end tokens are used. With all of it: `forerun.custom_generate`.
 
     Attributes:
         max_new_tokens: the most tokens to generate. The model's context is a limit too.

@@ -13,8 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api.decoder import Decoder
-from forerun.api.loading import encode
-from forerun.api.requests import requests
+from forerun.api.requests import encode, requests
 from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError, blame
