@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import COSTS, LAYERS, noisy_copy, random_head, random_layer, tiny, tiny_tokenizer
+from toys import noisy_copy, parts_of, tiny, tiny_tokenizer
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -26,10 +26,7 @@ from transformers import (
 import forerun
 from forerun import Decoder, EngineOptions, ModelOptions
 from forerun.methods import METHODS, method
-from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-
-SAMPLED = [name for name in METHODS if "oracle" not in name]  # oracles are for greedy output alone
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +42,11 @@ def target(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def decoders(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Decoder]:
     draft = noisy_copy(target, 0.02)
-    made = {}
-    for name in METHODS:
-        layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
-        kind = METHODS[name].head
-        head = random_head(CausalLM(target), kind=kind) if kind else None
-        made[name] = Decoder(target, tokenizer, draft, method(name), pre_verifier=layer, head=head, costs=COSTS)
-    return made
+    return {name: Decoder(target, tokenizer, draft, method(name), **parts_of(name, target, draft)) for name in METHODS}
 
 
-@pytest.mark.parametrize(("name", "temperature"), [(name, 0.0) for name in METHODS] + [(name, 1.0) for name in SAMPLED])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", METHODS)
 def test_stream_gives_what_generate_gives(decoders: dict[str, Decoder], name: str, temperature: float) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=7, ignore_eos=True)
     prompts = ["def add", "for i in", "class"]
@@ -188,8 +180,7 @@ def test_sampling_params_stand_alone(target: PreTrainedModel, tokenizer: PreTrai
 
 def test_a_seed_repeats_and_no_seed_follows_torch(decoders: dict[str, Decoder]) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
-    for name in SAMPLED:
-        decoder = decoders[name]
+    for name, decoder in decoders.items():
         assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
         assert decoder.generate("def", params, seed=1).tokens != decoder.generate("def", params, seed=2).tokens
         decoder = decoder.replace(guard=False)  # which goes by the clock where no seed is given

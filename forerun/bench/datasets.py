@@ -147,9 +147,8 @@ def tokenised(
 
     A conversation is rendered by the chat template and never cut. With `chat` a text is one, of one message.
     """
-    if chat or prompt.messages is not None:
-        return _rendered(prompt, tokenizer, longest, vocab_size, front)
-    tokens = prompt.tokens
+    chat = chat or prompt.messages is not None
+    tokens = _chat_tokens(prompt, tokenizer, front) if chat else prompt.tokens
     if tokens is None:
         assert tokenizer is not None
         tokens = tuple(tokenizer(prompt.text)["input_ids"])
@@ -159,35 +158,26 @@ def tokenised(
         raise ValueError(f"prompt {prompt.id!r} has token ids outside 0..{vocab_size - 1}")
     if longest is None or len(tokens) <= longest:
         return replace(prompt, tokens=tokens)
+    if chat:
+        raise ValueError(f"prompt {prompt.id!r} has {len(tokens)} tokens as a chat; there is room for {longest}")
     if tokens[: len(front)] != front or len(front) >= longest:
         front = ()
     return replace(prompt, tokens=front + tokens[len(front) - longest :], cut=True)
 
 
-def _rendered(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase | None,
-    longest: int | None,
-    vocab_size: int,
-    front: tuple[int, ...],
-) -> Prompt:
+def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, front: tuple[int, ...]) -> tuple[int, ...]:
     messages: Any = prompt.messages
+    if messages is None:
+        text = prompt.text
+        if text is None:
+            assert tokenizer is not None and prompt.tokens is not None
+            tokens = prompt.tokens[len(front) :] if prompt.tokens[: len(front)] == front else prompt.tokens
+            text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        messages = [{"role": "user", "content": text}]
     try:
-        if messages is None:
-            text = prompt.text
-            if text is None:
-                assert tokenizer is not None and prompt.tokens is not None
-                tokens = prompt.tokens[len(front) :] if prompt.tokens[: len(front)] == front else prompt.tokens
-                text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
-            messages = [{"role": "user", "content": text}]
-        ids = tuple(chat_prompt(tokenizer, messages))
+        return tuple(chat_prompt(tokenizer, messages))
     except ValueError as error:
         raise ValueError(f"prompt {prompt.id!r}: {error}") from None
-    if not ids or max(ids) >= vocab_size:
-        raise ValueError(f"prompt {prompt.id!r} has no tokens, or token ids outside 0..{vocab_size - 1}")
-    if longest is not None and len(ids) > longest:
-        raise ValueError(f"prompt {prompt.id!r} has {len(ids)} tokens as a chat; there is room for {longest}")
-    return replace(prompt, tokens=ids)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
