@@ -432,9 +432,9 @@ def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ValueError, match=r"^the model 'smollm2' is not here: `forerun fetch smollm2` gets it"):
             call()
     assert locate("./smollm2", "target") == Path("smollm2")
-    with pytest.raises(ValueError, match="forerun has no draft for 'smollm2'"):
+    with pytest.raises(ValueError, match="forerun has no head for 'smollm2'"):
         monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
-        locate("smollm2", "draft")
+        locate("smollm2", "head")
 
 
 def test_an_installed_package_is_found_without_an_import(
