@@ -1,4 +1,4 @@
-"""Writes docs/results/chat.md and embedded.md from the results that run.py left here.
+"""Writes docs/results/chat.md, embedded.md and qwen-coder.md from the results that run.py left here.
 
     python -m benchmarks.page
 
@@ -71,7 +71,29 @@ CPU. Greedy output of a model this small loops, which flatters every method. All
 on transformers' own forwards: what drafting gains there is not our forwards' doing. All else is as in every bench: see
 [measure.md](../measure.md).
 """
-FRONTS = {"chat": (CHAT_FRONT, CHAT), "embedded": (EMBEDDED_FRONT, EMBEDDED)}
+QWEN = {
+    "greedy": "Greedy, 128 new tokens",
+    "nucleus": "Temperature 0.7, top-p 0.9",
+    "temperature-1": "Temperature 1",
+    "repeats": "Tasks that repeat themselves: a request after another one like it",
+    "batch-4": "Batches of 4",
+    "batch-16": "Batches of 16",
+}
+QWEN_FRONT = """# Qwen2.5-Coder 1.5B with its 0.5B
+
+Qwen's own Q4_K_M files of both models (`forerun fetch qwen-coder`), on a CPU. `test` is prompts that the target wrote
+itself and questions about the standard library's code, held out from whatever is trained
+(`benchmarks/qwen-coder/test.jsonl`). HumanEval's problems are put as messages. Answers end where the model ends them.
+`python benchmarks/run.py --data DATA --only qwen-coder` makes the runs, `page.py` beside it this page.
+
+`llama-cpp` is llama.cpp in its best build for the processor, on the same files, in the same run. The columns are those of
+[chat.md](chat.md). In batches the guard is on, elsewhere off, so that slower methods show.
+"""
+FRONTS = {
+    "chat": (CHAT_FRONT, CHAT),
+    "embedded": (EMBEDDED_FRONT, EMBEDDED),
+    "qwen-coder": (QWEN_FRONT, QWEN),
+}
 
 
 def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs the benches behind docs/results/chat.md and embedded.md, one after the other, and keeps what came of each here.
+"""Runs the benches behind docs/results/chat.md, embedded.md and qwen-coder.md in turn, and keeps their results here.
 
     python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
 
@@ -117,10 +117,45 @@ EMBEDDED = {
     "batch-4": f"--dataset {CODE} --limit 32 --rounds 1 --batch 4 --methods {OWN}",
     "batch-16": f"--dataset {CODE} --limit 32 --rounds 4 --batch 16 --methods {OWN}",
 }
-COMMON = {"chat": "--target smollm2 --chat --stop-at-eos", "embedded": ""}
+
+# Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are fewer.
+QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1"
+QWEN_TEST = "{here}/qwen-coder/test.jsonl,humaneval"
+QWEN_OURS = "ar,sd,cumulative,suffix,hybrid,ouroboros"
+QWEN_KNOBS = {
+    "sd.gamma": "2,3,4,5",
+    "cumulative.threshold": "0.3,0.5,0.7",
+    "hybrid.other": "cumulative:threshold=0.5,sd:gamma=3",
+    "ouroboros.gamma": "2,4",
+}
+QWEN_LLAMA = "llama-cpp,llama-cpp-draft/2/0.6,llama-cpp-draft/3/0.9,llama-cpp-lookup/3/3,llama-cpp-lookup/5/2"
+QWEN = {
+    **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
+    **{
+        f"validation-1-{knob}": f"{QWEN_SEARCH} --temperature 1 --tune {knob}={QWEN_KNOBS[knob]}"
+        for knob in ("sd.gamma", "cumulative.threshold")
+    },
+    **{
+        f"validation-hot-{count}": f"{QWEN_SEARCH} --methods ar,sd,cumulative --draft-vocabulary {count}"
+        for count in (0, 8192, 16384, 32768)
+    },
+    "validation-peers": f"{QWEN_SEARCH} --methods ar,{QWEN_LLAMA}",
+    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 2 --methods {QWEN_OURS},llama-cpp,llama-cpp-draft/2/0.6,"
+    "llama-cpp-lookup/3/3",
+    "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 0.7 --top-p 0.9",
+    "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 1",
+    "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_OURS}",
+    "batch-4": f"--dataset {QWEN_TEST} --limit 8 --rounds 2 --batch 4 --guard --methods {QWEN_OURS}",
+    "batch-16": f"--dataset {QWEN_TEST} --limit 16 --rounds 1 --batch 16 --guard --methods {QWEN_OURS}",
+}
+COMMON = {
+    "chat": "--target smollm2 --chat --stop-at-eos",
+    "embedded": "",
+    "qwen-coder": "--target qwen-coder --chat --stop-at-eos",
+}
 RUNS = {
     f"{page}/{name}": f"{given} {COMMON[page]}"
-    for page, runs in (("chat", CHAT), ("embedded", EMBEDDED))
+    for page, runs in (("chat", CHAT), ("embedded", EMBEDDED), ("qwen-coder", QWEN))
     for name, given in runs.items()
 }
 
@@ -129,7 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
     parser.add_argument(
-        "--only", default="chat,embedded", help="runs, as in chat/greedy; chat or embedded: all of these"
+        "--only", default="chat,embedded,qwen-coder", help="runs, as in chat/greedy; chat, embedded or qwen-coder: all"
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs' records")
     given = parser.parse_args()
