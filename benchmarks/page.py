@@ -86,7 +86,7 @@ itself and questions about the standard library's code, held out from whatever i
 (`benchmarks/qwen-coder/test.jsonl`). HumanEval's problems are put as messages. Answers end where the model ends them.
 `python benchmarks/run.py --data DATA --only qwen-coder` makes the runs, `page.py` beside it this page.
 
-`llama-cpp` is llama.cpp in its best build for the processor, on the same files, in the same run. The columns are those of
+`llama-cpp` is llama.cpp in its best build for the processor, on the same files, in the same run. Columns are those of
 [chat.md](chat.md). In batches the guard is on, elsewhere off, so that slower methods show.
 """
 FRONTS = {
