@@ -281,7 +281,7 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
         found += ["--layers", "1", "--width", "64", "--steps", "160", "--batch", "2", "--length", "16"]
         return [*found, "--sequences", str(sequences), "--threads", "1", "--hot", "0.5"]
 
-    checkpoint = tmp_path / "killed/work/training/killed/checkpoint.pt"
+    checkpoint = tmp_path / "killed/work/training/killed/checkpoint.safetensors"
     process = subprocess.Popen(
         [sys.executable, "-m", "forerun", *command("killed")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -86,10 +87,10 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
     return chosen
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata)
     os.replace(temporary, path)
 
 
@@ -107,19 +108,30 @@ def save_missing(
 
 
 def save_checkpoint(path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
-    """Write the model, the optimizers' state and the number of finished steps, whole or not at all."""
-    states = {"step": step, "model": model.state_dict(), "optims": [each.state_dict() for each in optims]}
-    torch.save(states, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    """Write the model, the optimizers' state and the number of finished steps."""
+    tensors = {f"model.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for k, optim in enumerate(optims):
+        for index, state in optim.state_dict()["state"].items():
+            tensors |= {f"optim.{k}.{index}.{name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    save_tensors(path, tensors, {"step": str(step)})
 
 
 def load_checkpoint(path: Path, model: nn.Module, optims: list[torch.optim.Optimizer]) -> int:
     """Restore what `save_checkpoint` wrote; return the number of finished steps."""
-    found = torch.load(path, weights_only=True, map_location="cpu")
-    model.load_state_dict(found["model"])
-    for optim, state in zip(optims, found["optims"], strict=True):
-        optim.load_state_dict(state)
-    return int(found["step"])
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        step = int(file.metadata()["step"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+    for k, optim in enumerate(optims):
+        whole = optim.state_dict()
+        for name, value in tensors.items():
+            if name.startswith(f"optim.{k}."):
+                _, _, index, key = name.split(".", 3)
+                whole["state"].setdefault(int(index), {})[key] = value
+        optim.load_state_dict(whole)
+    return step
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -141,7 +153,7 @@ def train(
     folder: Path,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Train `model` in place for `config.steps` steps, from `folder/checkpoint.pt` on if it is there.
+    """Train `model` in place for `config.steps` steps, from `folder/checkpoint.safetensors` on if it is there.
 
     `loss(batch)` is the scalar to minimise, `batch(step)` gives its input, `evaluate()` the validation loss. Losses go
     to `folder/log.jsonl`, one object a line. The folder must be `claim`ed.
@@ -149,7 +161,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
     optims = optimizers(model, config)
-    checkpoint = folder / "checkpoint.pt"
+    checkpoint = folder / "checkpoint.safetensors"
     step = load_checkpoint(checkpoint, model, optims) if checkpoint.exists() else 0
     if step:
         say(f"resuming {folder.name} at step {step} of {config.steps}")
