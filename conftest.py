@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from forerun.backends.kernels import library, missing
+from forerun.csrc.library import library, missing
 
 _home = tempfile.TemporaryDirectory(prefix="forerun-tests-")
 os.environ["FORERUN_HOME"] = _home.name

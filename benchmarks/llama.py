@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.hf import end_tokens
 from benchmarks.peers import is_llama, llama_mode
-from forerun.backends.gguf import find
 from forerun.bench.measure import Loaded, Outcome, Run
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import locate
+from forerun.zoo.gguf_file import find
 
 SCRIPT = Path(__file__).with_suffix(".mjs")
 PACKAGE = SCRIPT.parents[1] / "node_modules/node-llama-cpp/package.json"

@@ -193,7 +193,7 @@ def check_llama(name: str, target: str, draft: str | None, batch: int, device: s
         raise ValueError(f"method {name!r} decodes one prompt at a time here: leave it out or set --batch 1")
     if device is not None and device != "cpu":
         raise ValueError(f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}")
-    from forerun.backends.gguf import find
+    from forerun.zoo.gguf_file import find
 
     if find(locate(target, "target")) is None:
         raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")

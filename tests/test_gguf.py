@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import itertools
 import math
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +22,14 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
-from forerun.backends.gguf import find, gguf_config, gguf_tokenizer, load_gguf, reader
+from forerun.api.loading import check_draft_tokenizer, translation_for
+from forerun.backends import prepare
+from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.gguf.config import configuration
 from forerun.backends.panels import Panels, Rows
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
+from forerun.zoo import gguf_file
+from forerun.zoo.gguf_file import find, open_gguf
 
 OWN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # types of blocks of 32, which stay as they are
 IDS = torch.randint(ggufs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -88,7 +98,7 @@ def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
 @pytest.mark.parametrize("file", ["F32", "Q4_1", "Q8_0", "Q5_0"])
 def test_weights_that_were_asked_for(tmp_path: Path, kind: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_CHUNK", 64 * 10)  # rows come in several parts
+    monkeypatch.setattr(gguf_file, "_CHUNK", 64 * 10)  # rows come in several parts
     original = ggufs.small(tie_word_embeddings=False)
     path = ggufs.write(tmp_path / "a.gguf", original, file, types={"output.weight": "Q5_0"})
     model, note = load_gguf(path, kind)
@@ -169,7 +179,7 @@ def test_defaults_of_older_files(tmp_path: Path) -> None:
     """Files that say nothing of the size of a head or of the rotation."""
     model = ggufs.small(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     path = ggufs.write(tmp_path / "a.gguf", model, "F16")
-    file = reader.open_gguf(path)
+    file = open_gguf(path)
     for key in ("attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count"):
         file.fields.pop(f"llama.{key}")
     config = configuration(file)
@@ -283,6 +293,39 @@ def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
     assert "of the kind 'abc'; known are gpt2, llama" in error(metadata={"tokenizer.ggml.model": "abc"})
 
 
+def test_files_with_the_same_tokenizer_are_told_by_their_headers(tmp_path: Path) -> None:
+    def file(name: str, **changes: Any) -> Path:
+        return ggufs.write(tmp_path / name, ggufs.small(), "F16", **changes)
+
+    first, same = file("a.gguf"), file("b.gguf", metadata={"tokenizer.ggml.eos_token_id": 3})
+    others = file("c.gguf", pre="qwen2"), file("d.gguf", metadata={"tokenizer.ggml.add_bos_token": True})
+    assert open_gguf(first).has_tokenizer_of(open_gguf(same))
+    assert not any(open_gguf(first).has_tokenizer_of(open_gguf(other)) for other in others)
+    tokenizer = gguf_tokenizer(first)
+    assert translation_for(tokenizer, same) is None
+    check_draft_tokenizer(tokenizer, same)
+    with pytest.raises(ValueError, match="tokenizer differs"):
+        check_draft_tokenizer(tokenizer, others[0])
+    backend = copy.deepcopy(tokenizer).backend_tokenizer  # a copy shares nothing
+    backend.add_tokens(["new"])
+    assert tokenizer.backend_tokenizer.token_to_id("new") is None
+
+
+def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "Q4_1", types={"token_embd.weight": "Q8_0"})
+    code = (
+        "import sys; from forerun.cli.info import file_facts; from forerun.zoo.memory import loading_line; "
+        f"print([file_facts({str(path)!r}), loading_line({str(path)!r}), 'torch' in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    facts, line, has_torch = ast.literal_eval(done.stdout)
+    assert not has_torch
+    assert facts["weights"] == open_gguf(path).bytes_by_type and list(facts["weights"]) == ["Q4_1", "Q8_0", "F32"]
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 16 * 2 * 2  # layers, heads, their size, keys and values, float16
+    assert facts["bytes_at_full_context"] == facts["weight_bytes"] + ggufs.CONTEXT * facts["kv_bytes_per_token"]
+    assert line == f"loading {path} (0 MB, and 0 MB for each 1000 tokens) ..."
+
+
 # Files that are not as they should be.
 
 
@@ -341,7 +384,7 @@ def test_a_sliding_window_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_files_that_are_cut_short_or_no_gguf(tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1))
     whole = path.read_bytes()
-    data = min(tensor.data_offset for tensor in reader.open_gguf(path).tensors.values())
+    data = min(tensor.data_offset for tensor in open_gguf(path).tensors.values())
     for size in (4, 7, 23, 60, 1000, data - 300, data, data + 1, len(whole) - 33):
         path.write_bytes(whole[:size])
         assert "cut short" in refused(path)
@@ -354,26 +397,55 @@ def test_files_that_are_cut_short_or_no_gguf(tmp_path: Path) -> None:
     assert "big-endian" in refused(path)
 
 
-def test_damaged_headers(tmp_path: Path) -> None:
-    """Whatever bytes change, a file loads or is refused in one line."""
-    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1), "Q8_0")
-    whole = path.read_bytes()
-    end = min(tensor.data_offset for tensor in reader.open_gguf(path).tensors.values())
-    generator, found = np.random.default_rng(0), set()
-    for _ in range(120):
-        changed = bytearray(whole)
-        # The numbers in front, and the table of tensors behind the vocabulary.
-        place = int(generator.choice(np.r_[0:800, end - 1000 : end]))
-        changed[place] = generator.choice([0, 1, 255, changed[place] ^ 1, changed[place] ^ 128])
-        path.write_bytes(changed)
-        for read in (gguf_tokenizer, load_gguf):
+HOSTILE = [0, 1, 7, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+def damaged(whole: bytes, header: int, generator: np.random.Generator) -> bytes:
+    """A file cut short, or with other numbers in front or in the table of tensors after the vocabulary."""
+    if generator.random() < 0.1:
+        return whole[: int(generator.integers(len(whole)))]
+    changed = bytearray(whole)
+    for place in generator.choice(np.r_[0:800, header - 1000 : header], int(generator.integers(1, 4))):
+        width = int(generator.choice([1, 4, 8]))
+        number = HOSTILE[int(generator.integers(len(HOSTILE)))] % 2 ** (8 * width)
+        changed[place : place + width] = number.to_bytes(width, "little")
+    return bytes(changed)
+
+
+@torch.inference_mode()
+def test_damaged_files(tmp_path: Path) -> None:
+    """Each is refused in one line, or loads and runs. `make sanitize` does so for FORERUN_FUZZ seconds."""
+    made = [
+        ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1), "Q4_1"),
+        ggufs.write(
+            tmp_path / "b.gguf",
+            ggufs.small("qwen2", **dict.fromkeys(("hidden_size", "intermediate_size"), 256)),
+            "Q6_K",
+        ),
+        ggufs.write(tmp_path / "c.gguf", ggufs.small("qwen3", tie_word_embeddings=False), "Q8_0", pre="pieces"),
+    ]
+    files = [
+        (path.read_bytes(), min(int(each.data_offset) for each in open_gguf(path).tensors.values())) for path in made
+    ]
+    seed = int(os.environ.get("FORERUN_FUZZ_SEED", 0))
+    generator, found, ran, path = np.random.default_rng(seed), set(), 0, tmp_path / "damaged.gguf"
+    end = time.monotonic() + float(os.environ.get("FORERUN_FUZZ", 0))
+    for number in itertools.count():
+        if number >= 150 and time.monotonic() > end:
+            break
+        path.write_bytes(damaged(*files[number % len(files)], generator))
+        for read in (gguf_tokenizer, lambda path: load_gguf(path)[0]):
             try:
-                read(path)
+                made_of = read(path)
+                if isinstance(made_of, PreTrainedModel):
+                    model = prepare(made_of)
+                    model.add(0, 4)
+                    assert len(model.extend([0], [[0, 0]])[0]) == 2
+                    ran += 1
             except ValueError as error:
-                assert str(path) in str(error)
-                assert "\n" not in str(error)
+                assert str(path) in str(error) and "\n" not in str(error)
                 found.add(str(error))
-    assert len(found) > 10
+    assert len(found) > 10 and ran > 10
 
 
 def test_find(tmp_path: Path) -> None:
@@ -398,7 +470,7 @@ def test_a_real_file() -> None:
     path = Path(os.environ["FORERUN_SMOLLM2"])
     model, note = load_gguf(path)
     assert note is None
-    for name, tensor in reader.open_gguf(path).tensors.items():
+    for name, tensor in open_gguf(path).tensors.items():
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         if name == "token_embd.weight":
             for start in range(0, len(values), 4096):

@@ -18,10 +18,10 @@ from forerun import load
 from forerun.api.loading import load_model
 from forerun.backends import prepare, warn_without_kernels
 from forerun.backends.facts import facts_of
-from forerun.backends.kernels import library
 from forerun.backends.panels import Dense, Panels, Rows, quantise
 from forerun.backends.quantised import QuantisedForward, lay_out
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear, is_stored, store
+from forerun.csrc.library import library
 from forerun.engine.draft import Draft
 from forerun.model.batch import Inputs
 from forerun.model.causal_lm import CausalLM

@@ -99,6 +99,9 @@ def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> Non
         assert process.wait(100) == 0
         assert process.stderr is not None
         logged = [json.loads(line) for line in process.stderr.read().splitlines()]
+        first, listening, *_ = messages = [each.get("message", "") for each in logged]
+        assert first.startswith(f"loading {folder} (") and listening.startswith(url)
+        assert sum(each.startswith("ready in ") and each.endswith(url) for each in messages) == 1
         (line,) = [each for each in logged if "tokens" in each]
         assert line["reason"] == "length" and line["tokens"] == 300 and "the cat" not in str(logged)
 

@@ -1,20 +1,22 @@
 """What few bits cost: nats a token of one GGUF file in several kinds of weights, and by llama.cpp.
 
-    python -m benchmarks.bits.loss FILE.gguf [--bytes 100000] [--answers 100] [--threads 2] [--out JSON]
+    python -m benchmarks.bits.loss FILE.gguf [--tokens 2000] [--answers 100] [--threads 2] [--out JSON]
 
-Two texts: the documents of this repository, in windows of 512 tokens; and answers that the file wrote greedily in
-float32, where the loss is that of the answer's tokens alone. Beside the loss stand, against float32 at the same places,
-the mean absolute difference of all logits and the share of places with another argmax. llama.cpp is left out where
-llama-cpp-python is not installed.
+Three texts: the documents of this repository and held-out code of the standard library, in windows of 512 tokens; and
+answers that the file wrote greedily in float32, where the loss is that of the answer's tokens alone. float32 is the
+de-quantised model in transformers' own forward. Beside the loss stand, against float32 at the same places, the standard
+error of the difference, the mean absolute difference of all logits and the share of places with another argmax.
+llama.cpp is left out where llama-cpp-python is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from math import sqrt
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +34,7 @@ from forerun.backends.facts import facts_of
 from forerun.bench.report import versions
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
+from forerun.train.corpus import source_files
 
 REFERENCE, LLAMA = "float32", "llama.cpp"
 WINDOW = 512
@@ -49,32 +52,54 @@ class Loss:
 
     places: int = 0
     nats: float = 0.0
+    more: float = 0.0
+    squared: float = 0.0
     apart: float = 0.0
     others: int = 0
 
     def add(self, logits: Tensor, truth: Tensor, reference: Tensor) -> None:
         """Logits [n, V], the tokens [n] behind them, float32's logits."""
         self.places += len(truth)
-        self.nats += functional.cross_entropy(logits, truth, reduction="sum").item()
+        nats = functional.cross_entropy(logits, truth, reduction="none")
+        more = (nats - functional.cross_entropy(reference, truth, reduction="none")).double()
+        self.nats += nats.sum().item()
+        self.more += more.sum().item()
+        self.squared += more.square().sum().item()
         self.apart += (logits - reference).abs().mean(-1).sum().item()
         self.others += int((logits.argmax(-1) != reference.argmax(-1)).sum())
 
     def means(self) -> dict[str, float]:
+        more = self.more / self.places
+        error = sqrt(max(0.0, self.squared / self.places - more**2) / self.places)
         return {
             "nats": round(self.nats / self.places, 5),
+            "more": round(more, 5),
+            "more_error": round(error, 5),
             "logits_apart": round(self.apart / self.places, 5),
             "other_argmax": round(self.others / self.places, 5),
         }
 
 
-def documents(tokenizer: PreTrainedTokenizerBase, size: int) -> list[Text]:
-    """The first bytes of this repository's documents in windows."""
-    files = [ROOT / "LICENSE", ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/*/*.md"))]
-    text = "\n".join(file.read_text() for file in files).encode()
-    if len(text) < size:
-        raise ValueError(f"the documents have {len(text)} bytes, fewer than --bytes {size}")
-    tokens = tokenizer(text[:size].decode(errors="ignore"), add_special_tokens=False)["input_ids"]
-    return [(tokens[start : start + WINDOW], 1) for start in range(0, len(tokens) - 1, WINDOW)]
+def windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int) -> list[Text]:
+    """The first tokens of texts, in windows. Raises ValueError for too few."""
+    tokens: list[int] = []
+    for text in texts:
+        tokens += tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) >= count:
+            break
+    if len(tokens) < count:
+        raise ValueError(f"the texts have {len(tokens)} tokens, fewer than --tokens {count}")
+    return [(tokens[start : min(start + WINDOW, count)], 1) for start in range(0, count - 1, WINDOW)]
+
+
+def documents() -> Iterator[str]:
+    for path in (
+        ROOT / "LICENSE",
+        ROOT / "README.md",
+        *sorted(ROOT.glob("docs/*.md")),
+        *sorted(ROOT.glob("docs/*/*.md")),
+    ):
+        yield path.read_text()
 
 
 def answers(decoder: forerun.Decoder, count: int) -> list[Text]:
@@ -136,8 +161,8 @@ def compare(readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[T
     print("| | nats a token | beside float32 | logits apart | other argmax |", "|---|---:|---:|---:|---:|", sep="\n")
     for each, own in found.items():
         row = own.means()
-        more = row["nats"] - found[REFERENCE].means()["nats"]
-        print(f"| {each} | {row['nats']:.4f} | {more:+.4f} | {row['logits_apart']:.4f} | {row['other_argmax']:.2%} |")
+        more = f"{row['more']:+.4f} ({row['more_error']:.4f})"
+        print(f"| {each} | {row['nats']:.4f} | {more} | {row['logits_apart']:.4f} | {row['other_argmax']:.2%} |")
     print(flush=True)
     return {"texts": len(texts), "tokens": found[REFERENCE].places} | {each: own.means() for each, own in found.items()}
 
@@ -145,21 +170,24 @@ def compare(readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[T
 @torch.inference_mode()
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(given.file)
-    windows = documents(tokenizer, given.bytes) if given.bytes else []
+    texts: dict[str, list[Text]] = {}
+    if given.tokens:
+        code = (text for _, text in source_files("test"))
+        texts = {
+            "documents": windows(tokenizer, documents(), given.tokens),
+            "code": windows(tokenizer, code, given.tokens),
+        }
     asked_for = given.kinds.split(",")
     kinds = [REFERENCE, *(kind for kind in asked_for if kind not in (REFERENCE, LLAMA))]
-    decoders = {
-        kind: forerun.load(given.file, weights=kind, method="ar", tokenizer=tokenizer, device="cpu", prefix_bytes=0)
-        for kind in kinds
-    }
-    written = answers(decoders[REFERENCE], given.answers) if given.answers else []
+    how: dict[str, Any] = {"method": "ar", "tokenizer": tokenizer, "device": "cpu", "prefix_bytes": 0}
+    decoders = {kind: forerun.load(given.file, weights=kind, fast=kind != REFERENCE, **how) for kind in kinds}
+    texts["answers"] = answers(decoders[REFERENCE], given.answers) if given.answers else []
     readers = {kind: reading(decoder.target.fresh()) for kind, decoder in decoders.items()}
     if LLAMA in asked_for and find_spec("llama_cpp") is None:
         print(f"{LLAMA} is left out: llama-cpp-python is not installed")
     elif LLAMA in asked_for:
-        longest = max(len(tokens) for tokens, _ in [*windows, *written])
+        longest = max(len(tokens) for own in texts.values() for tokens, _ in own)
         readers[LLAMA] = llama_reading(Path(given.file), longest, given.threads)
-    texts = {"documents": windows, "answers": written}
     return {
         "loss": {name: compare(readers, own, name) for name, own in texts.items() if own},
         "targets": {kind: facts_of(decoder.target) for kind, decoder in decoders.items()},
@@ -172,14 +200,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", metavar="FILE.gguf")
-    parser.add_argument("--bytes", type=int, default=100_000, help="of the documents; 0 for none")
+    parser.add_argument("--tokens", type=int, default=2000, help="of the documents, and of code; 0 for none")
     parser.add_argument("--answers", type=int, default=100, help="at most 100; 0 for none")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kinds", default=f"auto,int8,bfloat16,{LLAMA}", help="of weights, beside float32")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if not 0 <= given.answers <= 100 or given.bytes < 0 or not given.answers + given.bytes or given.threads < 1:
-        parser.error("--answers must be between 0 and 100, --bytes and --threads above 0")
+    if not 0 <= given.answers <= 100 or given.tokens < 0 or not given.answers + given.tokens or given.threads < 1:
+        parser.error("--answers must be between 0 and 100, --tokens and --threads above 0")
     measured(parser, given, measure)
     if given.out is not None:
         print(f"{given.out} has it all")

@@ -22,7 +22,7 @@ from transformers import (
 
 from forerun.api.options import DeviceMap
 from forerun.backends import is_as_made
-from forerun.backends.gguf import find, gguf_config, gguf_tokenizer, load_gguf
+from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.stored import store
 from forerun.backends.tensor_parallel import check_shape
 from forerun.kinds import check_kind
@@ -30,6 +30,7 @@ from forerun.model.causal_lm import context_of
 from forerun.model.claims import check_config, check_model, lacking
 from forerun.text.vocabularies import Translation, translate
 from forerun.zoo import locate
+from forerun.zoo.gguf_file import find, open_gguf
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 _LOG = logging.getLogger("forerun")
@@ -234,6 +235,8 @@ def check_draft_tokenizer(
 ) -> None:
     """Raise ValueError if a draft's tokenizer differs from the target's, naming the first difference. A folder without
     a tokenizer passes."""
+    if _is_from_equal_file(target, draft):
+        return
     own = _own_tokenizer(draft, trust_remote_code)
     found = _difference(target, own) if own is not None else None
     if found is not None:
@@ -248,6 +251,15 @@ def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedToke
     if not _may_have_tokenizer(locate(draft, "draft")):
         return None
     return load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
+
+
+def _is_from_equal_file(target: PreTrainedTokenizerBase, draft: str | Path) -> bool:
+    """Whether both tokenizers come from GGUF files that describe them alike: then the draft's need not be made."""
+    theirs = _gguf_file(locate(draft, "draft"))
+    if theirs is None or Path(target.name_or_path).suffix.lower() != ".gguf":
+        return False
+    ours = find(target.name_or_path)
+    return ours is not None and open_gguf(ours).has_tokenizer_of(open_gguf(theirs))
 
 
 def translation_for(
@@ -265,6 +277,8 @@ def translation_for(
     Raises ValueError for a `way` that needs the tokenizer of a folder without one, tokenizers with nothing in common,
     and one that differs if a method is strict.
     """
+    if _is_from_equal_file(target, draft):
+        return None
     own = _own_tokenizer(draft, trust_remote_code)
     if own is None:
         if way != "auto":

@@ -18,10 +18,9 @@ from typing import Any, Literal, Protocol
 from forerun.engine.costs import Costs
 from forerun.files import home, read_text, write_text
 from forerun.methods import Method, method
-from forerun.zoo import FOLDERS, locate, own_draft
+from forerun.zoo import FOLDERS, locate, own_draft, weight_files
 
 Mode = Literal["greedy", "sampling"]
-WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,9 @@ def _identity(source: str | Path, part: str) -> Any:
     if folder.is_file():
         return {folder.name: folder.stat().st_size}
     config = folder / "config.json"
-    weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES)
     return {
         "config.json": hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None,
-        **{path.name: path.stat().st_size for path in weights},
+        **{path.name: path.stat().st_size for path in weight_files(folder)},
     }
 
 

@@ -8,11 +8,11 @@ from functools import cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends.kernels import library, missing
 from forerun.backends.lean import lean_forward
 from forerun.backends.packed import pack
 from forerun.backends.quantised import quantised_forward
 from forerun.backends.stored import is_stored
+from forerun.csrc.library import library, missing
 from forerun.model.causal_lm import CausalLM
 
 _LOG = logging.getLogger("forerun")

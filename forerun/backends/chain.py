@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.backends.kernels import ChainArgument, run
 from forerun.backends.panels import Panels
 from forerun.backends.quantised import QuantisedForward
+from forerun.csrc.library import ChainArgument, run
 from forerun.model.forward import Forward
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.sampler import Drafted, Drawing

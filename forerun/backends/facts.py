@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from forerun.backends.kernels import variant
 from forerun.backends.panels import Panels
 from forerun.backends.stored import StoredLinear, kinds_of
+from forerun.csrc.library import variant
 from forerun.model.causal_lm import CausalLM
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from forerun.backends.kernels import library
 from forerun.backends.panels import BLOCK, quantise
+from forerun.csrc.library import library
 
 Product = Callable[[Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.backends.kernels import MatrixArgument, checked, library, run
+from forerun.csrc.library import MatrixArgument, checked, library, run
 
 # In the order of the library's `fr_format`.
 FORMATS = (
@@ -80,6 +80,7 @@ class Panels:
         self._memory = _pages(self.nbytes)
         address = self._memory.ctypes.data
         raw = np.ascontiguousarray(rows.rows)
+        found.fr_threads(torch.get_num_threads())
         if found.fr_pack_all(number, raw.ctypes.data, raw.nbytes, self.out, self.inputs, address):
             raise ValueError(f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes")
         self.argument = MatrixArgument(layout.value, self.out, self.inputs, address)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from forerun.backends.kernels import (
+from forerun.backends.panels import FORMATS, Panels, Rows
+from forerun.csrc.library import (
     BatchArgument,
     CacheArgument,
     LayerArgument,
@@ -25,7 +26,6 @@ from forerun.backends.kernels import (
     ModelArgument,
     run,
 )
-from forerun.backends.panels import FORMATS, Panels, Rows
 from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache

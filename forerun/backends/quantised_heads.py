@@ -10,10 +10,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
-from forerun.backends.kernels import LayerArgument, ModelArgument, library
 from forerun.backends.packed import Product
 from forerun.backends.panels import BLOCK, Panels, quantise
 from forerun.backends.quantised import Layers, lay_out
+from forerun.csrc.library import LayerArgument, ModelArgument, library
 from forerun.heads.heads import HeadLayer, HiddenDrafter
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from forerun import __version__
-from forerun.backends import kernels
 from forerun.bench.plan import Plan, Runner
 from forerun.bench.records import Group, Margins, Record, Times, total
+from forerun.csrc import library as kernels
 from forerun.engine.costs import Costs
 
 PHASES = {

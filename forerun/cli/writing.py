@@ -1,4 +1,4 @@
-"""Answers that stream: tinted text on a terminal, plain text elsewhere, and progress while a prompt is read."""
+"""Answers that stream: tinted text on a terminal, plain text elsewhere, and progress before their first word."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from forerun.cli.common import STYLES
+from forerun.cli.common import STYLES, say
 
 PATIENCE = 0.5  # seconds after which a line says that the prompt is still being read
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # they steer terminals
+
+
+def say_loading(target: str, draft: str | None = None) -> None:
+    """Say on a terminal's stderr what is loaded, before torch is imported, which takes seconds."""
+    if sys.stderr.isatty():
+        from forerun.zoo.memory import loading_line
+
+        say(loading_line(target, draft))
 
 
 class Reading:

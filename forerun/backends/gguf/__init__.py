@@ -2,7 +2,6 @@
 
 from forerun.backends.gguf.config import gguf_config
 from forerun.backends.gguf.model import load_gguf
-from forerun.backends.gguf.reader import find
 from forerun.backends.gguf.tokenizer import gguf_tokenizer
 
-__all__ = ["find", "gguf_config", "gguf_tokenizer", "load_gguf"]
+__all__ = ["gguf_config", "gguf_tokenizer", "load_gguf"]

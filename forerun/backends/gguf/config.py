@@ -20,7 +20,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from forerun.backends.gguf.reader import GgufFile, open_gguf
+from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,15 @@ import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from forerun.backends.gguf.config import configuration, model_class, special_ids
-from forerun.backends.gguf.reader import GgufFile, open_gguf
 from forerun.backends.panels import FORMATS as KNOWN
 from forerun.backends.panels import Rows, check_inputs, pack
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
 from forerun.kinds import KINDS
-
-_LOG = logging.getLogger("forerun")
+from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 EMBEDDING = "token_embd.weight"
 _FLOATS = (Type.F32, Type.F16)
@@ -48,10 +45,6 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
         raise ValueError(f"unknown weights {kind!r}; there are {', '.join(KINDS)}")
     file = open_gguf(path)
     config = configuration(file)
-    size = sum(int(tensor.n_bytes) for tensor in file.tensors.values())
-    _LOG.info(
-        f"reading {file.path.name}: about {1.04 * size / 1e6:,.0f} MB of memory, more where it is stored otherwise"
-    )
     with torch.device("meta"):
         model: Any = model_class(config)(config)
     known = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_hidden_layers)  # which has all of the family's
@@ -111,12 +104,14 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
         how = "rounded to bfloat16" if kind == "bfloat16" else f"stored anew in {kind.removeprefix('int')} bits"
         changes[tensor.tensor_type.name, how] += 1
         own = FORMATS[kind]
-        return Rows(np.concatenate([Rows.quantised(part, own).rows for part in file.floats(tensor)]), own)
+        return Rows(
+            np.concatenate([Rows.quantised(torch.from_numpy(part), own).rows for part in file.floats(tensor)]), own
+        )
 
     # Looked up, and not multiplied: as the file has it.
     embedding = rows(EMBEDDING, None)
     model.model.embed_tokens = StoredEmbedding(embedding, torch.float32)
-    for name, place in modules.items():
+    for name, place in tqdm(modules.items(), f"packing {file.path.name}", leave=False, disable=None, delay=0.5):
         module = model.get_submodule(place)
         if not isinstance(module, nn.Linear):
             if name != "token_embd":
@@ -132,20 +127,12 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
         bias = None if module.bias is None else _vector(file, f"{name}.bias", order)
         model.set_submodule(place, StoredLinear(weight, bias))
         del own
-        _forget_pages(file.tensor(tensor).data)
+        file.forget_pages(file.tensor(tensor))
     parts = [
         f"{count} {type} {'matrix' if count == 1 else 'matrices'} {how}"
         for (type, how), count in sorted(changes.items())
     ]
     return f"{file.path.name}: {', '.join(parts)}" if parts else None
-
-
-def _forget_pages(data: Any) -> None:
-    """Let the system take back the pages of a mapped file: what has been packed is not read again."""
-    while isinstance(data, np.ndarray | memoryview):
-        data = data.base if isinstance(data, np.ndarray) else data.obj
-    if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        data.madvise(mmap.MADV_DONTNEED)
 
 
 def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
@@ -155,7 +142,8 @@ def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
         if name == "output" and model.config.tie_word_embeddings:
             module.weight = model.model.embed_tokens.weight
         else:
-            weight = torch.cat(list(file.floats(file.tensor(f"{name}.weight")))).view(module.weight.shape)
+            values = np.concatenate(list(file.floats(file.tensor(f"{name}.weight"))))
+            weight = torch.from_numpy(values).view(module.weight.shape)
             module.weight = nn.Parameter(weight if order is None else weight[order])
         if getattr(module, "bias", None) is not None:
             module.bias = nn.Parameter(_vector(file, f"{name}.bias", order))
@@ -170,8 +158,9 @@ def _order(name: str, config: PreTrainedConfig) -> Tensor | None:
 
 
 def _vector(file: GgufFile, name: str, order: Tensor | None = None) -> Tensor:
-    (values,) = file.floats(file.tensor(name))
-    return values[0] if order is None else values[0][order]
+    (rows,) = file.floats(file.tensor(name))
+    values = torch.from_numpy(rows[0])
+    return values if order is None else values[order]
 
 
 def _parameter(values: Tensor) -> nn.Parameter:

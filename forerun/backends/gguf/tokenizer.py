@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from forerun.backends.gguf.reader import GgufFile, open_gguf
+from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 # How a text is cut before pairs are merged, by the names that llama.cpp has for it (`tokenizer.ggml.pre`). None: as
 # GPT-2 does.
@@ -62,20 +62,24 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     cut = file.value("tokenizer.ggml.pre", str, "default")
     begins = file.value("tokenizer.ggml.add_bos_token", bool, kind == "llama" or cut in _WHOLE)
     try:
-        backend = makers[kind](file, tokens, types)
+        backend: Any = makers[kind](file, tokens, types)
         for wanted, special in (((_UNKNOWN, _CONTROL), True), ((_USER,), False)):
             found = [token for token, type in zip(tokens, types, strict=True) if type in wanted]
             backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in found])
         if begins and ids["bos"] is not None:
             first = tokens[ids["bos"]], ids["bos"]
             backend.post_processor = processors.TemplateProcessing(f"{first[0]} $A", f"{first[0]} $A $B", [first])
+        backend.__deepcopy__ = lambda memo: backend  # transformers would copy it, which takes as long as to build it
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-        return PreTrainedTokenizerFast(
+        tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend,
+            name_or_path=str(file.path),
             chat_template=file.value("tokenizer.chat_template", str),
             clean_up_tokenization_spaces=False,
             **{names[name]: None if token is None else tokens[token] for name, token in ids.items()},
         )
+        del backend.__deepcopy__
+        return tokenizer
     except Exception as error:  # what damaged vocabularies bring about
         if str(file.path) in str(error):
             raise

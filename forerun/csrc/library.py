@@ -11,11 +11,10 @@ import os
 from functools import cache
 from typing import Any
 
-import torch
-
 from forerun.csrc.build import HERE, LIBRARY
 
 ABI, VARIABLE = 1, "FORERUN_KERNELS"
+VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
@@ -111,8 +110,16 @@ def variant() -> str | None:
     return None if found is None else str(found.fr_variant().decode())
 
 
+def variants() -> list[str]:
+    """Return the instruction sets that this machine can run, or none without the library."""
+    found = library()
+    return [] if found is None else _variants(found)
+
+
 def run(function: str, *arguments: Any) -> int:
     """Call a function of the library with as many threads as torch has, and return its result. Raises as `checked`."""
+    import torch  # here: `forerun info` names the kernel without it
+
     found = library()
     assert found is not None
     found.fr_threads(torch.get_num_threads())
@@ -145,8 +152,11 @@ def _library(wanted: str) -> tuple[Any | None, str]:
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
     if found.fr_select(wanted.encode()) < 0:
-        here = [
-            name for name in ("plain", "avx2", "avxvnni", "avx512vnni", "neon") if found.fr_select(name.encode()) >= 0
-        ]
-        raise ValueError(f"{VARIABLE} must be {', '.join(here)} or none on this machine, not {wanted!r}")
+        raise ValueError(f"{VARIABLE} must be {', '.join(_variants(found))} or none on this machine, not {wanted!r}")
     return found, ""
+
+
+def _variants(found: Any) -> list[str]:
+    here = [name for name in VARIANTS if found.fr_select(name.encode()) >= 0]
+    found.fr_select(os.environ.get(VARIABLE, "").encode())
+    return here

@@ -6,24 +6,24 @@
 from __future__ import annotations
 
 import math
+import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGUFReader, GGUFValueType, dequantize
 from gguf.gguf_reader import ReaderField, ReaderTensor
-from torch import Tensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 _CHUNK = 1 << 22  # numbers that are de-quantised at a time
 
 
 def find(source: str | Path) -> Path | None:
-    """The GGUF file that a user's name for a model stands for, None for other models.
+    """Return the GGUF file that a user's name for a model stands for, None for other models.
 
     It is a path that ends in .gguf, or a folder with one such file and no config.json. Raises ValueError for a path
     that is no file, and for a folder with several.
@@ -113,31 +113,72 @@ class GgufFile:
             raise self.error(f"{name} is {found}; it must be above 0")
         return found
 
+    def has_tokenizer_of(self, other: GgufFile) -> bool:
+        """Whether both files describe the same tokenizer, but for which tokens begin and end a text, byte by byte."""
+
+        def described(file: GgufFile) -> dict[str, Any]:
+            fields = {key: field for key, field in file.fields.items() if key.startswith("tokenizer.ggml.")}
+            return {key: field.parts[-1] for key, field in fields.items() if not key.endswith("_token_id")}
+
+        ours, theirs = described(self), described(other)
+        return ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+
     def tensor(self, name: str) -> ReaderTensor:
         """Raises ValueError where there is none of this name."""
         if name not in self.tensors:
             raise self.error(f"it has no tensor {name}")
         return self.tensors[name]
 
-    def rows(self, tensor: ReaderTensor) -> Iterator[Tensor]:
-        """The bytes of a matrix, some rows [n, bytes] uint8 at a time. They are read anew, so that no page of the file
-        stays in memory."""
+    @property
+    def bytes_by_type(self) -> dict[str, int]:
+        """Bytes of all tensors by ggml's names of their types, most first."""
+        found: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            found[tensor.tensor_type.name] += int(tensor.n_bytes)
+        return dict(found.most_common())
+
+    @property
+    def weights(self) -> int:
+        """The number of weights."""
+        return sum(int(tensor.n_elements) for tensor in self.tensors.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in float16."""
+        heads = self.own("attention.head_count", int)
+        size = self.own("attention.key_length", int, self.own("embedding_length", int) // heads)
+        return 4 * size * self.own("block_count", int) * self.own("attention.head_count_kv", int, heads)
+
+    def rows(self, tensor: ReaderTensor) -> Iterator[np.ndarray]:
+        """Yield the bytes of a matrix, some rows [n, bytes] uint8 at a time.
+
+        They are read anew, so that no page of the file stays in memory.
+        """
         rows = math.prod(tensor.shape[1:].tolist())
         width, step = tensor.n_bytes // rows, max(1, _CHUNK // int(tensor.shape[0]))
         for start in range(0, rows, step):
             count, offset = min(step, rows - start) * width, tensor.data_offset + start * width
-            yield torch.from_numpy(np.fromfile(self.path, np.uint8, count, offset=offset)).view(-1, width)
+            yield np.fromfile(self.path, np.uint8, count, offset=offset).reshape(-1, width)
 
-    def floats(self, tensor: ReaderTensor) -> Iterator[Tensor]:
-        """The matrix in float32, some rows [n, in] at a time. Raises ValueError for types without floats."""
+    def forget_pages(self, tensor: ReaderTensor) -> None:
+        """Let the system take back the pages of a tensor: what has been packed is not read again."""
+        data: Any = tensor.data
+        while isinstance(data, np.ndarray | memoryview):
+            data = data.base if isinstance(data, np.ndarray) else data.obj
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            start = int(tensor.data_offset) // mmap.PAGESIZE * mmap.PAGESIZE
+            data.madvise(mmap.MADV_DONTNEED, start, int(tensor.data_offset + tensor.n_bytes) - start)
+
+    def floats(self, tensor: ReaderTensor) -> Iterator[np.ndarray]:
+        """Yield the matrix in float32, some rows [n, in] at a time. Raises ValueError for types without floats."""
         for rows in self.rows(tensor):
             try:
-                values = dequantize(rows.numpy(), tensor.tensor_type)
+                values = dequantize(rows, tensor.tensor_type)
             except NotImplementedError:
                 raise self.error(
                     f"{tensor.name} is of the type {tensor.tensor_type.name}, which is not known"
                 ) from None
-            yield torch.from_numpy(np.ascontiguousarray(values, np.float32)).view(-1, int(tensor.shape[0]))
+            yield np.ascontiguousarray(values, np.float32).reshape(-1, int(tensor.shape[0]))
 
 
 def _strings(field: ReaderField) -> list[str]:
