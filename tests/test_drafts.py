@@ -113,7 +113,7 @@ def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
         verdicts.append(Verdict([0], 0, 0, False, scores=torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])))
         for seq in seqs:
             seq.tokens.append(0)
-        policy.observe(seqs, [], verdicts, None)
+        policy.observe(seqs, [], verdicts)
         if names != LAWS:
             assert [policy.law(seq) for seq in seqs] == [UNKNOWN] * 2
             continue

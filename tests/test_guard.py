@@ -25,8 +25,7 @@ from forerun.methods import AR, SD, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.guard import CHECK, FIRST, LONGEST, Guarded, SpeedTracker
-from forerun.methods.stop import DraftState, LengthPolicy, StopRule
-from forerun.model.causal_lm import CausalLM
+from forerun.methods.stop import LengthPolicy
 from forerun.sampling.sampler import Sampler
 
 GAMMA = 4
@@ -550,51 +549,3 @@ def test_methods_and_ways_of_choosing_have_paces_of_their_own() -> None:
     paces = dict(decoder._trackers)
     decoder.generate([3, 4, 5], max_new_tokens=4)
     assert decoder._trackers == paces
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_transformers_generate(sample: bool) -> None:
-    target = tiny("llama")
-    draft = noisy_copy(target, 0.02)
-    prompt = torch.tensor([[3, 4, 5]])
-    for guard, expected in ((None, True), (True, True), (False, False)):
-        options = {"max_new_tokens": 8, "do_sample": sample, "pad_token_id": 0, "draft": draft, "guard": guard}
-        torch.manual_seed(0)
-        target.generate(prompt, custom_generate=forerun.custom_generate, **options)
-        decoder = vars(target)[forerun.api.custom_generate._KEPT].decoder
-        assert any(pace._looks for pace in decoder._trackers.values()) == expected
-        for pace in decoder._trackers.values():
-            pace._looks = 0
-
-
-class Looking(LengthPolicy, StopRule):
-    """Wants both models' hidden states."""
-
-    wants_draft = wants_target = True
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
-
-    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        return self
-
-    def more(self, state: DraftState) -> list[bool]:
-        assert state.hidden is not None and len(state.hidden) == len(state.tokens)
-        return [state.depth < 3] * len(state.tokens)
-
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
-        assert hidden is not None and [len(each) for each in hidden] == [len(draft) for draft in drafts]
-        self.seen.append(tuple(draft.drafted for draft in drafts))
-
-
-def test_hidden_states_come_through() -> None:
-    target, draft = tiny("llama"), noisy_copy(tiny("llama"), 0.02)
-    policy, turns = Looking(), random.Random(1)
-    drafter = Guarded(ChainDrafter(CausalLM(draft), policy), Scheduled(lambda: turns.random() < 0.5, True))
-    prompts = [[5, 6, 7], [9], [2, 3]]
-    rows = decode(CausalLM(target), drafter, [Request(prompt, 12) for prompt in prompts])
-    assert len(policy.seen) == len(by_number(rows)) and {0, 3} <= {n for drafted in policy.seen for n in drafted}
-    expected = Decoder(target, method=AR()).generate(prompts, max_new_tokens=12)
-    assert [tokens_of(steps) for steps in rows] == [each.tokens for each in expected]

@@ -32,13 +32,12 @@ from forerun.bench.measure import bench
 from forerun.bench.plan import Plan, parse_methods
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
-from forerun.engine.engine import Engine, Step
+from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.stop import LengthPolicy, StopRule
-from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import argmax_of, entropies
 from forerun.sampling.sampler import Sampler
 
@@ -133,10 +132,8 @@ class Watched(LengthPolicy):
             return Slow(rule)
         return rule
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
-        self.policy.observe(seqs, drafts, verdicts, hidden)
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        self.policy.observe(seqs, drafts, verdicts)
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             # The sequence has grown by the accepted tokens and one more, or was cut at its end.
             self.seen.append((seq.id, draft.tokens, verdict.accepted, seq.limit))
@@ -293,7 +290,7 @@ def verdict(accepted: int, drafted: int) -> Verdict:
 def judged(policy: LengthPolicy, seqs: abc.Sequence[Sequence], *rows: tuple[int, int]) -> None:
     """Verdicts (accepted, drafted) of each sequence."""
     drafts = [Draft.chain(0, [0] * drafted) for _, drafted in rows]
-    policy.observe(seqs, drafts, [verdict(*row) for row in rows], None)
+    policy.observe(seqs, drafts, [verdict(*row) for row in rows])
 
 
 CERTAIN = {"sd": SD(4), "heuristic": Heuristic(3)}
@@ -427,58 +424,6 @@ def test_a_wrong_truth_costs_time_and_changes_nothing(name: str) -> None:
     truth = known({tuple(prompt): [0, 1] * 20 for prompt in PROMPTS})
     rows = run(built(ALL[name], truth), requests(Sampler()))
     assert [tokens_of(steps) for steps in rows] == plain(requests(Sampler()))
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_a_sequence_may_have_begun_its_output_when_it_is_admitted(name: str) -> None:
-    """As behind a guard."""
-    expected, truth = plain(requests(Sampler(), [20] * 6)), known()
-    drafter, engine = built(ALL[name], truth), Engine(TableLM(TARGET), AR().build(Parts(TableLM(TARGET))), max_rows=6)
-    ids = [engine.add(request) for request in requests(Sampler(), [20] * 6)]
-    outputs: dict[int, list[int]] = {id: [] for id in ids}
-    wasted = set()
-    for turn in range(30):
-        if turn == 5:
-            for seq in engine.running:
-                list(drafter.admit(seq, None, 8))
-            engine.drafter = drafter
-        for step in engine.step():
-            outputs[step.id] += step.tokens
-            wasted.add(step.drafted - step.accepted)
-    assert list(outputs.values()) == expected
-    assert max(wasted) == (0 if name == "oracle" else 1)
-    assert truth.outputs == {tuple(prompt): output for prompt, output in zip(PROMPTS, expected, strict=True)}
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_a_draft_that_cannot_read_everything(name: str) -> None:
-    # The target's own weights, but for its last tokens, and a context shorter than the outputs are.
-    # It has a table of positions, so reading on would fail.
-    target, small = tiny("gpt2"), tiny("gpt2", vocab=50, context=40)
-    sizes = {key: weight.shape for key, weight in small.state_dict().items()}
-    small.load_state_dict(
-        {key: weight[tuple(map(slice, sizes[key]))] for key, weight in target.state_dict().items() if key in sizes}
-    )
-    prompts = [[10], [31], [60, 3], list(range(1, 45)), list(range(2, 38))]
-    asked = [Request(prompt, 45) for prompt in prompts]
-
-    def decoded(chosen: Method, truth: Truth) -> list[list[Step]]:
-        drafter = chosen.build(Parts(CausalLM(target), CausalLM(small)))
-        if chosen.greedy_only:
-            drafter.policy.truth = truth
-        return decode(CausalLM(target), drafter, asked)
-
-    outputs = [[tokens_of(steps) for steps in decoded(AR(), Truth())]]
-    truth = Truth(find=lambda seq: outputs[0][prompts.index(seq.tokens[: seq.prompt_length])])
-    for _ in range(2):  # the second time from memory
-        rows = decoded(ALL[name], truth)
-        outputs.append([tokens_of(steps) for steps in rows])
-        assert max(waste(rows)) <= (name != "oracle")
-    assert outputs[0] == outputs[1] == outputs[2]
-    # It drafts up to its context, up to a token that it lacks, and nothing behind a prompt that it cannot read.
-    assert max(outputs[0][0]) < 50 and next(at for at, token in enumerate(outputs[0][1]) if token >= 50) == 20
-    accepted = [sum(step.accepted for step in steps) for steps in rows]
-    assert accepted[:4] == [40, 20, 0, 0]
 
 
 @pytest.mark.parametrize("name", ORACLES)

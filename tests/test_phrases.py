@@ -33,12 +33,10 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.chain import FixedLength
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.methods.ouroboros import OuroborosDrafter, Window
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.stop import LengthPolicy
-from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 
 V = 4
@@ -291,7 +289,7 @@ class SeenVerdicts(FixedLength):
         super().__init__(4)
         self.seen: list[tuple[int, bool]] = []
 
-    def observe(self, seqs, drafts, verdicts, hidden) -> None:
+    def observe(self, seqs, drafts, verdicts) -> None:
         self.seen += [(verdict.accepted, verdict.rejected) for verdict in verdicts]
 
 
@@ -319,22 +317,6 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     made.observe([seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None)  # a step that drafted nothing
     made.observe([seq], [draft()], [verdict(4)], None)
     assert made.policy.seen[2] == (4, False)  # the phrase was rejected, not the chain
-
-
-def test_a_guard_and_a_layer_that_sees_the_target() -> None:
-    """The guard then shows what became of steps that it left without a draft."""
-    target = tiny("llama")
-    small = noisy_copy(target, 0.03)
-    layer = random_layer(target, small, inputs=("confidence", "entropy"))
-    method = PacerOuroboros(block=2, threshold=0.1)
-    plain = Decoder(target, method=AR()).generate([5, 6, 7, 5, 6], max_new_tokens=60, ignore_eos=True)
-    made = method.build(Parts(CausalLM(target), CausalLM(small), layer))
-    turns = iter([False, True] * 60)
-    pace = SpeedTracker()
-    pace.drafts = lambda rows: next(turns)  # type: ignore[method-assign]
-    (steps,) = decode(CausalLM(target), Guarded(made, pace), [Request([5, 6, 7, 5, 6], 60)])
-    assert tokens_of(steps) == plain.tokens
-    assert {step.drafted > 0 for step in steps} == {True, False}
 
 
 def test_tokens_that_the_draft_lacks() -> None:

@@ -17,7 +17,6 @@ from recipes import judge, make_run, save_pair, tiny_target
 from torch import Tensor
 from toys import (
     COSTS,
-    LAYERS,
     TableLM,
     decode,
     joint_distribution,
@@ -31,7 +30,6 @@ from toys import (
 )
 
 from benchmarks.baselines import specdec
-from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
 from forerun.engine.acceptance import Verdict
@@ -45,7 +43,7 @@ from forerun.methods import Pacer, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
 from forerun.methods.confidence import ProductRule
-from forerun.methods.pacer import BLOCKS, SCORES, BlockRule, PacerStop, best_threshold
+from forerun.methods.pacer import BLOCKS, BlockRule, PacerStop, best_threshold
 from forerun.methods.stop import DraftState, LengthPolicy
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
@@ -117,6 +115,18 @@ def test_the_embedded_layers_load_and_say_the_same_in_both_forms() -> None:
         assert quick.traces["greedy"].any() and quick.traces["sampled"].any()
 
 
+def echoes_of(text: list[int], tokens: list[int]) -> list[list[int]]:
+    """`Echo`, by a search of the text for every token."""
+    found = []
+    for at in range(len(text), len(text) + len(tokens)):
+        both, row = text + tokens, []
+        for size in SIZES:
+            ends = [i for i in range(size, len(text)) if both[i - size : i] == both[at - size : at]]
+            row.append((1 if text[ends[-1]] == both[at] else -1) if ends and at >= size else 0)
+        found.append(row)
+    return found
+
+
 def test_echoes_against_a_search() -> None:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(3, (60,), generator=generator).tolist()
@@ -124,15 +134,8 @@ def test_echoes_against_a_search() -> None:
     for known in (10, 11, 30, 60):
         echo.hear(text[:known])
         drafted = torch.randint(3, (9,), generator=generator).tolist()
-        both = text[:known] + drafted
-        expected = []
-        for at in range(known, known + 9):
-            row = []
-            for size in SIZES:
-                places = [i for i in range(size, known) if text[i - size : i] == both[at - size : at]]
-                row.append((1 if text[places[-1]] == both[at] else -1) if places else 0)
-            expected.append(tuple(row))
-        assert echo.answers(text[known - max(SIZES) : known] if known > 6 else text[:known], drafted) == expected
+        expected = echoes_of(text[:known], drafted)
+        assert echo.answers(text[max(0, known - max(SIZES)) : known], drafted) == list(map(tuple, expected))
         assert {value for row in expected for value in row} > {0} or known < 30
 
 
@@ -212,31 +215,22 @@ def stop(rule: str, block: int | None, seed: int = 0, most: int = 9, **settings)
     layer = random_layer(seed=seed, draft_size=4, **settings)
     if rule == "auto":
         return PacerStop(layer, block, most, costs=always(COSTS))
-    return PacerStop(layer, block, most, 0.45, rule)
-
-
-def begun(policy: PacerStop, count: int = 1, sampler: Sampler | None = None, **options) -> tuple[Any, list[Sequence]]:
-    """A rule for so many new sequences."""
-    seqs = [Sequence(Request([1], 9, sampler or Sampler(), **options), id) for id in range(count)]
-    for seq in seqs:
-        policy.admit(seq)
-    return policy.begin(seqs, count), seqs
+    return PacerStop(layer, block, most, 0.45)
 
 
 def test_how_much_of_a_block_is_certain() -> None:
-    rule, _ = begun(stop("last", 4, most=10))
-    assert [rule.min_more(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
     policy = PacerStop(random_layer(draft_size=4), 4, 10, costs=lambda mode, rows: None)
     policy._settings["sampled", 1, False] = 3, 0.5, False
     seqs = [Sequence(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
     seqs.append(Sequence(Request([1], 9, Sampler(False), seed=1), 2))
     for seq in seqs:
         policy.admit(seq)
-    rule = policy.begin(seqs, 3)  # blocks of 4 and of 3
-    assert [rule.min_more(depth) for depth in range(10)] == [3, 2, 1, 1, 2, 1, 2, 1, 1, 1]
+    greedy, both = policy.begin(seqs[:1], 1), policy.begin(seqs, 3)  # blocks of 4, and of 4 and 3
+    assert [greedy.min_more(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
+    assert [both.min_more(depth) for depth in range(10)] == [3, 2, 1, 1, 2, 1, 2, 1, 1, 1]
 
 
-RULES = ["last", "mean", "min", "auto"]
+RULES = ["fixed", "auto"]
 V, NEW, JOINT = 4, 5, 3
 TARGET, DRAFT = random_table(V, 1), random_table(V, 1) + 0.5 * random_table(V, 2)
 PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
@@ -288,26 +282,12 @@ class Watching(PacerStop):
         self.asked.append(output[0])
         return output, state
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
-        super().observe(seqs, drafts, verdicts, hidden)
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        super().observe(seqs, drafts, verdicts)
         output = np.concatenate(self.asked).tolist() if self.asked else []
         verdict = verdicts[0]
         self.drafts.append((len(seqs[0].tokens), drafts[0].tokens[1:], output, verdict.accepted, verdict.rejected))
         self.asked = []
-
-
-def echoes_of(text: list[int], tokens: list[int]) -> list[list[int]]:
-    """`Echo`, by a search of the text for every token."""
-    found = []
-    for at in range(len(text), len(text) + len(tokens)):
-        both, row = text + tokens, []
-        for size in SIZES:
-            ends = [i for i in range(size, len(text)) if both[i - size : i] == both[at - size : at]]
-            row.append((1 if text[ends[-1]] == both[at] else -1) if ends and at >= size else 0)
-        found.append(row)
-    return found
 
 
 def law_by_hand(scores: Tensor) -> list[float]:
@@ -362,32 +342,8 @@ def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
     assert len(ends) > 1 or len(names) == 1
 
 
-def test_every_input_can_change_where_a_draft_ends() -> None:
-    """So that one which is left out is missed: a rule that goes by one input alone, learnt by hand."""
-    layer = random_layer(inputs=("echoes",), width=8, depth=9)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.zero_()
-        # One unit counts broken echoes of one token; a draft ends at the first of them.
-        layer.enter["echoes"].weight[0, len(SIZES) + SIZES.index(1)] = 1.0
-        layer.middle.weight[0, 0] = 1.0  # type: ignore[union-attr]
-        layer.leave.weight[0, 0], layer.leave.bias[0] = -8.0, 4.0
-    size = 8
-    count, other = torch.zeros(size, size, size), torch.zeros(size, size, size)
-    for last in range(size):
-        count[:, last, (last + 1) % size] = 9.0
-        other[:, last, (last + 1) % size if last != 5 else 2] = 9.0  # says 2 where the text has always said 6
-    policy = PacerStop(layer, 1, 9, 0.5)
-    drafter = ChainDrafter(TableLM(other), policy)  # type: ignore[arg-type]
-    (steps,) = decode(TableLM(count), drafter, [Request([0, 1, 2, 3, 4, 5, 6, 7, 0], 40)])
-    assert tokens_of(steps) == [(1 + at) % size for at in range(40)]
-    # Each draft ends with the token that breaks the echo, and none before.
-    assert all(step.drafted == step.accepted + 1 for step in steps[:-2]) and {step.accepted for step in steps} >= {5, 7}
-
-
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
+def test_the_automatic_threshold_is_the_best(rows: int) -> None:
     """Against a replay, draft by draft."""
     traces = np.random.default_rng(0).random((40, 11)).astype(np.float32) ** 0.3
     traces = traces.cumprod(-1)
@@ -403,15 +359,13 @@ def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
             done = 0
             while done + block <= 11:
                 done += block
-                part = said[:, done - block : done]
-                value = {"last": part[:, -1], "mean": part.mean(-1), "min": part.min(-1)}[score]
-                if value.mean() < threshold:
+                if said[:, done - 1].mean() < threshold:
                     break
             tokens += 1 + said[:, :done].sum() / rows
             spent += done * COSTS.drafting(rows) + COSTS.verify(rows * (done + 1)) + COSTS.policy * (done // block)
         return tokens / spent
 
-    found, tokens_per_ms = best_threshold(traces, block, SCORES[score], COSTS, rows)
+    found, tokens_per_ms = best_threshold(traces, block, COSTS, rows)
     assert rate(found) >= max(rate(threshold) for threshold in np.linspace(0.02, 0.98, 97)) * 0.99
     assert rate(found) > 1.02 * min(rate(0.02), rate(0.98))
     assert tokens_per_ms == pytest.approx(rate(found) * rows, rel=1e-4)
@@ -419,12 +373,11 @@ def test_the_automatic_threshold_is_the_best(score: str, rows: int) -> None:
 
 def test_the_automatic_block_is_the_best() -> None:
     policy = stop("auto", None)
-    last = SCORES["last"]
     for mode, traces, costs in (("greedy", "greedy", COSTS), ("sampled", "sampled", COSTS.sampled)):
         alive, products = policy.layer.traces[traces][..., :9]
-        rates = {block: best_threshold(alive, block, last, costs) for block in BLOCKS}
+        rates = {block: best_threshold(alive, block, costs) for block in BLOCKS}
         glancing = replace(costs, policy=costs.glance)
-        rates[0] = best_threshold(alive, 1, last, glancing, 1, products)
+        rates[0] = best_threshold(alive, 1, glancing, 1, products)
         block, threshold, _ = policy.settings(mode, 1, True)
         assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
     policy = PacerStop(random_layer(draft_size=4), None, 9, threshold=0.5)
@@ -483,30 +436,6 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
     assert more([0.7, 0.9, 0.35, 0.2], mixed, 5, **given) == [False, True, False, False]
 
 
-def test_a_layer_that_does_not_pay_is_not_asked() -> None:
-    """Where its calls are dear, or the draft's own probabilities tell as much, these decide."""
-    layer = random_layer(draft_size=4)
-    for price, cheap in ((0.0, False), (50.0, True)):
-        costs = replace(COSTS, policy=price, glance=0.01)
-        policy = PacerStop(layer, None, 9, costs=always(costs))
-        rule, seqs = begun(policy)
-        assert isinstance(rule, ProductRule) is cheap
-        if isinstance(rule, ProductRule):
-            assert rule.threshold == policy.settings("greedy", 1, True)[1]
-            wide = DraftState(seqs, [[2]], torch.tensor([[0.0, 0.0, 9.0, 0.0]]))
-            narrow = DraftState(seqs, [[2, 1]], torch.tensor([[0.0, -9.0, 9.0, 0.0]]))
-            assert [rule.more(look) for look in (wide, narrow)] == [[True], [False]]
-
-
-def test_dear_drafts_are_shorter() -> None:
-    traces = (0.9 ** torch.arange(1, 33)).expand(512, -1).numpy()
-
-    dear = Costs(COSTS.target, {1: 3.0})
-    free = Costs({1: 4.0}, {1: 0.0})
-    shortest, longest = (best_threshold(traces, 1, SCORES["last"], costs)[0] for costs in (dear, free))
-    assert longest < 0.1 < 0.8 < shortest
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM, CausalLM]:
     target = tiny("llama")
@@ -556,25 +485,9 @@ def test_each_mistake_has_its_own_message(trained: tuple[Path, CausalLM, CausalL
         Decoder(target, None, draft, Pacer())
 
 
-@pytest.mark.parametrize("method", [Pacer(), Pacer(block=4, threshold=0.5, score="mean"), SpecDec()])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
-def test_equality_on_real_models(architecture: str, method: Pacer | SpecDec) -> None:
-    target = tiny(architecture)
-    draft = noisy_copy(target, 0.03)
-    layer = random_layer(target, draft, **LAYERS[method.name])
-    prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
-    plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
-    decoder = Decoder(target, None, draft, method, guard=False, pre_verifier=layer, costs=COSTS)
-    done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
-    assert [row.tokens for row in done] == [row.tokens for row in plain]
-    assert sum(row.stats.drafted for row in done) > 0
-    one = decoder.generate(prompts[0], max_new_tokens=24, ignore_eos=True)
-    assert one.tokens == plain[0].tokens
-
-
 def test_settings_are_checked() -> None:
     assert method("pacer", threshold=None).needs_costs
-    for options in ({"block": 0}, {"threshold": 2.0}, {"score": "max"}, {"most": 0}):
+    for options in ({"block": 0}, {"threshold": 2.0}, {"most": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             method("pacer", **options)
 
@@ -604,7 +517,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
 
 def test_state_goes_with_its_sequence() -> None:
     """Verdicts reach the right ones, whatever the order and whoever has left."""
-    policy = stop("last", 2, inputs=("confidence", "history"))
+    policy = stop("fixed", 2, inputs=("confidence", "history"))
     seqs = [Sequence(Request([1, 2], 30), id) for id in (4, 7, 2)]
     for seq in seqs:
         policy.admit(seq)
@@ -614,7 +527,7 @@ def test_state_goes_with_its_sequence() -> None:
         verdicts = [
             Verdict(list(range(accepted + 1)), 0, accepted + rejected, rejected) for _, accepted, rejected in rows
         ]
-        policy.observe([seq for seq, _, _ in rows], drafts, verdicts, None)
+        policy.observe([seq for seq, _, _ in rows], drafts, verdicts)
 
     judged((seqs[0], 2, True), (seqs[1], 3, False), (seqs[2], 0, True))
     judged((seqs[2], 1, True), (seqs[1], 1, True))

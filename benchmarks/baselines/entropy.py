@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar
 
-from torch import Tensor
-
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
@@ -109,9 +107,7 @@ class AdaptiveEntropyStop(EntropyStop):
     def threshold_of(self, seq: Sequence) -> float:
         return self.thresholds[seq.id]
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             if not draft.drafted:
                 continue

@@ -6,8 +6,6 @@ from collections import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
@@ -50,9 +48,7 @@ class HeuristicSchedule(LengthPolicy):
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return _Lengths({seq.id: self.lengths[seq.id] for seq in seqs})
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             if draft.drafted and verdict.accepted == draft.drafted:
                 self.lengths[seq.id] += 2

@@ -124,7 +124,6 @@ class ChainDrafter(Drafter):
     ) -> None:
         """`block`: whether sampled drafts are verified as a whole."""
         self.model, self.policy, self.block = model, policy, block
-        self.wants_hidden = policy.wants_target
         self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
@@ -316,7 +315,7 @@ class ChainDrafter(Drafter):
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        self.policy.observe(seqs, drafts, verdicts, hidden)
+        self.policy.observe(seqs, drafts, verdicts)
         self._crop(seqs)
 
     def _crop(self, seqs: list[Sequence]) -> None:

@@ -339,7 +339,7 @@ class OuroborosDrafter(ChainDrafter):
             if "output" in self.sources:
                 row.read = row.pool.learn(seq.tokens, row.read)
             row.chain, row.suffixes = None, []  # a step without a draft may follow
-        self.policy.observe(seqs, drafts, of_chains, hidden)
+        self.policy.observe(seqs, drafts, of_chains)
         self._crop(seqs)
 
     def _learn_rejected(self, row: _Row, draft: Draft, verdict: Verdict) -> None:

@@ -13,7 +13,7 @@ from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.heads.echo import SIZES, Echo
-from forerun.methods.base import Parts, Sampling, integer, number, one_of
+from forerun.methods.base import Parts, Sampling, integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.confidence import ProductRule
 from forerun.methods.later import np, pre_verifier, quick, torch
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from forerun.heads.quick import Array, QuickState
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
-SCORES: dict[str, Callable[[Array], Array]] = {
-    "last": lambda blocks: blocks[..., -1],
-    "mean": lambda blocks: blocks.mean(-1),
-    "min": lambda blocks: blocks.min(-1),
-}
 
 
 @dataclass(frozen=True)
@@ -44,13 +39,12 @@ class Pacer(Sampling, Drafting):
 
     A block of None ("auto") is the best size by the table of costs; 4 with a threshold.
 
-    It stops after a block if the `score` of its tokens' survival, their last, mean or min, is below `threshold`; a
-    threshold of None ("auto") is the best one by the table of costs.
+    It stops after a block if the survival of its last token is below `threshold`; a threshold of None ("auto") is the
+    best one by the table of costs.
     """
 
     block: int | None = integer(None)
     threshold: float | None = number(None, 0, 1)
-    score: str = one_of("last", "last", "mean", "min")
     most: int = integer(32)
     name: ClassVar[str] = "pacer"
     layer: ClassVar[str | None] = "pre-verifier"
@@ -62,8 +56,8 @@ class Pacer(Sampling, Drafting):
 
     def policy(self, parts: Parts) -> LengthPolicy:
         assert parts.pre_verifier is not None
-        made = parts.pre_verifier, self.block, self.most
-        return PacerStop(*made, self.threshold, self.score, lambda mode, rows: self.costs(parts, mode, rows))
+        made = parts.pre_verifier, self.block, self.most, self.threshold
+        return PacerStop(*made, lambda mode, rows: self.costs(parts, mode, rows))
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
         """Return the table for `rows` rows of a mode that stop together."""
@@ -71,12 +65,7 @@ class Pacer(Sampling, Drafting):
 
 
 def best_threshold(
-    traces: Array,
-    block: int,
-    score: Callable[[Array], Array],
-    costs: Costs,
-    rows: int = 1,
-    evidence: Array | None = None,
+    traces: Array, block: int, costs: Costs, rows: int = 1, evidence: Array | None = None
 ) -> tuple[float, float]:
     """Return the threshold with which decoding is fastest by a table of costs, and its tokens per ms.
 
@@ -90,8 +79,7 @@ def best_threshold(
     """
     block = min(block, traces.shape[1])
     blocks = traces.shape[1] // block
-    evidence = traces if evidence is None else evidence
-    scores = score(evidence[:, : blocks * block].reshape(len(traces), blocks, block))
+    scores = (traces if evidence is None else evidence)[:, block - 1 :: block][:, :blocks]
     tokens = 1 + traces.cumsum(-1)[:, block - 1 :: block][:, :blocks]
     if rows > 1:
         together = np.random.default_rng(0).integers(len(traces), size=(len(traces), rows))
@@ -143,12 +131,11 @@ class PacerStop(LengthPolicy):
         block: int | None,
         most: int,
         threshold: float | None = None,
-        score: str = "last",
         costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
     ) -> None:
         """`costs` returns the table for a number of rows of a mode that stop together, if any."""
         self.layer, self.most = quick.quick(layer), most
-        self.block, self.threshold, self.score, self.costs = block, threshold, score, costs
+        self.block, self.threshold, self.costs = block, threshold, costs
         inputs = layer.config.inputs
         self.wants_draft, self.echoing = "hidden" in inputs, "echoes" in inputs
         self.weighing = "entropy" in inputs or "top" in inputs
@@ -198,21 +185,18 @@ class PacerStop(LengthPolicy):
         else:
             costs = replace(costs, chained=0.0)
         known = self.layer.thresholds
-        key = repr(costs), greedy, count, blocks, self.most, self.score
+        key = repr(costs), greedy, count, blocks, self.most
         if key not in known:
             traces, products = self.layer.traces["greedy" if greedy else "sampled"][..., : self.most]
-            score = SCORES[self.score]
-            found = {block: best_threshold(traces, block, score, costs, count) for block in blocks}
+            found = {block: best_threshold(traces, block, costs, count) for block in blocks}
             if len(blocks) > 1:
                 glancing = replace(costs, policy=costs.glance)
-                found[0] = best_threshold(traces, 1, SCORES["last"], glancing, count, products)
+                found[0] = best_threshold(traces, 1, glancing, count, products)
             block = max(found, key=lambda block: found[block][1])
             known[key] = block, found[block][0]
         return *known[key], greedy
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         for seq, verdict in zip(seqs, verdicts, strict=True):
             past = self.past[seq.id]
             past.runs[0] += verdict.accepted
@@ -261,15 +245,13 @@ class BlockRule(StopRule):
         return self._judged(self._ask(state))
 
     def _judged(self, output: Array) -> list[bool]:
-        """Return whether rows draft on, by the layer's output [R, b] for their last blocks."""
-        least, score = self.threshold, SCORES[self.policy.score]
-        if self.together > 1 or self.policy.score == "mean":
-            output = 1 / (1 + np.exp(-output))
-        else:  # the output is logits, and only their order counts
-            least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
+        """Return whether rows draft on, by the layer's output [R, b], logits for their last blocks."""
+        last, least = output[:, -1], self.threshold
         if self.together > 1:
-            return [bool(score(output).sum() >= least * self.together)] * len(output)
-        found: list[bool] = (score(output) >= least).tolist()
+            survival = 1 / (1 + np.exp(-last))
+            return [bool(survival.sum() >= least * self.together)] * len(last)
+        least = log(least / (1 - least)) if 0 < least < 1 else inf if least else -inf
+        found: list[bool] = (last >= least).tolist()
         return found
 
     def _ask(self, state: DraftState) -> Array:
@@ -280,18 +262,18 @@ class BlockRule(StopRule):
         tokens = torch.tensor([drafted[-new:] for drafted in state.tokens], device=state.scores.device)
         scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
         hidden = torch.stack([part.hidden for part in parts], 1) if self.policy.wants_draft else None  # type: ignore[misc]
-        chances = probs.probabilities_of(scores, tokens).tolist()
-        return self._output(state.seqs, state.tokens, chances, hidden)
+        q = probs.probabilities_of(scores, tokens).tolist()
+        return self._output(state.seqs, state.tokens, q, hidden)
 
     def _output(
         self,
         seqs: abc.Sequence[Sequence],
         drafted: list[list[int]],
-        chances: list[list[float]],
+        q: list[list[float]],
         hidden: Tensor | None = None,
     ) -> Array:
-        """Return the layer's output [R, b] for the last b tokens, whose probabilities are `chances`."""
-        policy, ids, new = self.policy, [seq.id for seq in seqs], len(chances[0])
+        """Return the layer's output [R, b] for the last b tokens, whose probabilities are `q`."""
+        policy, ids, new = self.policy, [seq.id for seq in seqs], len(q[0])
         if self.state is None:
             self.state = self._begin(seqs)
         elif ids != self.ids:
@@ -299,7 +281,7 @@ class BlockRule(StopRule):
         self.ids = ids
         output, self.state = policy.layer.step(
             self.state,
-            [[log(max(each, pre_verifier.LEAST)) for each in row] for row in chances],
+            [[log(max(each, pre_verifier.LEAST)) for each in row] for row in q],
             [self._echo(*row, new) for row in zip(seqs, drafted, strict=True)] if policy.echoing else None,
             hidden,
         )

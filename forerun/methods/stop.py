@@ -80,11 +80,10 @@ class LengthPolicy(Protocol):
     """What is known of each sequence from draft to draft, by its id; `begin` makes the rule of one draft.
 
     Attributes:
-        wants_draft, wants_target: whether it needs the draft's and the target's hidden states.
+        wants_draft: whether it needs the draft's hidden states.
     """
 
     wants_draft: bool = False
-    wants_target: bool = False
 
     def admit(self, seq: Sequence) -> None:
         """Add a sequence."""
@@ -98,10 +97,8 @@ class LengthPolicy(Protocol):
         """Return the rule of a draft of these sequences, which grow in step. `rows`: those of the target's forward."""
         raise NotImplementedError
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
-        """Record the verdicts on drafts; arguments as for a drafter."""
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        """Record the verdicts on drafts."""
         return
 
 

@@ -111,7 +111,7 @@ class TranslatedDrafter(ChainDrafter):
     def __init__(
         self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
     ) -> None:
-        assert not policy.wants_draft and not policy.wants_target  # such a layer belongs to a pair of one tokenizer
+        assert not policy.wants_draft  # such a layer belongs to a pair of one tokenizer
         super().__init__(model, policy, vocab_size, block)
         self.translation = translation
         self._readers: dict[int, Reader] = {}
