@@ -221,7 +221,7 @@ def test_greedy_sequences_spare_the_head_only_together() -> None:
             admit(drafter, seqs[2])
         proposal = drafter.propose(seqs[: len(origins)])
         assert [draft.origins[-1] for draft in proposal.drafts] == origins
-        assert proposal.draft_forwards == (0 if step == 1 else 6)
+        assert proposal.forwards == (0 if step == 1 else 6)
         for seq, draft in zip(seqs, proposal.drafts, strict=False):
             answer(drafter, seq, draft, 7)
 
