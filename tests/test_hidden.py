@@ -26,13 +26,11 @@ from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.heads import HiddenDrafter, hot_set
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
-from forerun.methods.ar import PlainDrafter
 from forerun.methods.beams import grow
 from forerun.methods.budget import Budget, Group, StepCosts
 from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
-from forerun.methods.split import Split
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.sampling.sampler import Sampler
@@ -43,10 +41,10 @@ PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 FREE = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0})  # drafting and verifying cost nothing more
 
 
-def features_of(target: CausalLM, tokens: list[int], feature: str = "head") -> Tensor:
-    with torch.no_grad(), capture_hidden_states(target.model, feature) as heard:
+def features_of(target: CausalLM, tokens: list[int]) -> Tensor:
+    with torch.no_grad(), capture_hidden_states(target.model) as captured:
         target.model(input_ids=torch.tensor([tokens]))
-    return heard[0][0]
+    return captured[0][0]
 
 
 def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[int] | None, chunk: int = 64) -> int:
@@ -59,8 +57,6 @@ def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[in
 FORMS: dict[str, dict[str, Any]] = {
     "today's": {},
     "two layers": {"num_hidden_layers": 2},
-    "below": {"feature": "below"},
-    "figure 3": {"feature": "below", "fusion": "first"},
     "uninformed": {"rank": 0},
 }
 
@@ -70,10 +66,8 @@ def test_drafting_goes_on_as_it_was_trained(form: str) -> None:
     """States behind every place of a text, drafted from a cache, are those of the unrolled training pass."""
     target = CausalLM(tiny("llama"))
     head = random_head(target, **FORMS[form])
-    if head.config.feature == "below":  # that it is looked at
-        torch.nn.init.uniform_(head.enter.weight, 0.5, 2.0)
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
-    features = features_of(target, tokens, head.config.feature)
+    features = features_of(target, tokens)
     with torch.no_grad():
         embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
         states = head.drafted(features[None], embedded, 4)
@@ -372,38 +366,23 @@ WAYS = {
     "tree, free": Lyanna(depth=5, width=2, nodes=9, reuse="free", least=1),
     "paced": PacerLyanna(depth=5, width=2, reuse="free", least=1),
     "paced chain": PacerLyanna(reuse="add"),
-    "below": Lyanna(depth=5, reuse="free", least=1),
-    "below, tree": Lyanna(depth=5, width=2, nodes=9, reuse="off"),
-    "figures 3 and 6": Lyanna(depth=5, width=2, nodes=9, reuse="free", least=1),
     "uninformed": Lyanna(depth=5, reuse="add"),
     "uninformed, tree": Lyanna(depth=5, width=3, nodes=9, reuse="add"),
-    "below, uninformed, paced": PacerLyanna(depth=5, width=2, reuse="free", least=1),
+    "uninformed, paced": PacerLyanna(depth=5, width=2, reuse="free", least=1),
     "eagle": Eagle(),
-    "eagle, below": Eagle(depth=4),
     "eagle, paced": PacerEagle(depth=5),
     "eagle, paced tree": PacerEagle(depth=5, width=2),
     "eagle, tree": Eagle(depth=3, width=2, nodes=7),
 }
 
 
-# Of the ways that differ from another one by the head's form alone, one is sampled.
-FORMED = [way for way in WAYS if way.partition(",")[0] in ("below", "uninformed") or way.endswith("below")]
-CASES = [(each, way) for each in ("llama", "gpt2", "qwen3", "gemma3") for way in WAYS]
-CASES = [case for case in CASES if case[0] in ("llama", "gemma3") or case[1] not in FORMED]
-
-
-def head_of(target: CausalLM, way: str, **settings: Any) -> HiddenDrafter:
+def head_of(target: CausalLM, way: str) -> HiddenDrafter:
     """A head as the way's name has it."""
-    forms: dict[str, dict[str, Any]] = {
-        "below": {"feature": "below"},
-        "figures": {"feature": "below", "fusion": "first"},
-        "uninformed": {"rank": 0},
-    }
-    form = {key: value for name, own in forms.items() if name in way for key, value in own.items()}
-    return random_head(target, kind=str(WAYS[way].head), **form, **settings)
+    return random_head(target, kind=str(WAYS[way].head), **({"rank": 0} if "uninformed" in way else {}))
 
 
-@pytest.mark.parametrize(("architecture", "way"), CASES)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("way", WAYS)
 def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
     chosen = WAYS[way]
@@ -420,8 +399,7 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     assert decoder.generate(PROMPTS[1], max_new_tokens=24, ignore_eos=True).tokens == plain[1].tokens
 
 
-@pytest.mark.parametrize("feature", ["head", "below"])
-def test_reused_logits_are_those_of_the_earlier_step(feature: str) -> None:
+def test_reused_logits_are_those_of_the_earlier_step() -> None:
     """On a real head: what is left of a step's logits is what the head says of the text as it was then."""
     target = tiny("llama")
     seen: list[tuple[int, int, Tensor]] = []
@@ -435,13 +413,13 @@ def test_reused_logits_are_those_of_the_earlier_step(feature: str) -> None:
             return super().draft(seqs, limits)
 
     texts: list[list[int]] = []
-    head = HiddenLM(random_head(CausalLM(target), feature=feature), CausalLM(target))
+    head = HiddenLM(random_head(CausalLM(target)), CausalLM(target))
     drafter = Watched(Lyanna(5, reuse="free", least=1), head)
     decode(CausalLM(target), drafter, [Request([5, 6, 7, 5, 6], 60)])
     assert len(seen) > 3 and not drafter.old and not head.cache.ids
     for text, (length, ahead, places) in list(zip(texts, seen, strict=True))[:6]:
         alone = head.fresh()
-        features = features_of(CausalLM(target), text[: length - 1], feature)
+        features = features_of(CausalLM(target), text[: length - 1])
         prefilled(alone, 0, features[:-1], text[1 : length - 1])
         state = alone.extend([0], [features[-1:]], [text[length - 1 : length]])
         states = torch.cat([state, *alone.roll([0], state, 4)])
@@ -501,16 +479,13 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
         load_head(head, target, "lyanna")
     config = tmp_path / "head" / "config.json"
     settings = json.loads(config.read_text())
-    config.write_text(json.dumps(settings | {"feature": "above"}))
-    with pytest.raises(ValueError, match="a head's feature is one of head, below, not 'above'"):
-        load_head(tmp_path / "head", target, "lyanna")
-    config.write_text(json.dumps(settings | {"known": False}))
-    with pytest.raises(ValueError, match="a head sees the tokens after the target's features: train this one again"):
-        load_head(tmp_path / "head", target, "lyanna")
+    for older in ({"known": False}, {"feature": "below"}, {"fusion": "first"}):
+        config.write_text(json.dumps(settings | older))
+        with pytest.raises(ValueError, match="train this one again"):
+            load_head(tmp_path / "head", target, "lyanna")
     # Heads from before there was a choice.
     config.write_text(json.dumps({name: settings[name] for name in set(settings) - {"feature", "fusion"}}))
-    older = load_head(tmp_path / "head", target, "lyanna").config
-    assert (older.feature, older.fusion) == ("head", "every")
+    load_head(tmp_path / "head", target, "lyanna")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"widht": 3}))
     with pytest.raises(ValueError, match="unknown field 'widht'"):
         load_head(tmp_path / "head", target, "lyanna")
@@ -522,14 +497,6 @@ def test_hot_sets() -> None:
     for size in (0, 6):
         with pytest.raises(ValueError, match=f"1 to 5 tokens, not {size}"):
             hot_set([1, 5, 0, 3, 5], size)
-
-
-def test_two_methods_take_one_kind_of_states() -> None:
-    target = CausalLM(tiny("llama"))
-    below, head = (HiddenLM(random_head(target, feature=feature), target) for feature in ("below", "head"))
-    with pytest.raises(ValueError, match="one method needs the LM head's inputs"):
-        Split(LyannaDrafter(Lyanna(), below), LyannaDrafter(Lyanna(), head))
-    assert Split(LyannaDrafter(Lyanna(), below), PlainDrafter()).feature == "below"
 
 
 def test_settings_are_checked() -> None:

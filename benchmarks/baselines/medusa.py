@@ -82,8 +82,6 @@ class MedusaHead(PreTrainedModel):
 class MedusaLM:
     """The head with the target's LM head for its hot set, as `HeadDrafter` takes it. It has no cache."""
 
-    feature = "head"
-
     def __init__(self, head: MedusaHead, target: CausalLM) -> None:
         self.head, self.hot, self.states = head.to(target.device), head.hot.to(target.device), head.config.states
         self.width, self.vocab_size, self.dtype = head.config.hidden_size, target.vocab_size, torch.float32

@@ -17,7 +17,6 @@ from forerun.backends.lean import LeanLayers
 from forerun.backends.packed import Product, product
 from forerun.backends.quantised_heads import QuantisedHead, quantised_head
 from forerun.backends.stored import StoredLinear
-from forerun.engine.target import Capture
 from forerun.heads.heads import HeadLayer, HiddenDrafter
 from forerun.model.batch import Inputs, pad
 from forerun.model.causal_lm import CausalLM
@@ -45,7 +44,6 @@ class HiddenLM(Rows):
         hot: [S] the tokens that it gives logits of.
         logits: of states [n, d], logits [n, S] without token information.
         information: of tokens [..], T [.., S] (lyanna). None for a head without it.
-        feature: which states of the target it takes as features, see `HiddenConfig`.
         curves: calibration, see `HiddenConfig`.
         quantised: runs the layers instead, where the C library can.
     """
@@ -59,7 +57,6 @@ class HiddenLM(Rows):
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
         config = head.config
         self.kind, self.width = config.kind, config.hidden_size
-        self.feature: Capture = "below" if config.feature == "below" else "head"
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
         multiply = functools.partial(product, one_row=True, few=few)
@@ -67,7 +64,6 @@ class HiddenLM(Rows):
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
         self.logits: Product = multiply(weight, bias if bias.any() else None)
-        self._enter = (head.enter.weight.float().clone(), config.rms_norm_eps) if self.feature == "below" else None
         self._depth = config.num_hidden_layers
         self._empty()
         self.embeddings = target.model.get_input_embeddings()
@@ -78,9 +74,7 @@ class HiddenLM(Rows):
             return
         fuse = head.fuse.weight.to(self.dtype)
         self.both = multiply(fuse)
-        self.between = lambda states: states
-        if self.kind == "lyanna" and config.fusion == "every":
-            self.between = multiply(fuse[:, : self.width].contiguous())
+        self.between = multiply(fuse[:, : self.width].contiguous()) if self.kind == "lyanna" else self.both
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
         names = "before_attention", "qkv", "out", "before_mlp", "gate_up", "down"
         weights: list[Any] = [tuple(getattr(layer, name).weight.to(self.dtype) for name in names) for layer in layers]
@@ -115,7 +109,7 @@ class HiddenLM(Rows):
         prompt.reset()
         prompt.add(0, count)
         for start in range(0, count, chunk):
-            part = self._entered(features[start : start + chunk])
+            part = features[start : start + chunk].to(self.dtype)
             self._extend(prompt, [0], [part], [tokens[start : start + chunk]])
             yield len(part)
         self.add(id, max(reserve, count))
@@ -126,7 +120,7 @@ class HiddenLM(Rows):
     def extend(self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run and keep the next features [n_r, d] of each sequence, at least one, with the tokens after them. Return
         the head's states [R, d] after each sequence's last one."""
-        return self._extend(self.cache, ids, [self._entered(own) for own in states], tokens)
+        return self._extend(self.cache, ids, [own.to(self.dtype) for own in states], tokens)
 
     def guesses(self, id: int, count: int, most: int) -> bool:
         """Return whether `guess` can draft `most` tokens after `count` features of a sequence, and is worth it."""
@@ -177,12 +171,6 @@ class HiddenLM(Rows):
             chances.append(float(sums.softmax(-1)[best]))
         self.cache.lengths[row], self._logits, self._last = length, logits, before
         return Guess(found, chances, torch.stack(logits))
-
-    def _entered(self, features: Tensor) -> Tensor:
-        if self._enter is None:
-            return features.to(self.dtype)
-        gain, eps = self._enter
-        return functional.rms_norm(features.float(), (self.width,), gain, eps).to(self.dtype)
 
     def _extend(
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]

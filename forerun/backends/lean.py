@@ -84,19 +84,16 @@ class LeanForward:
     ) -> tuple[Tensor | None, Tensor | None]:
         batch = pad(inputs, cache, self.device, self.dtype)
         assert batch.ids is not None
-        below: list[Tensor] = []
         x = functional.embedding(batch.ids.reshape(-1), self.embed.weight)
-        x = self.layers(x, batch, cache, below)
+        x = self.layers(x, batch, cache)
 
         def own(x: Tensor) -> Tensor:
             return inputs.unpad(x.view(*batch.positions.shape, -1))
 
-        hidden = own(below[0]) if capture == "below" else None
-        if not logits and capture != "head":
-            return None, hidden
+        if not logits and not capture:
+            return None, None
         x = self.normed(own(x))
-        if capture == "head":
-            hidden = x if self.gain is None else x * self.gain
+        hidden = None if not capture else x if self.gain is None else x * self.gain
         return self.head(x) if logits else None, hidden
 
 
@@ -163,8 +160,8 @@ class LeanLayers:
         factor = gain.float() * self.width**0.5
         return self.normed, self.product(weight.float() * factor), factor
 
-    def __call__(self, x: Tensor, batch: PaddedBatch, cache: KVCache, below: list[Tensor] | None = None) -> Tensor:
-        """States [B N, d] behind the layers from those before. Those below the last layer are added to `below`."""
+    def __call__(self, x: Tensor, batch: PaddedBatch, cache: KVCache) -> Tensor:
+        """Return states [B N, d] after the layers from those before."""
         positions, mask = batch.positions, batch.mask
         rows, new = positions.shape
         heads, groups, size = self.heads, self.groups, self.size
@@ -176,10 +173,7 @@ class LeanLayers:
             assert mask is not None
             mask = mask.repeat(*[1] * (mask.ndim - 2), heads // groups, 1)
         cos, sin = self.cosines[positions][:, None], self.sines[positions][:, None]
-        last = cache.layers[-1]
         for (norm, qkv, out, second, gate_up, down), stored in zip(self.layers, cache.layers, strict=True):
-            if below is not None and stored is last:
-                below.append(x)
             parts = qkv(norm(x)).view(rows, new, heads + 2 * groups, size).transpose(1, 2)
             turned = parts[:, : heads + groups]  # queries and keys at once
             turned = turned * cos + turned.roll(size // 2, -1) * sin

@@ -7,7 +7,6 @@ are float16.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -130,26 +129,22 @@ class Layers:
         states: Tensor | None = None,
         logits: int = 0,
         normed: bool = False,
-        capture: Sequence[int] = (),
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Run tokens int32 [n] or states [n, d].
 
         Args:
             logits: outputs of the LM head; 0: none are wanted.
             normed: whether states after the last norm are.
-            capture: layers whose inputs are.
 
         Returns:
-            Logits [n, V], states [n, d] and captured states [captures, n, d], in float32.
+            Logits [n, V] and states [n, d], in float32.
         """
         n = len(batch.row)
         self.rotate_to(cache.capacity)
         place = np.arange(n, dtype=np.int32)
-        captured_layers = np.asarray(capture, np.int32)
         scores = torch.empty(n, logits) if logits else None
         whole = torch.empty(n, self.width) if normed else None
-        captured = torch.empty(len(capture), n, self.width) if capture else None
-        argument = BatchArgument(n=n, captures=len(capture), asks=n if logits else 0)
+        argument = BatchArgument(n=n, asks=n if logits else 0)
         argument.row, argument.slot = batch.row.ctypes.data, batch.slot.ctypes.data
         argument.position, argument.length = batch.position.ctypes.data, batch.length.ctypes.data
         if batch.paths is not None:
@@ -161,11 +156,11 @@ class Layers:
         if states is not None:
             states = states.float().contiguous()
             argument.states = states.data_ptr()
-        argument.asked, argument.capture = place.ctypes.data, captured_layers.ctypes.data
-        for name, tensor in (("logits", scores), ("normed", whole), ("captured", captured)):
+        argument.asked = place.ctypes.data
+        for name, tensor in (("logits", scores), ("normed", whole)):
             setattr(argument, name, None if tensor is None else tensor.data_ptr())
         run("fr_forward", ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument))
-        return scores, whole, captured
+        return scores, whole
 
 
 class QuantisedForward:
@@ -226,7 +221,6 @@ class QuantisedForward:
             eps=config.rms_norm_eps,
         )
         self.layers = Layers(argument, rotary.inv_freq, float(rotary.attention_scaling), kept)
-        self._below = len(arguments) - 1
 
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
@@ -237,16 +231,7 @@ class QuantisedForward:
         else:
             assert inputs.given is not None
             tokens = inputs.given.to(torch.int32).contiguous().numpy()
-        scores, normed, captured = self.layers(
-            batch,
-            cache,
-            tokens=tokens,
-            logits=self.head.out if logits else 0,
-            normed=capture == "head",
-            capture=[self._below] if capture == "below" else [],
-        )
-        hidden = captured[0] if captured is not None else normed
-        return scores, hidden
+        return self.layers(batch, cache, tokens=tokens, logits=self.head.out if logits else 0, normed=capture == "head")
 
 
 def quantised_forward(model: Any) -> QuantisedForward | None:

@@ -59,16 +59,15 @@ class QuantisedHead:
         )
         self.layers = Layers(argument, layers[0].frequencies(torch.device("cpu")), 1.0, kept)
         self.context, self.both = config.max_position_embeddings, _packed(head.fuse.weight)
-        self.between: Product = lambda states: states
-        if config.kind == "lyanna" and config.fusion == "every":
-            self.between = _packed(head.fuse.weight[:, : config.hidden_size])
+        alone = head.fuse.weight[:, : config.hidden_size]
+        self.between = _packed(alone) if config.kind == "lyanna" else self.both
 
     def __call__(self, inputs: Inputs, cache: KVCache) -> Tensor:
         """Return states [n, d] of inputs that have gone through the first matrix."""
         batch = lay_out(inputs, cache)
         # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
         np.minimum(batch.position, self.context - 1, out=batch.position)
-        _, states, _ = self.layers(batch, cache, states=inputs.given, normed=True)
+        _, states = self.layers(batch, cache, states=inputs.given, normed=True)
         assert states is not None
         return states
 

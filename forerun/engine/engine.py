@@ -66,7 +66,7 @@ class Engine:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.target, self.drafter = target, drafter
-        self._capture: Capture = drafter.feature if drafter.wants_hidden else ""
+        self._capture: Capture = "head" if drafter.wants_hidden else ""
         self.max_rows, self.max_queue, self.kv_memory = max_rows, max_queue, kv_memory
         self.chunk_seconds = chunk_seconds
         self.running: list[Sequence] = []

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from forerun.engine.draft import Draft
-from forerun.engine.target import Capture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +43,6 @@ class Drafter(Protocol):
     """
 
     wants_hidden: bool = False  # whether it gets the target's hidden states
-    feature: Capture = "head"  # which ones
     spread: int = 0  # nodes that a draft may have beyond a chain of the sequence's remaining tokens
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from forerun.engine.draft import Draft
 
-# Hidden states that a forward returns: none, the LM head's inputs, or the last decoder layer's inputs.
-Capture = Literal["", "head", "below"]
+# Hidden states that a forward returns: none, or the LM head's inputs.
+Capture = Literal["", "head"]
 
 
 class Output(NamedTuple):

@@ -2,9 +2,9 @@
 (arXiv 2401.15077) of the same parts at equal size. The papers give few details; the forms here are ours.
 
 Lyanna's head predicts state after state without seeing drafted tokens; token information is added to the logits.
-Feature h_j [d] is the input of the target's LM head at position j, or the state below the target's last layer (the
-paper's Figure 3). Predicted states are inputs of the LM head in either case. All heads give logits of the *hot set*
-only: the S most frequent tokens of the target's output.
+Feature h_j [d] is the input of the target's LM head at position j, and so is a predicted state. (The paper's Figure 3
+takes the states below the last layer; docs/log.md has what that cost.) All heads give logits of the *hot set* only: the
+S most frequent tokens of the target's output.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 KINDS = ("lyanna", "eagle")
-FEATURES = ("head", "below")
-FUSIONS = ("every", "first")
 
 
 class HiddenConfig(PreTrainedConfig):
@@ -30,10 +28,7 @@ class HiddenConfig(PreTrainedConfig):
         hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: as of the target.
         num_hidden_layers, intermediate_size: of the head's decoder layers.
         rank: of the token information (lyanna); 0 for a head without it.
-        known: False for older heads whose layers see no tokens, which are refused.
-        feature: "head": the LM head's input. "below": the states below the target's last layer.
-        fusion: "every": all states go through the fusion layer, drafted ones without a token. "first": the target's
-            features alone do, and drafted states go to the layers as they are (the paper's Figure 3; lyanna).
+        known, feature, fusion: of older heads in other forms, which are refused.
         vocab_size, hot_size: tokens of the target, and how many of them it answers for.
         max_position_embeddings: as of the target.
         curves: calibration for 1, 2, ... places ahead, each (a, b, m). After right tokens, a token of log-odds x by the
@@ -96,19 +91,16 @@ class HiddenDrafter(PreTrainedModel):
 
     def __init__(self, config: HiddenConfig) -> None:
         super().__init__(config)
-        for name, known in (("kind", KINDS), ("feature", FEATURES), ("fusion", FUSIONS)):
-            if getattr(config, name) not in known:
-                raise ValueError(f"a head's {name} is one of {', '.join(known)}, not {getattr(config, name)!r}")
-        if not config.known:
-            raise ValueError("a head sees the tokens after the target's features: train this one again")
+        if config.kind not in KINDS:
+            raise ValueError(f"a head's kind is one of {', '.join(KINDS)}, not {config.kind!r}")
+        if (config.known, config.feature, config.fusion) != (True, "head", "every"):
+            raise ValueError("a head of a form that is no longer supported: train this one again")
         size = config.hidden_size
         self.hot: Tensor
         self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))
         self.layers = nn.ModuleList([HeadLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.fuse = nn.Linear(2 * size, size, bias=False)
-        if config.feature == "below":  # such states are of any size, some of them of hundreds
-            self.enter = nn.RMSNorm(size, config.rms_norm_eps)
         if config.kind == "lyanna" and config.rank:
             self.embed = nn.Embedding(config.vocab_size, config.rank)
             self.answer = nn.Linear(config.rank, config.hot_size, bias=False)
@@ -140,10 +132,6 @@ class HiddenDrafter(PreTrainedModel):
             return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
         return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
-    def entered(self, features: Tensor) -> Tensor:
-        """Return features of the target [.., d] as the head takes them."""
-        return self.enter(features) if self.config.feature == "below" else features
-
     @property
     def informed(self) -> bool:
         """Whether it has token information."""
@@ -156,7 +144,7 @@ class HiddenDrafter(PreTrainedModel):
         [B, T - k, d] for k = 1 .. steps. State j stands for the feature at position j + k; it was drafted from
         features 0 .. j.
         """
-        length, features = features.shape[1], self.entered(features)
+        length = features.shape[1]
         positions = torch.arange(length, device=features.device)
         x, found = features, []
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
@@ -164,7 +152,7 @@ class HiddenDrafter(PreTrainedModel):
             if self.config.kind == "eagle" or k == 1:
                 # The token after each state. The last k have none; they are cut below.
                 x = self.fused(x, embedded.roll(-k, 1)).float()
-            elif self.config.fusion == "every":
+            else:
                 x = self.fused(x).float()
             for layer, own in zip(self.layers, seen, strict=True):
                 x = layer(x, positions + k - 1, own)

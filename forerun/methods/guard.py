@@ -145,7 +145,6 @@ class Guarded(Drafter):
         self.drafter = drafter
         self.paces = {True: pace, False: sampled if sampled is not None else SpeedTracker(pace.clock)}
         self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
-        self.feature = drafter.feature
         self._inside: dict[int, bool] = {}  # whether the drafter has admitted each sequence
         self._admitting = False  # whether it is running a prompt, one at a time
         self._asked: set[int] = set()  # the sequences that drafted in this step

@@ -69,7 +69,6 @@ class HeadDrafter(Drafter):
     Attributes:
         features: of each sequence, by id, [n, d]: the target's features that the head has not run yet. The last one is
             at the position before the last token.
-        feature: which of the target's states these are.
         seconds, forwards: of the head, in the present step.
     """
 
@@ -77,7 +76,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1) -> None:
         """`costs`: those of paced methods. `beams`: states that the head makes at a depth."""
-        self.head, self.feature, self.depth, self.width = head, head.feature, settings.depth, settings.width
+        self.head, self.depth, self.width = head, settings.depth, settings.width
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
         self.is_sampling, self.block = settings.sampled, settings.verification == "block"
         self.spread = self.nodes if self.width > 1 else 0

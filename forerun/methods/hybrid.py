@@ -95,7 +95,6 @@ class HybridDrafter(Drafter):
     def __init__(self, suffixes: SuffixDrafter, other: Drafter, threshold: float) -> None:
         self.suffixes, self.other, self.threshold = suffixes, other, threshold
         self.wants_hidden, self.spread = other.wants_hidden, max(suffixes.spread, other.spread)
-        self.feature = other.feature
         self._asked: set[int] = set()  # the sequences that the other drafter was asked for in this step
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:

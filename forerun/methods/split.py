@@ -18,10 +18,6 @@ class Split(Drafter):
     def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
         self.drafters = {True: greedy, False: sampled}
         self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
-        wanted = {each.feature for each in (greedy, sampled) if each.wants_hidden}
-        if len(wanted) > 1:
-            raise ValueError("one method needs the LM head's inputs, the other's head the states below the last layer")
-        self.feature = next(iter(wanted), "head")
         self.spread = max(greedy.spread, sampled.spread)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:

@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -60,15 +60,6 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def last_layer(model: PreTrainedModel) -> nn.Module:
-    """Return the last decoder layer; raises ValueError for a model whose layers are not found."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return module[-1]
-    raise ValueError(f"{type(model).__name__} has no readable features below its last layer: there is no list")
-
-
 @contextmanager
 def capture_hidden_states(
     model: PreTrainedModel, capture: Capture = "head", last_only: bool = False
@@ -88,13 +79,7 @@ def capture_hidden_states(
             captured.append(inputs[0])
         return (inputs[0][:, -1:], *inputs[1:]) if last_only else None
 
-    def at_last_layer(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            captured.append(inputs[0] if inputs else named["hidden_states"])
-
     with ExitStack() as hooks:
         if capture == "head" or last_only:
             hooks.callback(lm_head(model).register_forward_pre_hook(at_head).remove)
-        if capture == "below":
-            hooks.callback(last_layer(model).register_forward_pre_hook(at_last_layer, with_kwargs=True).remove)
         yield captured
