@@ -132,7 +132,7 @@ def test_echoes_against_a_search() -> None:
     text = torch.randint(3, (60,), generator=generator).tolist()
     echo = Echo()
     for known in (10, 11, 30, 60):
-        echo.hear(text[:known])
+        echo.read(text[:known])
         drafted = torch.randint(3, (9,), generator=generator).tolist()
         expected = echoes_of(text[:known], drafted)
         assert echo.answers(text[max(0, known - max(SIZES)) : known], drafted) == list(map(tuple, expected))

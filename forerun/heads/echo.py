@@ -14,7 +14,7 @@ class Echo:
         self._next: dict[tuple[int, ...], int] = {}
         self._known = 0
 
-    def hear(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         """Take `tokens` as the text, which continues the last one."""
         for at in range(max(self._known, 1), len(tokens)):
             for size in SIZES:

@@ -293,7 +293,7 @@ class BlockRule(StopRule):
 
     def _echo(self, seq: Sequence, drafted: list[int], new: int) -> list[tuple[int, ...]]:
         text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)
-        echo.hear(text)
+        echo.read(text)
         return echo.answers([*text[-reach:], *drafted[:-new]][-reach:], drafted[-new:])
 
 

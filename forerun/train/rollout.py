@@ -223,7 +223,7 @@ def echoes(windows: Tensor, anchors: Tensor, drafted: Tensor) -> Tensor:
         places = anchors[row].tolist()
         for i in sorted(range(len(places)), key=places.__getitem__):
             before = text[: places[i] + 1]
-            echo.hear(before)
+            echo.read(before)
             found[row, i] = torch.tensor(echo.answers(before[-max(SIZES) :], drafted[row, i].tolist()))
     return found.to(drafted.device)
 
