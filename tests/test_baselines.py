@@ -105,7 +105,6 @@ def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
         ("hybrid", {"other": "sd:gamma"}, "method 'sd:gamma': the module 'sd' cannot be imported"),
         ("hybrid", {"other": "sd:gamma=2:gamma=9"}, "other gives gamma twice"),
         ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
-        ("pacer", {"score": "max"}, "score must be last, mean or min, not 'max'"),
         ("lyanna", {"sampled": 1}, "sampled must be true or false, not 1"),
         ("eagle", {"sampled": True, "width": 2}, "sampled is for chains: width must be 1, not 2"),
         ("pacer-lyanna", {"sampled": True}, "this method takes drafted tokens back where they do not pay"),

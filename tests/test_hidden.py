@@ -252,7 +252,6 @@ def test_costs_go_by_mode() -> None:
     seqs = [sequence([3, 1, 4], 0), sequence([3, 1], 1, **sampled), sequence([3, 1], 2, seed=1, **sampled)]
     seqs.append(sequence([9, 9], 3))
     drafter = lyanna("off", replace(FREE, judging=1e6), block=2)
-    drafter.head.curves = [[30.0, 1.0, 0.99]]
     for seq in seqs:
         admit(drafter, seq)
     assert [draft.drafted for draft in drafter.propose(seqs).drafts] == [6, 0, 0, 6]
@@ -261,15 +260,16 @@ def test_costs_go_by_mode() -> None:
 @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1], [2]]])
 def test_a_budget_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
     """Of all numbers, by costs and calibrated probabilities; rows that stop together take the same number."""
-    costs, probabilities = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}), [0.95, 0.9, 0.7, 0.9, 0.2, 0.9]
+    costs, probabilities = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}), [0.95, 0.9, 0.7, 0.9, 0.2, 0.5]
+    limits = [6, 3, 6]
     groups = [Group(rows, StepCosts(costs, len(rows), 6), True) for rows in parts]
-    budget = Budget(groups, [[0.0, 1.0, 0.7]] * 6, 6, [6, 3, 6], [0, 0, 0])
+    budget = Budget(groups, [[0.0, 1.0, 0.7]] * 6, 6, limits, [0, 0, 0])
     budget.deeper_chains(0, [[log(each * scale) for each in probabilities] for scale in (1.0, 1.0, 0.6)])
     sizes = budget.sizes()
     for rows in parts:
 
         def rate(size: int, rows: list[int] = rows) -> float:
-            spent = 6 * costs.heading(len(rows)) + costs.verify(len(rows) * (size + 1))
+            spent = max(limits[row] for row in rows) * costs.heading(len(rows)) + costs.verify(len(rows) * (size + 1))
             return (len(rows) + sum(sum(budget.sure[row][:size]) for row in rows)) / spent
 
         best = max(range(7), key=rate)
