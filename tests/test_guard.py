@@ -82,7 +82,7 @@ class Bench:
 
 
 def pauses(steps: abc.Sequence[Step]) -> list[int]:
-    """Lengths of the runs of plain steps before, between and behind drafting ones."""
+    """Lengths of the runs of plain steps before, between and after drafting ones."""
     runs = [0]
     for step in steps:
         if step.drafted:
@@ -271,7 +271,7 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     guarded.observe([late], proposal.drafts, [Verdict([0], 0, 0, False)], None)
     assert list(admission) == [2, 1]
     assert [draft.drafted for draft in guarded.propose([late, prompt]).drafts] == [2, 2]
-    # One that is given up in the middle of its prompt leaves nothing behind.
+    # One that is given up in the middle of its prompt leaves nothing after.
     for seq in (late, prompt):
         guarded.drop(seq)
     admission = iter(guarded.admit(prompt, None, 2))
@@ -337,7 +337,7 @@ def test_prompts_of_a_pause_are_no_loss_of_drafting() -> None:
 
 
 def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
-    def behind(tokens: int, late: float) -> int:
+    def after(tokens: int, late: float) -> int:
         pace = SpeedTracker(Clock())
         pace.failures = 4
         pace.record(1, 1, 1.0, drafted=False)
@@ -348,7 +348,7 @@ def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
         assert pace.paused
         return pace.failures
 
-    assert [behind(9, 0.0), behind(20, 0.0), behind(9, 9.0)] == [3, 0, 5]
+    assert [after(9, 0.0), after(20, 0.0), after(9, 9.0)] == [3, 0, 5]
 
 
 class Bursts(PlainDrafter):
@@ -465,35 +465,36 @@ def test_only_drafts_that_were_made_are_observed_unless_hidden_states_are_wanted
     assert observed[True][: len(plan)] == [2 if drafts else 0 for drafts in plan]
 
 
+SAMPLED, DRAFT, SAMPLED_PROMPT = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1]
+
+
 @pytest.mark.parametrize("method", [SD(3), Lookup(3, 2)])
 def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> None:
-    target, draft, prompt, new = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1], 5
     generator, turns = torch.Generator().manual_seed(0), random.Random(3)
     outputs = []
     # Many small batches, as all rows of one draft or pause together.
     for _ in range(100):
-        drafter = method.build(Parts(TableLM(target), TableLM(draft)))
+        drafter = method.build(Parts(TableLM(SAMPLED), TableLM(DRAFT)))
         pace = Scheduled(lambda: turns.random() < 0.5, False)
-        requests = [Request(prompt, new, Sampler(False), generator=generator)] * 20
-        outputs += [tokens_of(steps)[:3] for steps in decode(TableLM(target), Guarded(drafter, pace, pace), requests)]
-    assert p_value(outputs, joint_distribution(target, prompt, 3, None)) > 1e-4
+        requests = [Request(SAMPLED_PROMPT, 5, Sampler(False), generator=generator)] * 20
+        outputs += [tokens_of(steps)[:3] for steps in decode(TableLM(SAMPLED), Guarded(drafter, pace, pace), requests)]
+    assert p_value(outputs, joint_distribution(SAMPLED, SAMPLED_PROMPT, 3, None)) > 1e-4
 
 
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
-    target, draft, prompt, new = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1], 5
     generator, pace = torch.Generator().manual_seed(0), SpeedTracker(Clock())
     assert isinstance(pace.clock, Clock)
-    models = Ticking(target, pace.clock, 1.0), Ticking(draft, pace.clock, 0.35)
+    models = Ticking(SAMPLED, pace.clock, 1.0), Ticking(DRAFT, pace.clock, 0.35)
     outputs, drafted = [], []
     for _ in range(2000):
         pace.wait = min(pace.wait, 3)
         drafter = Guarded(ChainDrafter(models[1], FixedLength(2)), SpeedTracker(pace.clock), pace)
-        (steps,) = decode(models[0], drafter, [Request(prompt, new, Sampler(False), generator=generator)])
+        (steps,) = decode(models[0], drafter, [Request(SAMPLED_PROMPT, 5, Sampler(False), generator=generator)])
         drafted += [step.drafted > 0 for step in steps]
         outputs.append(tokens_of(steps)[:3])
     assert 0.1 < sum(drafted) / len(drafted) < 0.9
-    assert p_value(outputs, joint_distribution(target, prompt, 3, None)) > 1e-4
+    assert p_value(outputs, joint_distribution(SAMPLED, SAMPLED_PROMPT, 3, None)) > 1e-4
 
 
 def jumpy(decoder: Decoder, seed: int) -> Decoder:

@@ -63,7 +63,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_drafting_goes_on_as_it_was_trained(form: str) -> None:
-    """States behind every place of a text, drafted from a cache, are those of the unrolled training pass."""
+    """States after every place of a text, drafted from a cache, are those of the unrolled training pass."""
     target = CausalLM(tiny("llama"))
     head = random_head(target, **FORMS[form])
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
@@ -231,19 +231,19 @@ def logistic(x: float) -> float:
 def test_probabilities_are_calibrated(ahead: int) -> None:
     """By the curve of each place, which for old logits lies further ahead."""
     curves = [[0.5, 0.7, 0.9], [-1.0, 1.2, 0.8], [0.3, 2.0, 0.7], [-2.0, 0.5, 0.6]]
-    chances = [0.9, 0.6, 0.3]
+    probabilities = [0.9, 0.6, 0.3]
     own = [curves[min(ahead + k, 3)] for k in range(3)]
-    right = [logistic(a + b * log(p / (1 - p))) for (a, b, _), p in zip(own, chances, strict=True)]
+    right = [logistic(a + b * log(p / (1 - p))) for (a, b, _), p in zip(own, probabilities, strict=True)]
 
     def budget() -> Budget:
         return Budget([Group([0], StepCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
 
     chain = budget()
-    chain.deeper_chains(0, [[log(chance) for chance in chances]])
+    chain.deeper_chains(0, [[log(probability) for probability in probabilities]])
     assert chain.sure[0] == pytest.approx(np.cumprod(right))
     tree = budget()
-    for k, chance in enumerate(chances):
-        assert float(tree.gains(k, np.log([[[chance]]]))[0, 0, 0]) == pytest.approx(log(right[k]))
+    for k, probability in enumerate(probabilities):
+        assert float(tree.gains(k, np.log([[[probability]]]))[0, 0, 0]) == pytest.approx(log(right[k]))
 
 
 def test_costs_go_by_mode() -> None:

@@ -154,7 +154,7 @@ def entropy(distribution: torch.Tensor) -> float:
 
 
 class Rule:
-    """The rules once more, by their definitions: whether a draft goes on behind its tokens."""
+    """The rules once more, by their definitions: whether a draft goes on after its tokens."""
 
     def __init__(self, name: str) -> None:
         self.name, self.threshold, self.rate, self.length = name, 0.5, 0.9, 3
@@ -316,7 +316,7 @@ def test_tokens_that_are_drafted_in_any_case_are_not_waited_for(name: str, eos: 
         assert max(calls) > 1 if hasty else set(calls) == {1}
         forwards.append(sum(calls))
     assert found[0] == found[1]
-    assert eos or forwards[0] == forwards[1]  # what is behind an end token is run in vain
+    assert eos or forwards[0] == forwards[1]  # what is after an end token is run in vain
 
 
 def test_greedy_rows_are_hasty_again_when_sampled_ones_have_stopped() -> None:

@@ -50,7 +50,7 @@ def plain(target: PreTrainedModel, prompt: tuple[int, ...], new: int) -> list[in
 
 
 def rooted(done: Completion, prompt: Sequence[int]) -> list[tuple[int, Any]]:
-    """Every step but the last, which the limit cuts, with the token that its draft stands behind."""
+    """Every step but the last, which the limit cuts, with the token that its draft stands after."""
     roots = [prompt[-1], *(step.tokens[-1] for step in done.steps)]
     return list(zip(roots, done.steps, strict=False))[:-1]
 
@@ -85,24 +85,24 @@ def test_token_information_tells_what_states_cannot(width: int) -> None:
 
 
 def surprised(**settings: Any) -> tuple[PreTrainedModel, Any]:
-    """A target and a head that never foresees 4, goes on rightly behind it all the same, but is blind where the text
+    """A target and a head that never foresees 4, goes on rightly after it all the same, but is blind where the text
     ends with 4: then it says WRONG, with little confidence, and nothing else."""
-    after = [VOCAB + i for i in range(TURN)]  # the head's state behind each token
+    state_after = [VOCAB + i for i in range(TURN)]  # the head's state after each token
     unforeseen, blind = VOCAB + TURN, VOCAB + TURN + 1
     rows = {unforeseen: WRONG, blind: {WRONG: 0.01}}
-    target = model(cycle(range(TURN)) | {after[i]: (i + 1) % TURN for i in range(TURN)} | rows)
-    states = {after[i]: after[(i + 1) % TURN] for i in range(TURN)}
-    tokens = dict(enumerate(after))
+    target = model(cycle(range(TURN)) | {state_after[i]: (i + 1) % TURN for i in range(TURN)} | rows)
+    states = {state_after[i]: state_after[(i + 1) % TURN] for i in range(TURN)}
+    tokens = dict(enumerate(state_after))
     return target, head(
         target,
-        states=states | {after[2]: unforeseen, unforeseen: after[4], blind: blind},
+        states=states | {state_after[2]: unforeseen, unforeseen: state_after[4], blind: blind},
         tokens=tokens | {3: unforeseen, 4: blind},
         **settings,
     )
 
 
 def left_over(done: Completion, prompt: Sequence[int], depth: int) -> list[tuple[int, Any]]:
-    """The steps behind 4, each with how many places the last draft had beyond it."""
+    """The steps after 4, each with how many places the last draft had beyond it."""
     steps = rooted(done, prompt)
     drafted, passed, found = 0, 0, []
     for root, step in steps:
@@ -126,13 +126,13 @@ def test_old_logits_stand_in_for_blind_ones(reuse: str, width: int) -> None:
     assert all(step.accepted == 0 for _, step in left_over(off, [0], 8))
     for weight in (0.6, 0.01) if (reuse, width) == ("add", 1) else (0.6,):
         done = run(target, Lyanna(**settings, reuse=reuse, weight=weight), head=made)
-        behind = left_over(done, [0], 8)
-        assert max(left for left, _ in behind) > 3 and len(behind) > 5
+        after = left_over(done, [0], 8)
+        assert max(left for left, _ in after) > 3 and len(after) > 5
         if weight == 0.01:  # too little to matter
-            assert all(step.accepted == 0 for _, step in behind)
+            assert all(step.accepted == 0 for _, step in after)
             continue
-        assert all(step.accepted == left for left, step in behind)
-        assert all(step.origins[:-1] == ("reused",) * left for left, step in behind)
+        assert all(step.accepted == left for left, step in after)
+        assert all(step.origins[:-1] == ("reused",) * left for left, step in after)
         assert done.stats.tau > 1.15 * off.stats.tau
 
 
@@ -140,9 +140,9 @@ def test_old_logits_by_themselves() -> None:
     """A draft of the old logits alone is right as far as they go, and runs no head."""
     target, made = surprised()
     done = run(target, Lyanna(depth=8, reuse="free", least=2), head=made)
-    behind = left_over(done, [0], 8)
-    assert max(left for left, _ in behind) > 3 and len(behind) > 5
-    for left, step in behind:
+    after = left_over(done, [0], 8)
+    assert max(left for left, _ in after) > 3 and len(after) > 5
+    for left, step in after:
         enough = left >= 2
         assert step.accepted == (left if enough else 0)
         assert step.origins[:-1] == ("reused",) * step.accepted
@@ -153,13 +153,13 @@ def test_old_logits_take_the_token_that_came() -> None:
     """Old states that say nothing, with the information of the token that the target said, find what follows."""
     order = [(7 * i) % TURN for i in range(TURN)]
     following = cycle(order)
-    after, wrong, blank = [VOCAB + i for i in range(TURN)], VOCAB + TURN, VOCAB + TURN + 1
+    state_after, wrong, blank = [VOCAB + i for i in range(TURN)], VOCAB + TURN, VOCAB + TURN + 1
     # The first place is right, the second one wrong, and from then on only tokens tell.
-    target = model(following | {after[i]: row for i, row in following.items()} | {wrong: WRONG})
+    target = model(following | {state_after[i]: row for i, row in following.items()} | {wrong: WRONG})
     made = head(
         target,
-        tokens=dict(enumerate(after)),
-        states=dict.fromkeys(after, wrong) | {wrong: blank, blank: blank},
+        tokens=dict(enumerate(state_after)),
+        states=dict.fromkeys(state_after, wrong) | {wrong: blank, blank: blank},
         information={token: {row: 0.02} for token, row in following.items()},
     )
     done = run(target, Lyanna(depth=6, reuse="free", least=2), [order[-1], order[0]], head=made)
@@ -188,9 +188,9 @@ def test_calibration_of_old_states_is_that_of_their_own_places() -> None:
     """Six places are worth a token, of old states those that are left of the six."""
     target, made = surprised(curves=[SURE] * 6 + [HOPELESS])
     done = run(target, PacerLyanna(depth=8, block=8, reuse="free", least=2), head=made)
-    behind = [(left, step) for left, step in left_over(done, [0], 8) if left >= 2]
-    assert len(behind) > 5 and max(left for left, _ in behind) > 3
-    assert all(step.drafted == max(0, left - 2) for left, step in behind)
+    after = [(left, step) for left, step in left_over(done, [0], 8) if left >= 2]
+    assert len(after) > 5 and max(left for left, _ in after) > 3
+    assert all(step.drafted == max(0, left - 2) for left, step in after)
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -273,7 +273,7 @@ def test_training_has_the_same_places(kind: str, tmp_path: Path) -> None:
 
 
 def pair(wrong: dict[int, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target that goes round and round, and a draft that is wrong behind some tokens."""
+    """A target that goes round and round, and a draft that is wrong after some tokens."""
     return model(cycle(range(TURN))), model(cycle(range(TURN)) | wrong)
 
 
@@ -297,7 +297,7 @@ def test_a_chance_of_rejection_adds_up() -> None:
 
 @pytest.mark.parametrize("phrases", [False, True])
 def test_echoes_find_what_the_text_contradicts(phrases: bool) -> None:
-    """The draft is wrong behind 5, where the text has gone on otherwise before: each draft ends with that token."""
+    """The draft is wrong after 5, where the text has gone on otherwise before: each draft ends with that token."""
     turn = [*range(6), 12, *range(6, TURN)]
     target, draft = model(cycle(turn)), model(cycle(range(TURN)) | {12: 6})
     said = layer(target, draft, 5.0, [("echoes", 4, -1.0, -10.0)])
@@ -355,13 +355,13 @@ def test_lookaheads_window_keeps_its_place() -> None:
     method = Lookahead(window=6, guesses=3, ngram=4, warm=False)
     done = run(counter(60), method, [7, 3, 59, 7, 31], new=50)
     assert done.origins.count("window") >= 24
-    # Where every fourth token is any of eight, what the window says behind it is right all the same.
+    # Where every fourth token is any of eight, what the window says after it is right all the same.
     stats = sampled(counter(60, 4), Lookahead(window=8, guesses=1, ngram=4, warm=False))
     assert stats.tau > 2.15
 
 
 def test_phrases_fill_the_room_that_is_left() -> None:
-    """Six tokens may come, five of them drafted: a phrase of four and the token behind it, in one forward."""
+    """Six tokens may come, five of them drafted: a phrase of four and the token after it, in one forward."""
     target, draft = pair({})
     prompt = [*range(TURN), 0]
     for new, forwards in ((6, 1), (5, 1), (3, 1), (2, 1), (7, 2), (11, 2)):
@@ -371,7 +371,7 @@ def test_phrases_fill_the_room_that_is_left() -> None:
 
 
 def test_phrases_spare_draft_forwards() -> None:
-    """Of ten tokens five come with each forward; four more hang behind them for nothing."""
+    """Of ten tokens five come with each forward; four more hang after them for nothing."""
     target, draft = pair({})
     prompt = [*range(TURN), *range(TURN), 0]
     done = run(target, Ouroboros(gamma=10, ngram=5, guesses=1, suffixes=1), prompt, draft=draft)

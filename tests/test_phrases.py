@@ -265,7 +265,7 @@ def test_sampled_sequences_have_pools_of_their_own() -> None:
 
 
 def draft_text(new: int) -> list[int]:
-    """What the draft would say behind the token 0, the token included."""
+    """What the draft would say after the token 0, the token included."""
     (steps,) = decode(TableLM(DRAFT), AR().build(Parts(TableLM(DRAFT))), [Request([0], new)])
     return [0, *tokens_of(steps)]
 
@@ -311,7 +311,7 @@ def test_the_targets_verdict_becomes_phrases() -> None:
         return Verdict(list(range(accepted + 1)), 0, accepted + 1, True, [10 + node for node in range(7)])
 
     made.observe([seq], [first], [verdict(1)], None)
-    # From the rejected token on: the target's token behind each; and behind the end as well.
+    # From the rejected token on: the target's token after each; and after the end as well.
     assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(14, 15)]
     assert made.policy.seen == [(1, True)]
     made.observe([seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None)  # a step that drafted nothing
@@ -320,7 +320,7 @@ def test_the_targets_verdict_becomes_phrases() -> None:
 
 
 def test_tokens_that_the_draft_lacks() -> None:
-    """Phrases with such are not for it, behind the chain they may be."""
+    """Phrases with such are not for it, after the chain they may be."""
     target, draft = random_table(6, 3, 1.3), random_table(4, 4, 1.3)
     generator, outcomes, wild = torch.Generator().manual_seed(0), [], False
     for _ in range(1500):

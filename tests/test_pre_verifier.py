@@ -436,29 +436,18 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
     assert more([0.7, 0.9, 0.35, 0.2], mixed, 5, **given) == [False, True, False, False]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM, CausalLM]:
-    target = tiny("llama")
-    draft = noisy_copy(target, 0.03)
-    folder = tmp_path_factory.mktemp("layer")
-    layer = random_layer(target, draft)
+def test_files_come_back_and_each_mistake_has_its_own_message(tmp_path: Path) -> None:
+    models = tiny("llama"), noisy_copy(tiny("llama"), 0.03)
+    target, draft = map(CausalLM, models)
+    folder, layer = tmp_path / "layer", random_layer(*models)
     layer.config.recipe = {"target": "T", "draft": "D"}
     layer.save_pretrained(folder)
-    return folder, CausalLM(target), CausalLM(draft)
-
-
-def test_files_come_back(trained: tuple[Path, CausalLM, CausalLM]) -> None:
-    folder, target, draft = trained
     loaded = load_pre_verifier(folder, target, draft)
-    for name, value in random_layer().state_dict().items():
+    for name, value in layer.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
     other_type = CausalLM(noisy_copy(target.model, 0).to(torch.bfloat16))
     assert load_pre_verifier(folder, other_type, draft)
-
-
-def test_each_mistake_has_its_own_message(trained: tuple[Path, CausalLM, CausalLM], tmp_path: Path) -> None:
-    folder, target, draft = trained
 
     def broken(name: str, weights: int | None = None, **fields: Any) -> Path:
         copy = tmp_path / name

@@ -1,4 +1,4 @@
-"""Suffix drafting: what is counted, what is drafted behind a match, and what outlives a request."""
+"""Suffix drafting: what is counted, what is drafted after a match, and what outlives a request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Brute:
         """How long the longest suffix is that occurs."""
         return next((n for n in range(len(text), 0, -1) if self.counts[tuple(text[-n:])]), 0)
 
-    def behind(self, stretch: tuple[int, ...], tokens: int = 3) -> dict[int, int]:
+    def after(self, stretch: tuple[int, ...], tokens: int = 3) -> dict[int, int]:
         """How often each token follows the longest suffix of a stretch that any token follows."""
         for start in range(len(stretch)):
             found = {token: self.counts[*stretch[start:], token] for token in range(tokens)}
@@ -142,32 +142,32 @@ def test_drafts_follow_the_counts(
 ) -> None:
     automaton, brute = grown(kept), Brute(kept)
     state, length = automaton.match(text)
-    tokens, parents, chances = automaton.grow(state, nodes, depth, least, width, ends)
-    assert len(tokens) == len(parents) == len(chances) <= nodes
+    tokens, parents, probabilities = automaton.grow(state, nodes, depth, least, width, ends)
+    assert len(tokens) == len(parents) == len(probabilities) <= nodes
     paths: list[tuple[int, ...]] = [tuple(text[len(text) - length :])]
     sure, deep, below = [1.0], [0], Counter[int]()
-    for token, parent, chance in zip(tokens, parents, chances, strict=True):
-        behind = brute.behind(paths[parent])
-        share = behind[token] / sum(behind.values())
-        assert chance == pytest.approx(sure[parent] * share) and chance >= least
+    for token, parent, probability in zip(tokens, parents, probabilities, strict=True):
+        after = brute.after(paths[parent])
+        share = after[token] / sum(after.values())
+        assert probability == pytest.approx(sure[parent] * share) and probability >= least
         assert not (parent and paths[parent][-1] in ends)
         paths.append((*paths[parent], token))
-        sure.append(chance)
+        sure.append(probability)
         deep.append(deep[parent] + 1)
         below[parent] += 1
     assert max(deep) <= depth and max(below.values(), default=0) <= width
-    assert len(set(paths)) == len(paths) and chances == sorted(chances, reverse=True)
+    assert len(set(paths)) == len(paths) and probabilities == sorted(probabilities, reverse=True)
     # Nothing better was left out: neither beside what is there nor, while there was room, anything at all.
     for at, path in enumerate(paths):
-        behind = brute.behind(path) if length and deep[at] < depth and not (at and path[-1] in ends) else {}
-        taken = sorted((behind[token] for token, parent in zip(tokens, parents, strict=True) if parent == at))
-        best = sorted(behind.values())[-width:]
-        wanted = [count for count in best if sure[at] * count / sum(behind.values()) >= least]
+        after = brute.after(path) if length and deep[at] < depth and not (at and path[-1] in ends) else {}
+        taken = sorted((after[token] for token, parent in zip(tokens, parents, strict=True) if parent == at))
+        best = sorted(after.values())[-width:]
+        wanted = [count for count in best if sure[at] * count / sum(after.values()) >= least]
         assert taken == wanted[len(wanted) - len(taken) :] if taken else True
         if len(taken) < len(wanted):
             assert len(tokens) == nodes
-            missed = sure[at] * wanted[len(wanted) - len(taken) - 1] / sum(behind.values())
-            assert missed <= chances[-1] + 1e-9
+            missed = sure[at] * wanted[len(wanted) - len(taken) - 1] / sum(after.values())
+            assert missed <= probabilities[-1] + 1e-9
 
 
 def test_of_tokens_that_came_as_often_the_newest_is_drafted() -> None:
@@ -190,6 +190,13 @@ def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
     assert memory.texts == [text]
     state, length = memory.automaton.match([7] * 20)
     assert (memory.automaton.counts[state], length) == (len(text) - 19, 20)
+    memory = SuffixMemory(1000)  # where it takes no other text's place
+    memory.add(list(range(500)))
+    memory.add([7] * 900)
+    assert len(memory.texts) == 2 and len(memory) <= 1000
+    for start in (1000, 2000):  # whole texts do
+        memory.add(list(range(start, start + 450)))
+    assert memory.texts[-1][0] == 2000 and list(range(500)) not in map(list, memory.texts) and len(memory) <= 1000
 
 
 def begun(drafter: Drafter, tokens: abc.Sequence[int], room: int = 20, *options: Any, **more: Any) -> Sequence:
@@ -297,16 +304,6 @@ def test_outputs_are_drafted_from_later() -> None:
     assert drafter.propose([seq]).drafts[0].tokens[1:] == [4, 5, 6]
 
 
-def test_a_text_that_goes_round_in_circles_takes_no_others_place() -> None:
-    memory = SuffixMemory(1000)
-    memory.add(list(range(500)))
-    memory.add([7] * 900)
-    assert len(memory.texts) == 2 and len(memory) <= 1000
-    for start in (1000, 2000):  # whole texts do
-        memory.add(list(range(start, start + 450)))
-    assert memory.texts[-1][0] == 2000 and list(range(500)) not in map(list, memory.texts) and len(memory) <= 1000
-
-
 def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
     memory = SuffixMemory(100)
     drafter = SuffixDrafter(Suffix(least=0.1), memory)
@@ -314,7 +311,7 @@ def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
     memory.add([9, 9])
     for text, draft, score in (
         ([3, 7, 8, 0, 1, 2, 3], [4, 5], 2.0),  # three tokens match there, one here
-        ([1, 2, 3, 7, 8, 1, 2, 3], [7, 8, 1], 3.0),  # as many match, and more came behind them
+        ([1, 2, 3, 7, 8, 1, 2, 3], [7, 8, 1], 3.0),  # as many match, and more came after them
         ([3, 7, 8, 0, 3], [7], 1.0),  # the same score: this text's
     ):
         found, known = drafter.find(begun(drafter, text))

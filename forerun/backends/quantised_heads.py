@@ -10,7 +10,6 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
-from forerun.backends.packed import Product
 from forerun.backends.panels import BLOCK, Panels, quantise
 from forerun.backends.quantised import Layers, lay_out
 from forerun.csrc.library import LayerArgument, ModelArgument, library

@@ -121,7 +121,7 @@ class HeadDrafter(Drafter):
         """Return a draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
         raise NotImplementedError
 
-    def guess(
+    def fused_draft(
         self,
         seqs: abc.Sequence[Sequence],
         limits: abc.Sequence[int],

@@ -111,10 +111,10 @@ class LyannaDrafter(HeadDrafter):
         plan = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
         if fresh and self.reuse != "both":
             added = old[0].places if old[0] is not None and self.reuse == "add" else None
-            guessed = self.guess(seqs, deep, plan, added, self.weight)
-            if guessed is not None:
-                self._keep(seqs[0], guessed[0], guessed[1], left[0])
-                return [guessed[0]]
+            fused = self.fused_draft(seqs, deep, plan, added, self.weight)
+            if fused is not None:
+                self._keep(seqs[0], fused[0], fused[1], left[0])
+                return [fused[0]]
         logits = StepLogits(self, seqs, fresh, deep, old, plan)
         origins = ["reused" if is_free else "draft" for is_free in free]
         drafts = self.grow(seqs, logits, deep, plan, origins)
