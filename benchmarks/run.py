@@ -2,8 +2,8 @@
 
     python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
 
-A run that is done is not made again; one that was stopped begins anew. Settings were chosen from the validation runs,
-of ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
+A run that is done is not made again; one that was stopped goes on. Settings were chosen from the validation runs, of
+ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ def main() -> int:
         out, kept = given.runs / name, HERE / f"{name}.json"
         if (out / "results.json").is_file():
             continue
-        shutil.rmtree(out, ignore_errors=True)
         options = [*(part.format(here=HERE) for part in RUNS[name].split()), "--out", str(out.resolve())]
         if "humaneval" in RUNS[name]:
             options += ["--data", str(given.data.resolve())]
+        options += ["--resume"] * (out / "records.jsonl").is_file()
         done = subprocess.run([sys.executable, "-m", "benchmarks.bench", *options], cwd=HERE.parent)
         if done.returncode:
             return done.returncode

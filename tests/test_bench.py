@@ -25,7 +25,7 @@ from forerun.bench import measure, report
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records, margins
 from forerun.bench.models import load_prompts
-from forerun.bench.plan import Plan, Runner, make_folder, parse_methods
+from forerun.bench.plan import Plan, Runner, parse_methods
 from forerun.bench.records import Record, Times, parse, times, total, work
 from forerun.bench.report import explained, parted, results, spread, summary
 from forerun.engine.engine import Step
@@ -95,10 +95,61 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     order = [record.method for record in first]
     assert [record.method for record in parsed[3:6]] == order[1:] + order[:1]
     assert [record.method for record in parsed[6:9]] == order[::-1]  # whoever was behind another is before it now
-    assert {path.name for path in out.iterdir()} == {"records.jsonl", "results.json"}
+    assert {path.name for path in out.iterdir()} == {"costs.json", "records.jsonl", "results.json", "run.json"}
     assert all(str(folder) not in path.read_text() for path in out.iterdir())
-    with pytest.raises(ValueError, match="out holds a run already: give another --out"):
-        make_folder(out)
+
+
+def test_a_run_that_was_stopped_goes_on(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    records, costs = out / "records.jsonl", out / "costs.json"
+    arguments = options(folder, "--methods", "sd", "--dataset", str(folder / "own.jsonl"), "--out", str(out), "--json")
+    arguments += ["--batch", "3", "--max-new-tokens", "8", "--rounds", "3", "--temperature", "1"]
+    whole = run(*arguments)
+    assert whole.returncode == 0, whole.stderr
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:7]) + lines[7][:50])  # killed while it wrote the fourth of six batches
+    (out / "results.json").unlink()
+    kept = json.loads(costs.read_text()) | {"policy": 123.0}
+    costs.write_text(json.dumps(kept))
+
+    for more, message in (
+        ([], "out holds a run already: give --resume to continue it, or another --out"),
+        (["--resume", "--seed", "5"], "out holds a run with other arguments: seed was 0, not 5"),
+        (["--resume", "--method-arg", "sd.gamma=7"], "out holds a run with other arguments: methods.sd was {"),
+    ):
+        refused = run(*arguments, *more)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and message in refused.stderr
+
+    def counts(text: str) -> list[tuple[Any, ...]]:
+        parsed = map(parse, text.splitlines())
+        return [(each.group, each.prompts, each.method, replace(each.stats, seconds=0.0)) for each in parsed]
+
+    done = run(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    again = records.read_text()
+    assert again.startswith("".join(lines[:6])) and counts(again) == counts("".join(lines))
+    results = json.loads(done.stdout)
+    assert results["methods"]["sd"]["tau"] == json.loads(whole.stdout)["methods"]["sd"]["tau"]
+    assert results["costs"] == kept  # methods go by what was measured first
+
+
+def test_another_model_or_version_is_refused(folder: Path, tmp_path: Path) -> None:
+    target, out = shutil.copytree(folder / "target", tmp_path / "target"), tmp_path / "out"
+    plan = Plan({"ar": AR()}, ("own.jsonl",), target=str(target), max_new_tokens=4)
+    files = {"own.jsonl": [Prompt("1", tokens=(5, 6, 7))]}
+    with pytest.raises(ValueError, match="out holds none"):
+        bench(plan, files, out, resume=True)
+    bench(plan, files, out)
+    stored = (out / "run.json").read_text()
+    other = stored.replace('"versions.torch": "', '"versions.torch": "0.')
+    for text, message in ((other, r'versions\.torch was "0\.'), ("{", "run.json is damaged")):
+        (out / "run.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            bench(plan, files, out, resume=True)
+    (out / "run.json").write_text(stored)
+    (target / "config.json").write_text((target / "config.json").read_text() + " ")
+    with pytest.raises(ValueError, match=r"other arguments: models\.models was "):
+        bench(plan, files, out, resume=True)
 
 
 def test_others_run_beside_our_methods(folder: Path) -> None:
@@ -161,6 +212,8 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(profiles.FOLDERS, "embedded", tmp_path)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").touch()
     assert profiles.shipped("embedded", "embedded") is None
     stored = {"greedy": {"sd": {"gamma": 7}}, "sampling": {"sd": {"gamma": 3}}}
     (tmp_path / "tuned.json").write_text(json.dumps(stored))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder
 from forerun.api.loading import load_config, load_model, load_tokenizer, translation_for
+from forerun.api.profiles import costs_of
 from forerun.backends import prepare
 from forerun.backends.costs import head_costs, measure_costs
 from forerun.backends.heads import HiddenLM
@@ -20,6 +22,7 @@ from forerun.backends.hot import prepare_draft
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
 from forerun.engine.costs import Costs
+from forerun.files import read_text, write_text
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Lyanna, Pacer
 from forerun.model.causal_lm import CausalLM, context_of
@@ -146,12 +149,27 @@ def heads_for(
 
 
 def load_decoders(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, with_costs: bool = False
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path | None = None
 ) -> tuple[dict[str, Decoder], CausalLM, Costs | None]:
     """Return our own methods on one target and one draft; the target; and what forwards cost, as `build_decoders`."""
     target, draft = load_pair(replace(plan, methods=plan.ours))
-    decoders, costs = build_decoders(plan, tokenizer, target, draft, with_costs)
+    decoders, costs = build_decoders(plan, tokenizer, target, draft, out)
     return decoders, target, costs
+
+
+def _kept(out: Path | None, name: str, measure: Callable[[], Costs]) -> Costs:
+    """Return the costs that the folder has, or measure and keep them: methods decide alike after a resume."""
+    path = out / name if out is not None else None
+    if path is not None and path.exists():
+        return costs_of(json.loads(read_text(path)))
+    costs = measure()
+    if path is not None:
+        write_text(path, json.dumps(asdict(costs)) + "\n")
+    return costs
+
+
+def _with_head(costs: Costs, head: HiddenLM) -> Costs:
+    return replace(costs, head=head_costs(head))
 
 
 def build_decoders(
@@ -159,22 +177,24 @@ def build_decoders(
     tokenizer: PreTrainedTokenizerBase | None,
     target: CausalLM,
     draft: CausalLM | None,
-    with_costs: bool = False,
+    out: Path | None = None,
 ) -> tuple[dict[str, Decoder], Costs | None]:
-    """Return the plan's own methods on this target and draft, and what forwards cost, if it is asked for or a method
-    needs it."""
+    """Return the plan's own methods on this target and draft, and what forwards cost, if a method needs it or there is
+    a folder to keep it in."""
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
     layers = load_layers(plan, target, draft) if draft is not None else {}
     heads = load_heads(plan, target)
     costs = None
-    if with_costs or any(each.needs_costs for each in plan.ours.values()):
-        costs = measure_costs(target, draft, layer=layers.get(Pacer.layer), head=heads.get(Lyanna.head))
+    if out is not None or any(each.needs_costs for each in plan.ours.values()):
+        layer, head = layers.get(Pacer.layer), heads.get(Lyanna.head)
+        costs = _kept(out, "costs.json", lambda: measure_costs(target, draft, layer=layer, head=head))
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
         own = costs
         if costs is not None and method.needs_costs and method.head not in (None, Lyanna.head):
             # The table has those of Lyanna's head, and a state of another one takes another time.
-            own = replace(costs, head=head_costs(heads[method.head]))
+            measure = partial(_with_head, costs, heads[method.head])
+            own = _kept(out, f"costs.{method.head}.json", measure)
         decoder = Decoder(
             target,
             tokenizer,

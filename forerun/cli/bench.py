@@ -47,6 +47,7 @@ def bench(
     ] = None,
     guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run that --out holds.")] = False,
     *,
     loading: DraftOptions,
     as_json: JsonOption = False,
@@ -57,7 +58,7 @@ def bench(
     """
     given = locals()
     plan, files = planned(given | vars(loading))
-    results = measured(plan, files, out)
+    results = measured(plan, files, out, resume)
     if as_json:
         print(json.dumps(results))
     else:
@@ -85,7 +86,7 @@ def planned(
     lists = {name: tuple(given[name] or ()) for name in ("pre_verifier", "head")}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
     plan = Plan(**options | lists | {"methods": methods(tuned), "datasets": datasets, "draft": draft})
-    make_folder(given["out"])
+    make_folder(given["out"], given.get("resume", False))
     files = read_files(plan.datasets, plan.data, plan.limit)
     quiet(plan.threads)
     profile = profiles.find(profiles.pair_of(target, draft, plan))
@@ -95,11 +96,11 @@ def planned(
     return plan, files
 
 
-def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None) -> dict[str, Any]:
+def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool = False) -> dict[str, Any]:
     """Return the results of the plan; show progress on a terminal."""
     from forerun.bench.measure import bench as run
 
-    results = run(plan, files, out, say=progress)
+    results = run(plan, files, out, resume=resume, say=progress)
     progress("")
     return results
 
