@@ -42,6 +42,7 @@ typedef struct {
 #define FR_UNIT_BYTES(bits, scale_bytes) (((bits) < 16 ? 32 * (bits) : (bits)) + (scale_bytes))
 
 extern const fr_layout fr_layouts[FR_FORMATS];
+extern int fr_wide_rows; /* from which AVX512-VNNI multiplies in 512 bits; fewer rows take 256 */
 
 /* What a variant gives; fr_select chooses one. */
 typedef struct {

@@ -9,7 +9,6 @@
 #define AHEAD 2048               /* bytes that are fetched ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
-#define WIDE_ROWS 3              /* from which 512 bits pay: fewer rows wait for memory */
 #define STEP (WIDE ? 4 : 1)      /* units at once */
 #define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* how 6 and 8 bit codes are multiplied */
 #define UNROLL _Pragma("GCC unroll 8")
@@ -238,7 +237,7 @@ FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int in
     for (int s = 0; s < inputs / 256; s++, x += rows)
         for (int o = 0; o < 8; o += STEP, u += unit * STEP) {
 #if WIDE
-            if (n >= WIDE_ROWS) {
+            if (n >= fr_wide_rows) {
                 UNROLL for (size_t i = 0; i < unit * STEP; i += 64) __builtin_prefetch(u + AHEAD + i);
                 group(bits, scales, unit, u, x, n, f, o);
                 continue;
