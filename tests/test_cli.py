@@ -14,7 +14,7 @@ import pytest
 from commands import run
 
 import forerun
-from forerun.cli.options import DecodeOptions
+from forerun.cli.options import DecodeOptions, ServingOptions
 
 COMMAND = [sys.executable, "-m", "forerun"]
 
@@ -48,7 +48,6 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
             ["demo", "--target", "embedded", "--method", "eagle"],
             "method 'eagle' needs a head: give one, or train one with `forerun train lyanna --kind eagle`",
         ),
-        (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2"),
         (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2, qwen-coder, qwen-coder-draft"),
         (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
         (["train", "draft", "--data", "stdlib", "--out", "x", "--width", "100"], "--width must be a multiple of 64"),
@@ -125,6 +124,13 @@ def test_info_and_version() -> None:
     assert facts["embedded"]["gate"]
     assert apart("--version").stdout == f"forerun {forerun.__version__}\n"
     assert "embedded pair" in run("info").stdout
+
+
+def test_a_link_to_a_file_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "blob").write_text("")
+    (tmp_path / "a.gguf").symlink_to("blob")
+    monkeypatch.chdir(tmp_path)
+    assert ServingOptions(target="a.gguf").model == str(tmp_path / "a.gguf")
 
 
 def test_a_command_without_options_loads_what_load_does() -> None:

@@ -183,7 +183,7 @@ def _absolute(model: str | Path) -> str:
     if model == zoo.EMBEDDED or model in zoo.MODELS:
         return str(model)
     path = Path(model).expanduser()
-    return str(path.resolve() if path.exists() else model)
+    return str(path.absolute() if path.exists() else model)  # not resolved: a link's target may have no suffix
 
 
 @dataclass(frozen=True)
