@@ -176,6 +176,15 @@ def test_a_profile_comes_back_as_it_was(own_home: Path) -> None:
     assert both.choice(0.7) == a_choice(Cumulative(0.6), 1.0) and both.choice(0) == found.greedy
 
 
+def test_what_an_earlier_version_had_is_left_out(own_home: Path) -> None:
+    path = save(PAIR, "greedy", a_choice(SD(4)), COSTS, {})
+    raw = json.loads(path.read_text())
+    raw["greedy"]["settings"]["gone"] = raw["greedy"]["tuned"]["sd"]["gone"] = "x"
+    raw["greedy"]["tuned"]["lookup"] = {"gamma": 3}
+    path.write_text(json.dumps(raw))
+    assert read(path).greedy == a_choice(SD(4))
+
+
 def test_a_write_that_fails_leaves_the_old_profile(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(PAIR, "greedy", a_choice(SD(4)), COSTS, {})
     before = path.read_bytes()
@@ -193,15 +202,16 @@ def test_a_write_that_fails_leaves_the_old_profile(own_home: Path, monkeypatch: 
     ("change", "why"),
     [
         (lambda raw: "{", "Expecting"),
-        (lambda raw: "[]", "list indices"),
-        (lambda raw: json.dumps(raw | {"more": 1}), "unexpected keyword argument 'more'"),
-        (lambda raw: json.dumps({key: raw[key] for key in raw if key != "costs"}), "'costs'"),
+        (lambda raw: "[]", "version: run"),
+        (lambda raw: json.dumps(raw | {"more": 1}), "version: run"),
+        (lambda raw: json.dumps({key: raw[key] for key in raw if key != "costs"}), "version: run"),
         (lambda raw: json.dumps(raw | {"costs": raw["costs"] | {"target": {}}}), "have some of the target"),
         (lambda raw: json.dumps(raw | {"costs": raw["costs"] | {"target": {"1": 0}}}), "target must be above 0"),
         (lambda raw: json.dumps(raw | {"costs": raw["costs"] | {"draft": {"1": "x"}}}), "could not convert"),
         (lambda raw: json.dumps(raw | {"costs": raw["costs"] | {"draft": {"1": inf}}}), "must be milliseconds"),
         (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"method": "turbo"}}), "unknown method 'turbo'"),
-        (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"settings": {"beta": 1}}}), "no setting 'beta'"),
+        (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"settings": {"gamma": 0}}}), "not 0"),
+        (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"measured_speedup": "x"}}), "could not convert"),
         (lambda raw: json.dumps(raw | {"greedy": raw["greedy"] | {"tuned": {"sd": 5}}}), "damaged"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from forerun.engine.costs import Costs
 from forerun.files import home, read_text, write_text
-from forerun.methods import Method, method
+from forerun.methods import Method, is_method, method, method_class, settings_of
 from forerun.zoo import FOLDERS, locate, own_draft, weight_files
 
 Mode = Literal["greedy", "sampling"]
@@ -164,8 +164,9 @@ def read(path: Path) -> Profile:
     try:
         return _profile(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = f" ({error})" if isinstance(error, ValueError) else ""
         raise ValueError(
-            f"the profile {path} is damaged or of another version ({error}): run `forerun tune` again or delete it"
+            f"the profile {path} is damaged or of another version{why}: run `forerun tune` again or delete it"
         ) from None
 
 
@@ -225,11 +226,21 @@ def _name(source: str | Path) -> str:
 
 def _profile(found: dict[str, Any]) -> Profile:
     """Return a profile from JSON. Raises ValueError, TypeError or AttributeError for what is none."""
-    choices = {mode: Choice(**found[mode]) if found[mode] is not None else None for mode in ("greedy", "sampling")}
-    for choice in filter(None, choices.values()):
-        for name, settings in [(choice.method, choice.settings), *choice.tuned.items()]:
-            method(name, **settings)  # raises for what does not exist
+    choices = {mode: _choice(found[mode]) if found[mode] is not None else None for mode in ("greedy", "sampling")}
     return Profile(**found | choices | {"pair": Pair(**found["pair"]), "costs": costs_of(found["costs"])})
+
+
+def _choice(found: dict[str, Any]) -> Choice:
+    numbers = {name: float(found[name]) for name in ("predicted_speedup", "measured_speedup", "temperature", "top_p")}
+    tuned = {name: _settings(name, each) for name, each in found["tuned"].items() if is_method(name)}
+    return Choice(**found | numbers | {"settings": _settings(found["method"], found["settings"]), "tuned": tuned})
+
+
+def _settings(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return a method's settings without those of earlier versions. Raises ValueError for bad ones."""
+    known = {key: value for key, value in found.items() if key in settings_of(method_class(name))}
+    method(name, **known)
+    return known
 
 
 def costs_of(found: dict[str, Any]) -> Costs:
@@ -239,4 +250,4 @@ def costs_of(found: dict[str, Any]) -> Costs:
         raise ValueError("costs must be milliseconds by numbers of tokens, and have some of the target")
     if not all(tables["target"].values()):
         raise ValueError("costs of the target must be above 0")
-    return Costs(**found | tables)
+    return Costs(**{part: float(ms) for part, ms in found.items() if part not in tables}, **tables)
