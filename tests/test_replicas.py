@@ -215,6 +215,7 @@ def test_prompts_with_one_beginning_meet_and_errors_keep_their_shape() -> None:
         for i in range(4):
             await http.post(PLAIN, json=LONG | {"prompt": [*shared, 100 + i]})
         bad = [{"n": 128, "max_tokens": 0}, {"n": 100}, {"max_tokens": 500}]
+        bad.append({"max_tokens": 500, "stream": True})
         bad.append({"response_format": {"type": "regex", "regex": "("}})
         found = [await http.post(PLAIN, json=body | {"prompt": "a"}) for body in bad]
         return found, (await http.get("/health")).status_code, (await http.get("/metrics")).text
@@ -222,8 +223,9 @@ def test_prompts_with_one_beginning_meet_and_errors_keep_their_shape() -> None:
     engines = Engines(3, make=lambda: make_decoder(max_rows=4, max_queue=60, kv_memory=100_000))
     found, health, figures = ask(Fleet(engines), act)
     assert len({name for name, _ in engines.asked[:4]}) == 1
-    assert [each.status_code for each in found] == [400] * 4
-    assert [each.json()["error"]["param"] for each in found] == ["max_tokens", "n", "max_tokens", "response_format"]
+    assert [each.status_code for each in found] == [400] * 5
+    params = ["max_tokens", "n", "max_tokens", "max_tokens", "response_format"]
+    assert [each.json()["error"]["param"] for each in found] == params
     assert health == 200
     for line in (
         "num_requests_running 3.0",
@@ -373,11 +375,14 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(replicas, "cluster", lambda *options: nullcontext())
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 1.0})
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
     monkeypatch.setattr(replicas.serve, "delete", delete)
 
     def serving(least: int, cpus: int) -> Any:
         return replicas.serving("auto", make_decoder, least=least, most=5, rows=4, room=8, cpus=cpus)
+
+    shares = {(1, None): 1, (2, "cuda"): 1, (3, None): 0.5, (5, None): 0.3333, (12, None): 0.1666, (3, "cpu"): 0}
+    assert {each: replicas.gpus_each(*each) for each in shares} == shares
 
     message = "--replicas 3 with 2 threads each do not fit into 5 cores"
     with pytest.raises(ValueError, match=message), serving(3, 2):
@@ -387,7 +392,7 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=message), serving(2, 2):
         raise ValueError(message)
     with serving(5, 1) as fleet:
-        assert fleet._replicas._application._bound_deployment.ray_actor_options["num_gpus"] == 0.2
+        assert fleet._replicas._application._bound_deployment.ray_actor_options["num_gpus"] == 0.3333
     assert fleet._replicas._name == deleted[1] != deleted[0]
 
 

@@ -64,7 +64,7 @@ def serve(
 
     listening = listen(host, port)
     set_up_log(log_level, log_json)
-    logging.getLogger("forerun.server").info(loading_line(serving.model, serving.draft))
+    logging.getLogger("forerun.server").info(loading_line(serving.model, serving.draft, method))
     quiet(serving.threads)
     from forerun.server.app import Settings
     from forerun.server.run import leave, serve
@@ -81,6 +81,6 @@ def serve(
         from forerun.scale import replicas as scale
 
         sizes = {"least": least, "most": most, "rows": max_rows, "room": max_rows + max_queue}
-        with scale.serving(serving.ray, loader, **sizes, cpus=serving.threads or 1) as fleet:
+        with scale.serving(serving.ray, loader, **sizes, cpus=serving.threads or 1, device=serving.device) as fleet:
             serve(fleet, settings, listening, **how)
     leave()

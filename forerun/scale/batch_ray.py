@@ -105,7 +105,8 @@ def run(
         found = sum(cores())
         raise ValueError(f"--actors {wanted} with {max(1, threads)} threads each do not fit into {found} cores")
     wide = window(max_rows)
-    resources: dict[str, Any] = {"num_cpus": threads, "num_gpus": gpus_each(wanted), "max_concurrency": wide + 1}
+    gpus = gpus_each(wanted, loader.options.get("device"))
+    resources: dict[str, Any] = {"num_cpus": threads, "num_gpus": gpus, "max_concurrency": wide + 1}
     made: Any = ray.remote(Actor).options(**resources)  # type: ignore[attr-defined]
     loader = replace(loader, threads=threads)
     asyncio.run(_answer_all(lambda: made.remote(loader, model), wanted, wide, lines, folder))

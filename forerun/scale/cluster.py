@@ -51,9 +51,12 @@ def most_threads(processes: int) -> int:
     return threads
 
 
-def gpus_each(processes: int) -> float:
-    """Return the GPUs that each of these processes gets: its share of the cluster's, at most one."""
-    return min(1.0, float(ray.cluster_resources().get("GPU", 0)) / processes)
+def gpus_each(processes: int, device: str | None) -> float:
+    """Return the GPUs that each of these processes asks for: one, or a part that they all fit into; none on a CPU."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if not gpus or (device or "").startswith("cpu"):
+        return 0
+    return 10_000 // -(-processes // gpus) / 10_000  # Ray rounds to so many decimals, perhaps up
 
 
 def first_line(error: Exception) -> str:

@@ -126,6 +126,11 @@ class Fleet:
             raise ApiError(400, f"{len(requests)} answers at once; a replica holds {capacity}", "n")
         if capacity is not None and running + len(requests) > capacity * max(1, len(self.available())):
             raise queue_full()
+        longest = max((len(each.tokens) + each.max_new_tokens for each in requests), default=0)
+        longest = min(longest, model.context or longest)
+        if model.positions is not None and longest > model.positions:
+            message = f"the prompt and its new tokens are {longest}; a replica has memory for {model.positions}"
+            raise ApiError(400, message, "max_tokens")
         seed, tasks = randbits(61), []
         for _, same in groupby(enumerate(requests), key=lambda each: list(each[1].tokens)):
             group = _Group({choice: SentRequest.of(request, seed) for choice, request in same})

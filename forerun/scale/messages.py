@@ -15,6 +15,7 @@ from forerun.api.decoder import Decoder
 from forerun.api.requests import requests
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request
+from forerun.model.kv_cache import BLOCK
 from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError
 from forerun.server.readers import Readers
@@ -103,6 +104,7 @@ class ModelInfo:
 
     Attributes:
         capacity: requests that a replica holds, running and waiting; None for any number.
+        positions: of keys and values that a request may have, prompt and output; None for any number.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -110,18 +112,21 @@ class ModelInfo:
     context: int | None
     vocab_size: int
     capacity: int | None
+    positions: int | None = None
 
     @classmethod
     def of(cls, worker: Worker) -> ModelInfo:
         """`worker` is ready."""
         assert worker.decoder is not None
         engine, target = worker.engine, worker.decoder.target
+        blocks = None if engine.kv_memory is None else engine.kv_memory // target.position_bytes // BLOCK
         return cls(
             tokenizer=worker.decoder.tokenizer,
             config=target.model.generation_config,
             context=target.context,
             vocab_size=target.vocab_size,
             capacity=None if engine.max_queue is None else engine.max_rows + engine.max_queue,
+            positions=None if blocks is None else blocks * BLOCK - engine.drafter.spread,
         )
 
     def decoder(self) -> Decoder:

@@ -150,12 +150,12 @@ class ServeReplicas:
 
 
 def engines(
-    make: Callable[[], Decoder], *, least: int, most: int, rows: int, room: int, cpus: float
+    make: Callable[[], Decoder], *, least: int, most: int, rows: int, room: int, cpus: float, device: str | None = None
 ) -> serve.Application:
     """Return an application of `least` to `most` replicas on the cluster that Ray is connected to.
 
     There are more if over `rows` requests a replica are in flight, so that some wait. `room`: requests that a replica
-    holds. A replica has `cpus` cores, and its share of the GPUs.
+    holds. A replica has `cpus` cores, and its share of the GPUs unless its device is a CPU.
     """
     scaling: dict[str, Any] = {"num_replicas": least}
     if most > least:
@@ -165,7 +165,7 @@ def engines(
     deployment = serve.deployment(
         name="Engine",
         max_ongoing_requests=2 * room,  # the app keeps count; a few more calls must not wait at Serve's door
-        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus_each(most)},
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus_each(most, device)},
         request_router_config=RequestRouterConfig(**routing),
         health_check_period_s=2,
         health_check_timeout_s=30,
@@ -178,11 +178,11 @@ def engines(
 
 @contextmanager
 def serving(
-    address: str, make: Callable[[], Decoder], *, least: int, most: int, rows: int, room: int, cpus: int
+    address: str, make: Callable[[], Decoder], *, least: int, most: int, cpus: int, **options: Any
 ) -> Iterator[Fleet]:
     """Connect to a cluster, and yield a backend whose replicas there end with the connection.
 
-    `cpus`: cores of a replica; see `engines`. Raises ValueError if the least of the replicas do not fit.
+    The arguments are those of `engines`. Raises ValueError if the least of the replicas do not fit.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with cluster(address, 100 * 2**20, cpus * most):
@@ -191,7 +191,7 @@ def serving(
             raise ValueError(f"--replicas {least} with {cpus} threads each do not fit into {sum(found)} cores")
         name = f"forerun-{token_hex(4)}"
         try:
-            yield Fleet(ServeReplicas(engines(make, least=least, most=most, rows=rows, room=room, cpus=cpus), name))
+            yield Fleet(ServeReplicas(engines(make, least=least, most=most, cpus=cpus, **options), name))
         finally:
             with suppress(Exception):  # the cluster may be gone; the error to show is what ended the server
                 serve.delete(name, _blocking=False)
