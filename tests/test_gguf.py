@@ -28,8 +28,10 @@ from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.gguf.config import configuration
 from forerun.backends.panels import Panels, Rows
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
+from forerun.methods import AR
 from forerun.zoo import gguf_file
 from forerun.zoo.gguf_file import find, open_gguf
+from forerun.zoo.memory import loading_line
 
 OWN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # types of blocks of 32, which stay as they are
 IDS = torch.randint(ggufs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -306,6 +308,10 @@ def test_files_with_the_same_tokenizer_are_told_by_their_headers(tmp_path: Path)
     check_draft_tokenizer(tokenizer, same)
     with pytest.raises(ValueError, match="tokenizer differs"):
         check_draft_tokenizer(tokenizer, others[0])
+    tokenizer.add_tokens(["more"])  # no longer what the file says
+    with pytest.raises(ValueError, match="tokenizer differs"):
+        check_draft_tokenizer(tokenizer, same)
+    tokenizer = gguf_tokenizer(first)
     backend = copy.deepcopy(tokenizer).backend_tokenizer  # a copy shares nothing
     backend.add_tokens(["new"])
     assert tokenizer.backend_tokenizer.token_to_id("new") is None
@@ -324,6 +330,13 @@ def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
     assert facts["kv_bytes_per_token"] == 2 * 2 * 16 * 2 * 2  # layers, heads, their size, keys and values, float16
     assert facts["bytes_at_full_context"] == facts["weight_bytes"] + ggufs.CONTEXT * facts["kv_bytes_per_token"]
     assert line == f"loading {path} (0 MB, and 0 MB for each 1000 tokens) ..."
+    assert line == loading_line(str(path), str(path), AR()) != loading_line(str(path), str(path))
+
+
+def test_a_file_of_floats_takes_the_memory_of_float32(tmp_path: Path) -> None:
+    half, whole = (open_gguf(ggufs.write(tmp_path / f"{kind}.gguf", ggufs.small(), kind)) for kind in ("F16", "F32"))
+    assert half.memory == whole.memory == sum(whole.bytes_by_type.values()) > sum(half.bytes_by_type.values())
+    assert half.kv_bytes == 2 * 2 * 16 * 2 * 4  # layers, heads, their size, keys and values, float32
 
 
 # Files that are not as they should be.

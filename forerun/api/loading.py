@@ -255,11 +255,12 @@ def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedToke
 
 def _is_from_equal_file(target: PreTrainedTokenizerBase, draft: str | Path) -> bool:
     """Whether both tokenizers come from GGUF files that describe them alike: then the draft's need not be made."""
-    theirs = _gguf_file(locate(draft, "draft"))
-    if theirs is None or Path(target.name_or_path).suffix.lower() != ".gguf":
+    ours, theirs = Path(target.name_or_path), _gguf_file(locate(draft, "draft"))
+    if theirs is None or ours.suffix.lower() != ".gguf" or not ours.is_file():
         return False
-    ours = find(target.name_or_path)
-    return ours is not None and open_gguf(ours).has_tokenizer_of(open_gguf(theirs))
+    file = open_gguf(ours)
+    tokens = len(file.value("tokenizer.ggml.tokens", list))  # the user may have added some, or taken others
+    return len(target) == tokens and file.has_tokenizer_of(open_gguf(theirs))
 
 
 def translation_for(

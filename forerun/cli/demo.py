@@ -53,15 +53,16 @@ def demo(
     """Answer questions with the chat model twice, plainly and faster, and compare. The model is fetched at first."""
     if target not in FOLDERS:
         raise ValueError(f"--target of the demo is one of {', '.join(FOLDERS)}, not {target!r}")
-    resolve(target, method=method)  # a mistake is reported before anything is fetched
+    draft = MODELS[target].draft if target in MODELS else None
+    found = resolve(target, draft, method)  # a mistake is reported before anything is fetched
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=0)
-    if target != EMBEDDED and None in (find(target), find(MODELS[target].draft or target)):
+    if target != EMBEDDED and None in (find(target), find(draft or target)):
         try:
             fetch([target], say)
         except ValueError as error:
             say(f"{error}. Until then: the embedded pair, on code")
             target = EMBEDDED
-    say_loading(target)
+    say_loading(target, method=found.method)
     quiet(threads)
     from rich.console import Console
     from rich.table import Table

@@ -44,7 +44,7 @@ def generate(
         raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
     method = decoding.chosen_method(target)
     text = _read_prompt(prompt, file)
-    tokenizer = _checked_tokenizer(target, text, params, None, decoding)
+    tokenizer = _checked_tokenizer(target, text, params, None, decoding, method)
     from forerun.api.load import load
     from forerun.backends.tensor_parallel import together
 
@@ -82,7 +82,7 @@ def chat(
         raise ValueError("--json is for one answer: give a prompt")
     method = decoding.chosen_method(target)
     messages = _message("Hello" if talks else _read_prompt(prompt, None))  # any, to see that the template works
-    tokenizer = _checked_tokenizer(target, messages, params, system, decoding)
+    tokenizer = _checked_tokenizer(target, messages, params, system, decoding, method)
     from forerun.api.load import load
 
     decoder = load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
@@ -139,14 +139,14 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def _checked_tokenizer(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions, method: Any
 ) -> Any:
     """Load the target's tokenizer.
 
     Raises ValueError, without loading weights, for a template that cannot render the messages, a prompt that does not
     fit the context, and a form that cannot be used.
     """
-    say_loading(target, decoding.draft)
+    say_loading(target, decoding.draft, method)
     quiet(decoding.threads)
     from forerun.api.loading import load_config, load_tokenizer
     from forerun.api.requests import encode

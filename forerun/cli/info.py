@@ -44,7 +44,7 @@ def info(
         if as_json:
             print(json.dumps(facts))
         else:
-            _print_rows([(name, _shown(value)) for name, value in facts.items()])
+            _print_rows([(name, _shown(name, value)) for name, value in facts.items()])
         return
     locate(target, "target")
     if loading.draft is not None:
@@ -79,16 +79,16 @@ def file_facts(model: str) -> dict[str, Any]:
         "bits_per_weight": round(8 * sum(sizes.values()) / file.weights, 2),
         "kernel": f"C for {kernel}" if kernel is not None else f"torch: {missing()}",
         "context": context,
-        "weight_bytes": sum(sizes.values()),
+        "weight_bytes": file.memory,
         "kv_bytes_per_token": file.kv_bytes,
-        "bytes_at_full_context": sum(sizes.values()) + context * file.kv_bytes,
+        "bytes_at_full_context": file.memory + context * file.kv_bytes,
     }
 
 
-def _shown(value: Any) -> str:
+def _shown(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{size / 1e6:.1f} MB {name}" for name, size in value.items())
-    return f"{value / 1e6:,.1f} MB" if isinstance(value, int) and value > 10**6 else str(value)
+    return f"{value / 1e6:,.3f} MB" if "bytes" in name else str(value)
 
 
 def collect() -> dict[str, Any]:

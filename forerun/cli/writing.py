@@ -17,12 +17,12 @@ PATIENCE = 0.5  # seconds after which a line says that the prompt is still being
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # they steer terminals
 
 
-def say_loading(target: str, draft: str | None = None) -> None:
+def say_loading(target: str, draft: str | None = None, method: Any = None) -> None:
     """Say on a terminal's stderr what is loaded, before torch is imported, which takes seconds."""
     if sys.stderr.isatty():
         from forerun.zoo.memory import loading_line
 
-        say(loading_line(target, draft))
+        say(loading_line(target, draft, method))
 
 
 class Reading:

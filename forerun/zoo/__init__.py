@@ -103,11 +103,11 @@ def companion(target: object, part: str | None) -> Path | None:
 
 def own_draft(target: object) -> str | None:
     """Return the name of a known target's draft, or None: the target's own if the draft comes with forerun, else that
-    which `forerun fetch` gets with the target."""
+    which `forerun fetch` gets with the target, if it is here."""
     if companion(target, "draft") is not None:
         return str(target)
-    known = MODELS.get(target) if isinstance(target, str) else None
-    return known.draft if known is not None else None
+    draft = MODELS[target].draft if isinstance(target, str) and target in MODELS else None
+    return draft if draft is not None and find(draft) is not None else None
 
 
 def cached(name: str) -> Path:

@@ -52,7 +52,7 @@ def fetch(names: Sequence[str], say: Say) -> list[Path]:
         _check_space(folder, missing)
         found |= {model.name: _get(model, say) for model in missing}
         for file in found.values():
-            if file is not None and file.is_relative_to(folder):
+            if file is not None and file.is_relative_to(folder) and not (file.parent / "LICENSE").exists():
                 shutil.copyfile(FOLDER / "LICENSE", file.parent / "LICENSE")
     except OSError as error:
         reason = error.strerror or type(error).__name__

@@ -143,11 +143,22 @@ class GgufFile:
         return sum(int(tensor.n_elements) for tensor in self.tensors.values())
 
     @property
+    def is_float(self) -> bool:
+        """Whether all matrices are F32 or F16, which gives a model in float32."""
+        return all(each.tensor_type.name in ("F32", "F16") for each in self.tensors.values() if len(each.shape) > 1)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the weights take as the file has them; Q2_K and Q3_K take more than this."""
+        return 4 * self.weights if self.is_float else sum(self.bytes_by_type.values())
+
+    @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of one token, in float16."""
+        """Bytes of the keys and values of one token, in float16, or in a model in float32."""
         heads = self.own("attention.head_count", int)
         size = self.own("attention.key_length", int, self.own("embedding_length", int) // heads)
-        return 4 * size * self.own("block_count", int) * self.own("attention.head_count_kv", int, heads)
+        numbers = 2 * size * self.own("block_count", int) * self.own("attention.head_count_kv", int, heads)
+        return numbers * (4 if self.is_float else 2)
 
     def rows(self, tensor: ReaderTensor) -> Iterator[np.ndarray]:
         """Yield the bytes of a matrix, some rows [n, bytes] uint8 at a time.

@@ -22,7 +22,6 @@ from forerun.kinds import KINDS
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 EMBEDDING = "token_embd.weight"
-_FLOATS = (Type.F32, Type.F16)
 # What need not be stored anew to have so many bits.
 _KEPT = {"int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K), "int8": (Type.Q8_0,), "bfloat16": (Type.BF16,)}
 _TURNED = ("llama", "mistral", "smollm3")  # whose files have queries and keys in the order of another rotation
@@ -51,10 +50,8 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     weighted = [place for place, module in model.named_modules() if getattr(module, "weight", None) is not None]
     modules = {str(known.get_name(place)): place for place in weighted}  # by the file's names
     _check(file, model, modules)
-    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
-    plain = kind == "float32" or (kind is None and all(matrix.tensor_type in _FLOATS for matrix in matrices))
     note = None
-    if plain:
+    if kind == "float32" or (kind is None and file.is_float):
         _fill_plain(file, model, modules)
     else:
         note = _fill(file, model, modules, kind)
