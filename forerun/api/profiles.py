@@ -250,4 +250,5 @@ def costs_of(found: dict[str, Any]) -> Costs:
         raise ValueError("costs must be milliseconds by numbers of tokens, and have some of the target")
     if not all(tables["target"].values()):
         raise ValueError("costs of the target must be above 0")
-    return Costs(**{part: float(ms) for part, ms in found.items() if part not in tables}, **tables)
+    single: dict[str, Any] = {part: float(ms) for part, ms in found.items() if part not in tables}
+    return Costs(**single | tables)
