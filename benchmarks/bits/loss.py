@@ -1,4 +1,4 @@
-"""What few bits cost: nats a token of one GGUF file in several kinds of weights, and by llama.cpp.
+"""What few bits cost: nats a token of one GGUF file in several kinds of weights.
 
     python -m benchmarks.bits.loss FILE.gguf [--tokens 2000] [--answers 100] [--threads 2] [--out JSON]
 
@@ -6,7 +6,6 @@ Three texts: the documents of this repository and held-out code of the standard 
 answers that the file wrote greedily in float32, where the loss is that of the answer's tokens alone. float32 is the
 de-quantised model in transformers' own forward. Beside the loss stand, against float32 at the same places, the standard
 error of the difference, the mean absolute difference of all logits and the share of places with another argmax.
-llama.cpp is left out where llama-cpp-python is not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from math import sqrt
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 
 import forerun
 from benchmarks.bits.chat import asked, measured, questions
-from benchmarks.llama import LlamaCpp
 from forerun.api.loading import load_tokenizer
 from forerun.backends.facts import facts_of
 from forerun.bench.report import versions
@@ -36,7 +33,7 @@ from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 from forerun.train.corpus import source_files
 
-REFERENCE, LLAMA = "float32", "llama.cpp"
+REFERENCE = "float32"
 WINDOW = 512
 LENGTH = 64  # of an answer
 BATCH = 20  # answers that are written together
@@ -129,17 +126,6 @@ def reading(model: CausalLM) -> Callable[[list[int]], Tensor]:
     return read
 
 
-def llama_reading(path: Path, length: int, threads: int) -> Callable[[list[int]], Tensor]:
-    model = LlamaCpp(path, SamplingParams(), set(), length, threads)._model(drafts=True)
-
-    def read(tokens: list[int]) -> Tensor:
-        model.reset()
-        model.eval(tokens)
-        return torch.from_numpy(model.scores[: len(tokens)])
-
-    return read
-
-
 def compare(readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[Text], name: str) -> dict[str, Any]:
     """Losses of all readers; the reference comes first."""
     found = {each: Loss() for each in readers}
@@ -177,17 +163,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "documents": windows(tokenizer, documents(), given.tokens),
             "code": windows(tokenizer, code, given.tokens),
         }
-    asked_for = given.kinds.split(",")
-    kinds = [REFERENCE, *(kind for kind in asked_for if kind not in (REFERENCE, LLAMA))]
+    kinds = [REFERENCE, *(kind for kind in given.kinds.split(",") if kind != REFERENCE)]
     how: dict[str, Any] = {"method": "ar", "tokenizer": tokenizer, "device": "cpu", "prefix_bytes": 0}
     decoders = {kind: forerun.load(given.file, weights=kind, fast=kind != REFERENCE, **how) for kind in kinds}
     texts["answers"] = answers(decoders[REFERENCE], given.answers) if given.answers else []
     readers = {kind: reading(decoder.target.fresh()) for kind, decoder in decoders.items()}
-    if LLAMA in asked_for and find_spec("llama_cpp") is None:
-        print(f"{LLAMA} is left out: llama-cpp-python is not installed")
-    elif LLAMA in asked_for:
-        longest = max(len(tokens) for own in texts.values() for tokens, _ in own)
-        readers[LLAMA] = llama_reading(Path(given.file), longest, given.threads)
     return {
         "loss": {name: compare(readers, own, name) for name, own in texts.items() if own},
         "targets": {kind: facts_of(decoder.target) for kind, decoder in decoders.items()},
@@ -203,7 +183,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="of the documents, and of code; 0 for none")
     parser.add_argument("--answers", type=int, default=100, help="at most 100; 0 for none")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kinds", default=f"auto,int8,bfloat16,{LLAMA}", help="of weights, beside float32")
+    parser.add_argument("--kinds", default="auto,int8,bfloat16", help="of weights, beside float32")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if not 0 <= given.answers <= 100 or given.tokens < 0 or not given.answers + given.tokens or given.threads < 1:

@@ -1,20 +1,18 @@
-"""Plain decoding of one GGUF file in several kinds of weights, and by llama.cpp, in turns.
+"""Plain decoding of one GGUF file in several kinds of weights, in turns.
 
     python -m benchmarks.bits.turns FILE.gguf [--prompts 20] [--new-tokens 128] [--rounds 1] [--threads 2] [--out JSON]
 
 All are in one process and take turns on every prompt, in an order that changes. Two tables follow. The first has tokens
 a second: of decoding, from the first new token to the last, and of the prompt, up to the first new token; then ratios
 on the same prompt in the same round. The second has the milliseconds of forwards of a few tokens behind 128 others.
-llama.cpp is left out where llama-cpp-python is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,7 +20,6 @@ from typing import Any
 
 import forerun
 from benchmarks.bits.chat import asked, measured, questions
-from benchmarks.llama import LlamaCpp
 from forerun import SamplingParams
 from forerun.api.loading import load_tokenizer
 from forerun.backends.costs import QUIET
@@ -31,7 +28,6 @@ from forerun.bench.measure import turned
 from forerun.bench.report import versions
 from forerun.engine.draft import Draft
 
-LLAMA = "llama.cpp"
 COUNTS = (1, 2, 4, 8, 16)  # tokens of a forward
 BEHIND = 128
 BLOCK = 10  # forwards of one kind behind each other, as in decoding
@@ -52,16 +48,6 @@ class Run:
     rest: float
 
 
-class TimedLlama(LlamaCpp):
-    """llama.cpp as `benchmarks.bench` runs it, with the time of every token."""
-
-    def _until_end(self, tokens: Iterator[int]) -> Iterator[int]:
-        self.times: list[float] = []
-        for token in super()._until_end(tokens):
-            self.times.append(perf_counter())
-            yield token
-
-
 def decoding(decoder: forerun.Decoder, params: SamplingParams) -> Callable[[list[int]], Run]:
     """Ours."""
 
@@ -74,17 +60,6 @@ def decoding(decoder: forerun.Decoder, params: SamplingParams) -> Callable[[list
                 tokens += step.tokens
                 times.append(perf_counter())
         return Run(tokens, times[0] - begun, times[-1] - times[0])
-
-    return run
-
-
-def llama_decoding(llama: TimedLlama) -> Callable[[list[int]], Run]:
-    whole = llama.run("llama-cpp")
-
-    def run(prompt: list[int]) -> Run:
-        begun = perf_counter()
-        outcome = whole([prompt], [0], None)
-        return Run(outcome.tokens[0], llama.times[0] - begun, llama.times[-1] - llama.times[0])
 
     return run
 
@@ -127,19 +102,6 @@ def forward_of(decoder: forerun.Decoder, text: list[int]) -> Callable[[int], Any
     return lambda count: model.forward([0], [Draft.chain(text[0], text[1:count])])
 
 
-def llama_forward(llama: LlamaCpp, text: list[int]) -> Callable[[int], Any]:
-    """The same of llama.cpp: logits of all tokens, as where it drafts."""
-    model = llama._model(drafts=True)
-    model.reset()
-    model.eval(text[:BEHIND])
-
-    def forward(count: int) -> None:
-        model.n_tokens = BEHIND  # what stands behind is removed from its cache when it goes on
-        model.eval(text[:count])
-
-    return forward
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(f"\n| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}", sep="\n")
     for row in rows:
@@ -163,12 +125,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     text = [token for prompt in prompts for token in prompt] * BEHIND
     runs = {kind: decoding(decoder, params) for kind, decoder in decoders.items()}
     models = {kind: forward_of(decoder, text) for kind, decoder in decoders.items()}
-    if find_spec("llama_cpp") is None:
-        print(f"{LLAMA} is left out: llama-cpp-python is not installed")
-    else:
-        length = max(max(map(len, prompts)) + given.new_tokens, BEHIND + max(COUNTS))
-        llama = TimedLlama(Path(given.file), params, set(), length, given.threads)
-        runs[LLAMA], models[LLAMA] = llama_decoding(llama), llama_forward(llama, text)
     names = list(runs)
     for run in runs.values():
         run(prompts[0])
