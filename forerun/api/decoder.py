@@ -212,7 +212,7 @@ class Decoder:
             messages: a list of {"role", "content"}, or a list of such lists; see `forerun.text.chat.checked`.
             system: a system prompt, for conversations that do not begin with one.
             template_args: more names for the chat template, such as {"enable_thinking": False}.
-            params, **options: as `generate` takes them, and these two.
+            params, **options: as `generate` takes them, beside `system` and `template_args`.
 
         Raises:
             ValueError: what `forerun.text.chat.chat_prompt` and `generate` refuse.

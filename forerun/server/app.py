@@ -159,8 +159,10 @@ class Service:
 
 
 async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T], seconds: float | None = None) -> _T:
-    """Return a result. Give it up when the reader has gone, who does not see the ApiError of status 499, or with status
-    504 after `seconds`."""
+    """Return a result.
+
+    Raises ApiError: 499 if the reader has gone (nobody sees it), 504 after `seconds`.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
