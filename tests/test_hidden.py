@@ -16,6 +16,7 @@ from torch import Tensor
 from toys import decode, random_head, tiny, tiny_tokenizer, tokens_of
 
 import forerun
+from benchmarks.embedded.quantise import save_quantised
 from forerun import Decoder
 from forerun.api.layers import load_head
 from forerun.backends.costs import head_costs
@@ -34,7 +35,6 @@ from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.sampling.sampler import Sampler
-from forerun.zoo.quantise import save_quantised
 
 EVEN = torch.arange(3)
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]

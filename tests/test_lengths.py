@@ -38,7 +38,7 @@ from forerun.engine.stats import summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.stop import LengthPolicy, StopRule
-from forerun.sampling.probabilities import argmax_of, entropies
+from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.sampler import Sampler
 
 V, FITS = 8, 1e-4
@@ -342,13 +342,6 @@ def test_argmax() -> None:
     assert argmax_of(scores).tolist() == scores.argmax(-1).tolist() == [[1, 1], [0, 0]]
     assert argmax_of(scores[1, 1]).item() == 0 and argmax_of(scores[:, :, 1:]).tolist() == [[0, 0], [1, 1]]
     assert argmax_of(scores[0].bfloat16()).tolist() == [1, 1]
-
-
-def test_entropies() -> None:
-    scores = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, -torch.inf, 0.0, -torch.inf], [9e4, 0.0, 0.0, -torch.inf]])
-    assert entropies(scores) == pytest.approx([log(4), log(2), 0.0])
-    wide = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) * 4
-    assert entropies(wide) == pytest.approx(torch.special.entr(wide.double().softmax(-1)).sum(-1).tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("eos", [frozenset(), frozenset({4})], ids=["no end", "end token"])

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import forerun
+from benchmarks.embedded.quantise import save_quantised
 from forerun import Decoder
 from forerun.api import layers, loading
 from forerun.api.layers import load_head, load_pre_verifier
@@ -36,7 +37,7 @@ from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.model.causal_lm import CausalLM
 from forerun.model.claims import check_model
 from forerun.sampling.sampler import Sampler
-from forerun.zoo.quantise import WEIGHTS, save_quantised
+from forerun.zoo.quantise import WEIGHTS
 
 PROMPTS = ["the cat sat", "def add(a", "for"]
 

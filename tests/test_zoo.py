@@ -13,12 +13,13 @@ from toys import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
+from benchmarks.embedded.quantise import pack6, quantise, save_quantised
 from forerun.api.load import Decoder
 from forerun.methods import METHODS
 from forerun.train.corpus import STRETCH, held_out_prompts, sharing, source_files, split_of
 from forerun.train.texts import SPLITS
 from forerun.zoo import FOLDER
-from forerun.zoo.quantise import WEIGHTS, load_quantised, pack6, quantise, save_quantised, unpack6
+from forerun.zoo.quantise import WEIGHTS, load_quantised, unpack6
 
 
 @pytest.fixture(scope="module")

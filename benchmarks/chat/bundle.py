@@ -13,6 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
+from benchmarks.embedded.quantise import save_quantised
 from forerun.api.layers import load_head
 from forerun.api.loading import load_model
 from forerun.backends.hot import HOT_FILE
@@ -20,7 +21,6 @@ from forerun.files import write_text
 from forerun.methods import Pacer
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import FOLDERS, SMOLLM2
-from forerun.zoo.quantise import save_quantised
 
 LAYERS = {"survival": Pacer.layer}
 

@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.embedded.quantise import save_quantised
 from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun.api.load import Decoder
 from forerun.engine.stats import summarise
@@ -43,7 +44,7 @@ from forerun.train.draft import DraftRecipe, train_draft
 from forerun.train.loop import TrainConfig, claim, mixed_precision, save_tensors, train
 from forerun.train.run import Run
 from forerun.train.texts import tokenize
-from forerun.zoo.quantise import WEIGHTS, load_quantised, save_quantised
+from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Say = Callable[[str], None]
 

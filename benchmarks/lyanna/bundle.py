@@ -11,11 +11,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from benchmarks.embedded.quantise import save_quantised
 from forerun.api.layers import load_head
 from forerun.api.loading import load_model
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import EMBEDDED, FOLDER
-from forerun.zoo.quantise import save_quantised
 
 
 def main(source: Path) -> None:

@@ -1,4 +1,4 @@
-"""Numbers read off scores [.., V]: how probable a token is, and the entropy of the whole distribution."""
+"""Numbers read off scores [.., V]: the best token, and how probable one is."""
 
 from __future__ import annotations
 
@@ -34,10 +34,3 @@ def last_probabilities(scores: Tensor, tokens: list[list[int]]) -> list[float]:
     """The probability of each row's last token: scores [R, V], tokens [R][n]."""
     ids = torch.tensor([row[-1] for row in tokens], device=scores.device)
     return probabilities_of(scores, ids).tolist()
-
-
-def entropies(scores: Tensor) -> list[float]:
-    """The entropy [R], in nats, of the softmax of each row of scores [R, V]."""
-    # What is as improbable as e**-80 adds nothing; -inf times 0 would be NaN. Twice as fast as torch.special.entr.
-    logs = scores.log_softmax(-1).clamp_min_(-80.0)
-    return torch.linalg.vecdot(logs.exp(), -logs).tolist()
