@@ -185,17 +185,16 @@ class Native:
         head: Matrix | None = None,
         extra: Sequence[int] = (),
         states: np.ndarray | None = None,
-        capture: Sequence[int] = (),
         asked: Sequence[int] | None = None,
     ) -> Any:
-        """Logits, states behind the last norm, and captured ones."""
+        """Logits, and states after the last norm."""
         n, d = len(row), self.argument.d
         length = [each + 1 for each in slot] if length is None else length
         longest = max(map(len, paths)) if paths is not None else 0
         asked = list(range(n)) if asked is None else asked
         outputs = (head or self.argument.head).outputs + len(extra)
         logits = np.full((len(asked), outputs), np.nan, dtype=np.float32)
-        normed, captured = np.empty((n, d), np.float32), np.empty((len(capture), n, d), np.float32)
+        normed = np.empty((n, d), np.float32)
         arrays = {
             "tokens": None if states is not None else ints(tokens),
             "states": states,
@@ -205,21 +204,19 @@ class Native:
             "length": ints(length),
             "asked": ints(asked),
             "extra": ints(extra),
-            "capture": ints(capture),
             "normed": normed,
-            "captured": captured,
             "logits": logits,
         }
         if paths is not None:
             arrays["seen"] = ints([len(path) for path in paths])
             arrays["paths"] = ints([[*path, *[-9] * (longest - len(path))] for path in paths])
-        batch = Batch(n=n, path=longest, captures=len(capture), asks=len(asked), extras=len(extra))
+        batch = Batch(n=n, path=longest, asks=len(asked), extras=len(extra))
         for name, array in arrays.items():
             setattr(batch, name, pointer(array))
         batch.head = None if head is None else ctypes.addressof(head)
         if code := self.library.fr_forward(ctypes.byref(self.argument), self.caches, ctypes.byref(batch)):
             raise ValueError(code)
-        return SimpleNamespace(logits=logits, normed=normed, captured=captured)
+        return SimpleNamespace(logits=logits, normed=normed)
 
     def one_by_one(self, tokens: Sequence[int], row: int = 0, start: int = 0, **more: Any) -> np.ndarray:
         parts = [self.forward([token], [row], [start + k], **more).logits for k, token in enumerate(tokens)]
@@ -320,14 +317,12 @@ def test_structures_have_the_sizes_of_ours(library: Any) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_and_states_are_those_of_transformers(library: Any, family: str) -> None:
     native, tokens = made(library, family), some_tokens(40)
-    layers = native.config.num_hidden_layers
-    found = native.forward(tokens, [1] * 40, range(40), capture=[0, layers - 1])
+    found = native.forward(tokens, [1] * 40, range(40))
     real = expected(native, tokens)
     logits = real.logits[0].numpy()
     assert np.abs(found.logits - logits).max() < 0.01 * logits.std()
-    assert np.array_equal(found.captured[0], native.embed[tokens])
-    for own, states in ((found.captured[1], real.hidden_states[layers - 1]), (found.normed, real.hidden_states[-1])):
-        assert np.abs(own - states[0].numpy()).max() < 0.01 * states.std()
+    states = real.hidden_states[-1]
+    assert np.abs(found.normed - states[0].numpy()).max() < 0.01 * states.std()
 
 
 @pytest.mark.parametrize(("layout", "bound"), [("Q8_0", 0.05), ("Q4_1", 0.05), ("Q4_0", 0.05)])
@@ -505,7 +500,6 @@ def test_keys_and_values_are_cut_at_the_largest_half_and_nan_stays(library: Any)
         {"paths": [[320]]},
         {"asked": [1]},
         {"extra": [157]},
-        {"capture": [4]},
     ],
 )
 def test_what_does_not_fit_is_refused(small: Native, wrong: dict[str, Any]) -> None:
@@ -600,20 +594,19 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
                       numbers(CAPACITY * SIZE / 2, 1), numbers(CAPACITY * SIZE / 2, 1), numbers(VOCABULARY * WIDTH,
                               1), WIDTH * sizeof(float),
                       matrix(VOCABULARY, WIDTH), 1e-6f};
-    int32_t token[40], row[40], slot[40], length[40], seen[40], paths[40][2], capture[] = {1, LAYERS},
+    int32_t token[40], row[40], slot[40], length[40], seen[40], paths[40][2],
             extra[] = {3, 150}, ends[] = {-1};
-    static float logits[40][VOCABULARY + 2], normed[40][WIDTH], captured[2][40][WIDTH], chances[20];
+    static float logits[40][VOCABULARY + 2], normed[40][WIDTH], chances[20];
     for (int i = 0; i < n; i++) { /* row 0: a chain; row 1: pairs of siblings and a child of each second one,
-            behind the first 10 */
+            after the first 10 */
         token[i] = next() % VOCABULARY, row[i] = i >= 20, slot[i] = length[i] = i % 20, seen[i] = 0;
         if (i < 30) length[i]++;
         else seen[i] = 1 + i % 2, length[i] = 10, paths[i][0] = slot[i] - i % 2, paths[i][1] = slot[i];
     }
     fr_batch batch = {.n = n, .path = 2, .tokens = token, .row = row, .slot = slot, .position = slot,
             .length = length, .seen = seen,
-                      .paths = paths[0], .normed = normed[0], .capture = capture, .captured = captured[0][0],
-                              .asked = slot, .extra = extra,
-                      .logits = logits[0], .captures = 2, .asks = 20, .extras = 2};
+                      .paths = paths[0], .normed = normed[0], .asked = slot, .extra = extra,
+                      .logits = logits[0], .asks = 20, .extras = 2};
     int32_t drafted[20];
     fr_chain_request chain = {.row = 0, .length = 20, .count = 5, .most = 20, .pending = token, .ends = ends,
             .ended = 1, .drafted = drafted,
@@ -622,8 +615,7 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
     for (int i = 0; i < 20; i++)
         for (int k = 0; k < VOCABULARY + 2; k++)
             if (!isfinite(logits[i][k])) return 6;
-    fwrite(logits, sizeof logits, 1, stdout), fwrite(normed, sizeof normed, 1, stdout), fwrite(captured,
-            sizeof captured, 1, stdout);
+    fwrite(logits, sizeof logits, 1, stdout), fwrite(normed, sizeof normed, 1, stdout);
     fwrite(memory, sizeof memory, 1, stdout), fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances,
             sizeof chances, 1, stdout);
     return 0;

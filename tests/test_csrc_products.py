@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.csrc.build import HERE, VARIANTS, build
+from forerun.csrc.library import ABI
 from forerun.csrc.library import MatrixArgument as Matrix
 
 FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
@@ -220,7 +221,7 @@ def test_rows_that_do_not_fit_the_cache_at_once(name):
 
 def test_the_header_is_the_one_that_was_compiled():
     sizes = (ctypes.c_int32 * 2)()
-    assert library().fr_abi() == 1
+    assert library().fr_abi() == ABI
     assert library().fr_sizes(sizes, 2) >= 2
     assert list(sizes) == [ctypes.sizeof(Matrix), 384]
 

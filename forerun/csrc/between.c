@@ -1,4 +1,4 @@
-/* `fr_between` for one instruction set, included by its translation unit behind products.c. Eight
+/* `fr_between` for one instruction set, included by its translation unit after products.c. Eight
    numbers at once, written out, as a compiler's own vectors would order sums as it likes. Compiled with -ffp-contract=off: what is
    fused is said. */
 

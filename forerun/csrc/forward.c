@@ -189,14 +189,6 @@ static void do_gate(void *argument, int64_t first, int64_t last, int thread) {
     if (!fr_is_float(p->matrix[0]->layout)) do_quantise(p, first, last, thread);
 }
 
-static void capture(const block *b, int layer) {
-    const fr_batch *batch = b->batch;
-    int64_t d = b->model->d;
-    for (int i = 0; i < batch->captures; i++)
-        if (batch->capture[i] == layer)
-            memcpy(batch->captured + ((int64_t)i * batch->n + b->start) * d, b->x, (size_t)(b->n * d) * sizeof(float));
-}
-
 static void run_layers(block *b) {
     const fr_model *m = b->model;
     const fr_cache *cache = b->cache;
@@ -207,7 +199,6 @@ static void run_layers(block *b) {
         const fr_layer *l = m->layer + i;
         b->layer = l;
         b->cache = cache + i;
-        capture(b, i);
         float *k = b->parts + b->attended;
         products qkv = {.of = b, .matrix = {&l->q, &l->k, &l->v}, .out = {b->parts, k, k + kept},
                         .out_stride = {b->every, b->every, b->every}, .count = 3, .x = b->h, .stride = d, .rows = b->n};
@@ -228,7 +219,6 @@ static void run_layers(block *b) {
         add_and_norm(b, i + 1 < m->layers ? l[1].first : m->norm);
     }
     b->cache = cache;
-    capture(b, m->layers);
 }
 
 static void do_extra(void *argument, int64_t first, int64_t last, int thread) {
@@ -315,7 +305,6 @@ static int batch_fits(const fr_model *m, const fr_cache *cache, const fr_batch *
         if (b->length[i] + (b->seen ? b->seen[i] : 0) < 1) return 0;
         if (b->seen && !within(b->paths + i * b->path, b->seen[i], capacity)) return 0;
     }
-    if (b->captures < 0 || !within(b->capture, b->captures, m->layers + 1)) return 0;
     if (b->asks < 0 || b->extras < 0 || (!b->asks && b->extras)) return 0;
     if (b->asks && (!within(b->asked, b->asks, b->n) || !head_fits(m, b->head ? b->head : &m->head))) return 0;
     return !b->extras || (head_fits(m, &m->head) && within(b->extra, b->extras, m->head.outputs));
@@ -479,7 +468,7 @@ static int64_t drawn(const float *probs, int64_t n, double number) {
     return last;
 }
 
-#define FLOOR 0x1p-12f /* as forerun/races.py has these two */
+#define FLOOR 0x1p-12f /* as forerun/sampling/seeded.py has these two */
 #define REST 0x100000000u
 #define TURNS (1 << 20)
 

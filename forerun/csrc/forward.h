@@ -28,7 +28,7 @@ typedef struct {
     int32_t layers, positions;       /* positions: that cos and sin have */
     int32_t vocabulary, embed_format;
     const fr_layer *layer;
-    const float *norm;               /* [d] gain behind the last layer; NULL: no norm */
+    const float *norm;               /* [d] gain after the last layer; NULL: no norm */
     const float *cos, *sin;          /* [positions, turned / 2] */
     const void *embed;               /* the file's rows, [vocabulary] of embed_row bytes */
     int64_t embed_row;
@@ -53,26 +53,24 @@ typedef struct {
     const float *states;    /* [n, d] what goes into the first layer instead of embeddings */
     const int32_t *row, *slot, *position, *length; /* [n] */
     const int32_t *seen, *paths;                   /* [n], [n, path]; NULL: none */
-    float *normed;          /* [n, d] behind the last norm */
-    const int32_t *capture; /* [captures] layers whose inputs are wanted; the number of layers: the last one's output */
-    float *captured;        /* [captures, n, d] */
+    float *normed;          /* [n, d] after the last norm */
     const int32_t *asked;   /* [asks] tokens whose logits are wanted, by their places */
     const fr_matrix *head;  /* NULL: the model's */
-    const int32_t *extra;   /* [extras] tokens of the model's own head, whose logits stand behind the head's */
+    const int32_t *extra;   /* [extras] tokens of the model's own head, whose logits follow the head's */
     float *logits;          /* [asks, outputs of the head + extras] */
-    int32_t captures, asks, extras;
+    int32_t asks, extras;
 } fr_batch;
 
 int fr_forward(const fr_model *model, const fr_cache *cache, const fr_batch *batch);
 
-/* A model's own continuation of one row: the tokens `pending` behind `length` committed positions, then up to `most`
+/* A model's own continuation of one row: the tokens `pending` after `length` committed positions, then up to `most`
    tokens drafted, ending with one whose probability is below `least`, or with which the product of all is below
    `product`, or which is one of `ends`. The last token is not run.
 
    Tokens are the argmax (of equal ones the first of the head's, then of the extra ones), or, where there are `probs`,
    sampled from distributions of logits times `turn`, of the most probable tokens that have `top_p` of all: by `numbers`
-   in [0, 1), probs [most, S], or else by the races of `keys` (forerun/races.py), probs [S]; S is the head's outputs and
-   the extra ones. */
+   in [0, 1), probs [most, S], or else by the races of `keys` (forerun/sampling/seeded.py), probs [S]; S is the head's
+   outputs and the extra ones. */
 typedef struct {
     int32_t row, length, count, most;
     const int32_t *pending;  /* [count] */

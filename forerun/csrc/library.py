@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY
 
-ABI, VARIABLE = 1, "FORERUN_KERNELS"
+ABI, VARIABLE = 2, "FORERUN_KERNELS"
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -58,8 +58,8 @@ class BatchArgument(ctypes.Structure):
     _fields_ = (
         *((name, _I) for name in ("n", "path")),
         *((name, _P) for name in ("tokens", "states", "row", "slot", "position", "length", "seen", "paths")),
-        *((name, _P) for name in ("normed", "capture", "captured", "asked", "head", "extra", "logits")),
-        *((name, _I) for name in ("captures", "asks", "extras")),
+        *((name, _P) for name in ("normed", "asked", "head", "extra", "logits")),
+        *((name, _I) for name in ("asks", "extras")),
     )
 
 

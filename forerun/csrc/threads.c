@@ -99,12 +99,15 @@ static void do_pieces(int thread) {
     }
 }
 
+static int is_called(uint32_t seen) { return atomic_load_explicit(&pool.calls, memory_order_acquire) != seen; }
+
 static void *run_worker(void *number) {
     int thread = (int)(intptr_t)number;
-    while (!atomic_load(&pool.ends)) {
-        uint32_t seen = atomic_load(&pool.calls); /* before the last look */
-        for (int i = 0; i < SPINS && !has_pieces(&shares[thread]); i++) rest();
-        if (has_pieces(&shares[thread])) {
+    for (;;) {
+        uint32_t seen = atomic_load(&pool.calls); /* before the last looks, also at `ends`: a later call ends the sleep */
+        if (atomic_load(&pool.ends)) return NULL;
+        for (int i = 0; i < SPINS && !has_pieces(&shares[thread]) && !is_called(seen); i++) rest();
+        if (has_pieces(&shares[thread]) || is_called(seen)) { /* other threads may have taken all of its own */
             do_pieces(thread);
             continue;
         }
@@ -112,7 +115,6 @@ static void *run_worker(void *number) {
         sleep_while(&pool.calls, seen);
         atomic_fetch_sub(&pool.asleep, 1);
     }
-    return NULL;
 }
 
 static void call_workers(void) {
