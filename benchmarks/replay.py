@@ -23,7 +23,7 @@ from forerun.bench.records import Record, parse
 from forerun.bench.report import summary
 from forerun.engine.costs import Costs
 from forerun.files import read_text
-from forerun.methods import Method, is_method, method
+from forerun.methods import Method, is_method, method, method_class, settings_of
 
 USUAL_BLOCK = 4  # tokens a call of Pacer's layer, where it chooses for itself
 
@@ -38,7 +38,7 @@ def replayed(folder: Path, costs: Costs | None = None) -> dict[str, dict[str, An
         results = json.loads(read_text(folder / "results.json"))
         arguments, measured = results["arguments"], costs_of(results["costs"])
         methods = {
-            name: method(own, **settings)
+            name: _method(own, settings)
             for name, settings in arguments["methods"].items()
             if is_method(own := name.partition("=")[0].rpartition(".")[0] if "=" in name else name)
         }
@@ -57,6 +57,12 @@ def replayed(folder: Path, costs: Costs | None = None) -> dict[str, dict[str, An
     repriced = [replace(each, stats=replace(each.stats, seconds=seconds(each, methods, table))) for each in records]
     datasets = dict.fromkeys(record.dataset for record in repriced)
     return {name: summary([each for each in repriced if each.dataset == name], {}) for name in datasets}
+
+
+def _method(name: str, settings: Mapping[str, Any]) -> Method:
+    """Return a method with those settings that it still has: results may be of an older version."""
+    known = settings_of(method_class(name))
+    return method(name, **{key: value for key, value in settings.items() if key in known})
 
 
 def seconds(record: Record, methods: Mapping[str, Method], costs: Costs) -> float:

@@ -13,7 +13,7 @@ from forerun.bench.records import Record, Times, Work
 from forerun.engine.costs import Costs
 from forerun.engine.stats import Stats
 
-PACER = {"block": 2, "threshold": 0.5}
+PACER = {"block": 2, "threshold": 0.5, "score": "last"}  # an older version had a score
 LYANNA = {"depth": 4}
 WORK: dict[str, list[Work]] = {  # of two batches: how many steps, rows, nodes of a row, forwards of the draft
     "ar": [((12, 1, 1, 0),), ((12, 1, 1, 0),)],
