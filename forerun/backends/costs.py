@@ -28,7 +28,7 @@ COUNTS = (1, 2, 4, 8, 16, 32)  # new tokens of a forward
 RUNS, RUN = 3, 10  # runs of a size, and forwards of a run, at most
 QUIET = 0.2  # the share of forwards that are taken to be undisturbed, on a machine that has more to do
 SECONDS = 1.0  # for a model's forwards
-SHARE = 0.15  # seconds for each of the other figures
+SHARE = 0.15  # seconds for each of the other figures; more if LEAST_REPEATS take longer
 LEAST_REPEATS = 2  # of what is slow
 CONTEXT = 256
 STATES = 4
@@ -44,8 +44,8 @@ def measure_costs(
 ) -> Costs:
     """Measure a pair, and its pre-verifier and head if given, after `context` tokens (None: `usual_context`).
 
-    This takes three seconds at most, unless a forward of 32 tokens takes half of one. Raises ValueError for a context
-    that leaves no room.
+    This takes a few seconds, more if a forward of 32 tokens takes over 0.1 s. Raises ValueError for a context that
+    leaves no room.
     """
     if context is None:
         context = usual_context(target, draft)
@@ -76,7 +76,7 @@ def forward_costs(
     room = None if model.context is None else model.context - context
     counts = [count for count in counts if room is None or count <= room]
     if not counts:
-        raise ValueError(f"a context of {model.context} has no room behind {context} tokens: choose fewer")
+        raise ValueError(f"a context of {model.context} has no room after {context} tokens: choose fewer")
     model, ids = after(model, context, rows), list(range(rows))
 
     def timed(count: int) -> float:
@@ -131,9 +131,10 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
 @torch.inference_mode()
 def _chained_cost(draft: CausalLM, context: int, drawing: Drawing | None) -> float:
     """Return the ms of a token that the draft makes in one call with others, 0 if it does not."""
-    draft, seconds = after(draft, context), list[float]()
     if draft.fused_draft is None:
         return 0.0
+    draft, seconds = after(draft, context), list[float]()
+    assert draft.fused_draft is not None
     for _ in _rounds():
         begun = perf_counter()
         found = draft.fused_draft(draft.cache, 0, [0], CHAIN, 0.0, 0.0, (), drawing)
