@@ -200,6 +200,8 @@ def test_a_sequence_has_one_row() -> None:
         cache.add(4)
     cache.drop(5)
     assert 4 in cache and 5 not in cache and cache.length(5) == 0
+    with pytest.raises(AssertionError):  # a longer length cannot be cropped to
+        cache.crop_to([4], [3])
 
 
 # Memory that cannot be had.

@@ -130,8 +130,8 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
 
 def test_it_ends_where_the_bounds_say() -> None:
     tokens, chances = rolled(begun(small()), 0, [7], 6)
-    told = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, ())
-    assert told is not None and told.probabilities == pytest.approx(chances, rel=1e-3)
+    whole = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, ())
+    assert whole is not None and whole.probabilities == pytest.approx(chances, rel=1e-3)
     products = torch.tensor(chances).cumprod(0).tolist()
 
     def count(most: int = 6, least: float = 0.0, product: float = 0.0, ends: tuple[int, ...] = ()) -> int:
@@ -195,7 +195,7 @@ def test_a_cache_that_grows_and_other_threads() -> None:
         ("confidence", {"threshold": 0.05}),
         (BASELINES["heuristic"], {"gamma": 4}),
         ("pacer", {"block": 2, "most": 7, "threshold": 0.3}),
-        ("pacer", {"block": 3, "most": 8, "threshold": 0.3, "score": "mean"}),
+        ("pacer", {"block": 3, "most": 8, "threshold": 0.3}),
     ],
 )
 def test_methods_draft_the_same(
@@ -265,28 +265,28 @@ def test_embeddings_with_padding_are_not_drafted_from(monkeypatch: pytest.Monkey
 WARM = SamplingDistribution(0.7, 0.8)
 
 
-def law_of(logits: torch.Tensor, law: SamplingDistribution) -> torch.Tensor:
+def probabilities_by(logits: torch.Tensor, sampling: SamplingDistribution) -> torch.Tensor:
     """By transformers' own processors."""
-    scores = TemperatureLogitsWarper(law.temperature)(None, logits.float())  # type: ignore[arg-type]
-    if law.top_p < 1:
-        scores = TopPLogitsWarper(law.top_p)(None, scores)  # type: ignore[arg-type]
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits.float())  # type: ignore[arg-type]
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)  # type: ignore[arg-type]
     return scores.softmax(-1)
 
 
 @pytest.mark.parametrize(
-    "law", [SamplingDistribution(), SamplingDistribution(1.4), WARM, SamplingDistribution(1.0, 1e-6)]
+    "sampling", [SamplingDistribution(), SamplingDistribution(1.4), WARM, SamplingDistribution(1.0, 1e-6)]
 )
 @pytest.mark.parametrize("hot", [False, True])
-def test_drafts_are_sampled_from_the_distributions_that_are_told(law: SamplingDistribution, hot: bool) -> None:
+def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistribution, hot: bool) -> None:
     """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
     numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(4):
-        found = at_once(begun(small(hot=hot)), 0, [7, 31], 6, 0.0, 0.0, (), Drawing(law, numbers))
+        found = at_once(begun(small(hot=hot)), 0, [7, 31], 6, 0.0, 0.0, (), Drawing(sampling, numbers))
         assert found is not None and found[1] is not None and len(found[0]) == 6
         other, before = begun(small(hot=hot)), [7, 31]
         for token, own, number in zip(found[0], found[1], numbers.tolist(), strict=True):
             _, (logits,), _ = other.roll([0], [before], 1, other.vocab_size)
-            wanted = law_of(logits, law)[0]
+            wanted = probabilities_by(logits, sampling)[0]
             torch.testing.assert_close(own, wanted, rtol=1e-2, atol=1e-4)  # up to rounding
             assert own[token] > 0
             # Where it stands among tokens is C's to say: hot tokens have an order of their own.
@@ -302,60 +302,63 @@ def test_bounds_are_those_of_the_sampled_tokens() -> None:
     numbers = torch.full((6,), 0.5, dtype=torch.float64)
     whole = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, (), Drawing(WARM, numbers))
     assert whole.probs is not None
-    tokens, laws, chances = whole
-    assert chances == [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+    tokens, probs, chances = whole
+    assert chances == [float(own[token]) for own, token in zip(probs, tokens, strict=True)]
     for count, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
         found = at_once(begun(small()), 0, [7], 6, 0.0, product * 1.0001, (), Drawing(WARM, numbers))
-        assert found is not None and found[0] == tokens[:count] and torch.equal(found[1], laws[:count])
+        assert found is not None and found[0] == tokens[:count] and torch.equal(found[1], probs[:count])
     assert len(at_once(begun(small()), 0, [7], 6, max(chances) + 1e-3, 0.0, (), Drawing(WARM, numbers))[0]) == 1
     ended = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, [tokens[1]], Drawing(WARM, numbers))
     assert ended is not None and len(ended[0]) == tokens.index(tokens[1]) + 1
 
 
 @pytest.mark.parametrize(
-    ("law", "scale", "more"),
+    ("sampling", "scale", "more"),
     [(SamplingDistribution(), 1, 0), (WARM, 1, 0), (SamplingDistribution(), 6, 0), (SamplingDistribution(), 6, 60)],
 )
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_seed_drafts_what_its_races_say(law: SamplingDistribution, scale: float, more: int, hot: bool) -> None:
+def test_a_seed_drafts_the_tokens_of_its_streams(
+    sampling: SamplingDistribution, scale: float, more: int, hot: bool
+) -> None:
     """The tokens of `forerun.sampling.seeded`, the improbable ones, which run as one, included; a target may have
     `more`."""
     model = small(hot=True, change=lambda weight: weight.mul_(scale), tokens=None if hot else torch.arange(130))
     same, low = [], []
-    for stream in range(200):
-        races = [SeededStream(5, stream).at(position) for position in range(4)]
+    for number in range(200):
+        streams = [SeededStream(5, number).at(position) for position in range(4)]
         one, other = begun(model.fresh()), begun(model.fresh())
-        found = at_once(one, 0, [7], 4, 0.0, 0.0, (), Drawing(law, None, [race.key for race in races], 130 + more))
+        drawing = Drawing(sampling, None, [stream.key for stream in streams], 130 + more)
+        found = at_once(one, 0, [7], 4, 0.0, 0.0, (), drawing)
         assert found[1] is None
         before = 7
-        for token, race in zip(found[0], races, strict=True):
+        for token, stream in zip(found[0], streams, strict=True):
             _, (logits,), _ = other.roll([0], [[before]], 1, other.vocab_size)
-            wanted = torch.nn.functional.pad(law_of(logits, law)[0], (0, more))
-            chosen = race.sample(wanted)
+            wanted = torch.nn.functional.pad(probabilities_by(logits, sampling)[0], (0, more))
+            chosen = stream.sample(wanted)
             (low if wanted[chosen] <= FLOOR else same).append(token == chosen)
             before = token
-    assert sum(same) >= 0.98 * len(same)  # rounding may decide a race
+    assert sum(same) >= 0.98 * len(same)  # rounding may decide
     assert scale == 1 or sum(low) > len(low) / 2 or (hot and not low)
 
 
 @pytest.mark.parametrize(("verification", "hot"), [("block", False), ("token", True), ("block", True)])
 def test_output_of_sampled_calls_follows_the_targets_distribution(verification: str, hot: bool) -> None:
-    """Three tokens, of which two are drafted by a model of another law, or one where the rule ends the draft."""
-    model, law, joint = begun(small()), SamplingDistribution(0.3, 0.5), torch.zeros(130, 130, 130)
+    """Three tokens, of which two are drafted with other probabilities, or one where the rule ends the draft."""
+    model, sampling, joint = begun(small()), SamplingDistribution(0.3, 0.5), torch.zeros(130, 130, 130)
     tokens = torch.arange(3, 120, 3) if hot else torch.arange(130)
     noise = torch.Generator().manual_seed(1)
 
-    def behind(text: list[int]) -> torch.Tensor:
+    def after(text: list[int]) -> torch.Tensor:
         _, (logits,), _ = model.roll([0], [text], 1, model.vocab_size)
         model.crop([0], [len(PROMPT) - 1])
-        return law_of(logits, law)[0].double()
+        return probabilities_by(logits, sampling)[0].double()
 
     model.crop([0], [len(PROMPT) - 1])
-    first = behind(PROMPT[-1:])
+    first = after(PROMPT[-1:])
     for one in first.nonzero()[:, 0].tolist():
-        second = behind([PROMPT[-1], one])
+        second = after([PROMPT[-1], one])
         for two in second.nonzero()[:, 0].tolist():
-            joint[one, two] = first[one] * second[two] * behind([PROMPT[-1], one, two])
+            joint[one, two] = first[one] * second[two] * after([PROMPT[-1], one, two])
 
     def change(weight: torch.Tensor) -> None:
         weight.add_(0.4 * weight.std() * torch.randn(weight.shape, generator=noise))
@@ -364,7 +367,7 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(verification: 
     chosen = method("cumulative", threshold=0.25, verification=verification)
     decoder = Decoder(small(), draft=draft, method=chosen, guard=False)
     torch.manual_seed(3)
-    asked = {"max_new_tokens": 3, "temperature": law.temperature, "top_p": law.top_p, "ignore_eos": True}
+    asked = {"max_new_tokens": 3, "temperature": sampling.temperature, "top_p": sampling.top_p, "ignore_eos": True}
     found = [decoder.generate(PROMPT, **asked) for _ in range(1500)]
     assert p_value([each.tokens for each in found], joint) > 1e-4
     drafts = [(step.drafted, step.accepted) for each in found for step in each.steps]
@@ -378,19 +381,19 @@ def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
     assert found is not None and found[0] == [] and found[1] is not None and len(found[1]) == 0
 
 
-def test_what_a_sampler_does_is_a_law_or_is_not() -> None:
+def test_a_sampler_has_a_distribution_or_none() -> None:
     warm, best, few = TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9), TopKLogitsWarper(3)
 
-    def law(*processors: Any, greedy: bool = False) -> SamplingDistribution | None:
+    def of(*processors: Any, greedy: bool = False) -> SamplingDistribution | None:
         return Sampler(greedy, LogitsProcessorList(processors) if processors else None).distribution
 
     assert (
-        law() == SamplingDistribution()
-        and law(warm) == SamplingDistribution(0.5)
-        and law(best) == SamplingDistribution(1.0, 0.9)
-        and law(warm, best) == SamplingDistribution(0.5, 0.9)
+        of() == SamplingDistribution()
+        and of(warm) == SamplingDistribution(0.5)
+        and of(best) == SamplingDistribution(1.0, 0.9)
+        and of(warm, best) == SamplingDistribution(0.5, 0.9)
     )
-    assert law(best, warm) is law(few) is law(warm, few) is law(warm, greedy=True) is law(greedy=True) is None
+    assert of(best, warm) is of(few) is of(warm, few) is of(warm, greedy=True) is of(greedy=True) is None
 
 
 @pytest.mark.parametrize("name", ["sd", "pacer"])

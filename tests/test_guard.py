@@ -271,7 +271,7 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     guarded.observe([late], proposal.drafts, [Verdict([0], 0, 0, False)], None)
     assert list(admission) == [2, 1]
     assert [draft.drafted for draft in guarded.propose([late, prompt]).drafts] == [2, 2]
-    # One that is given up in the middle of its prompt leaves nothing after.
+    # One that is given up in the middle of its prompt leaves nothing behind.
     for seq in (late, prompt):
         guarded.drop(seq)
     admission = iter(guarded.admit(prompt, None, 2))

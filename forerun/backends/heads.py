@@ -50,8 +50,8 @@ class HiddenLM(Rows):
 
     quantised: QuantisedHead | None = None
     information: Product | None = None
-    both: Product  # of states with tokens, and of states alone, with the first matrix
-    between: Product
+    both: Product  # of states with tokens, with the first matrix
+    between: Product  # of states alone (lyanna; an EAGLE-like head has no use for it)
 
     @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:

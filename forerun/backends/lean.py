@@ -77,7 +77,7 @@ class LeanForward:
             config.max_position_embeddings,
         )
         self.dtype, self.device, self.embed = model.dtype, model.device, base.embed_tokens
-        self.normed, self.head, self.gain = self.layers.behind(base.norm.weight, model.lm_head.weight)
+        self.normed, self.head, self.gain = self.layers.norm_and_product(base.norm.weight, model.lm_head.weight)
 
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
@@ -143,7 +143,7 @@ class LeanLayers:
         self.cosines, self.sines = (table.to(self.dtype) for table in rotations(frequencies.to(device), context))
         self.layers = []
         for norm, qkv, out, second, up, down in weights:
-            attention, mlp = self.behind(norm, qkv)[:2], self.behind(second, up)[:2]
+            attention, mlp = self.norm_and_product(norm, qkv)[:2], self.norm_and_product(second, up)[:2]
             self.layers.append((*attention, self.product(out), *mlp, self.product(down)))
 
     def normed(self, x: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class LeanLayers:
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / torch.hypot(size, self.floor)).to(self.dtype)
 
-    def behind(self, gain: Tensor, weight: Tensor) -> tuple[Product, Product, Tensor | None]:
-        """An RMSNorm with this gain and the product with a weight behind it, and what is missing in between: a factor
+    def norm_and_product(self, gain: Tensor, weight: Tensor) -> tuple[Product, Product, Tensor | None]:
+        """An RMSNorm with this gain and the product with a weight after it, and what is missing in between: a factor
         that the weight carries. In 16 bits, where it would round the weight, and on a GPU, where that would be a copy,
         nothing is."""
         if self.dtype != torch.float32 or weight.device.type != "cpu":

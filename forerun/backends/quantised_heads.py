@@ -22,7 +22,8 @@ class QuantisedHead:
     """The layers of a lyanna or EAGLE-like head.
 
     Attributes:
-        both, between: the first matrix's product with states and the tokens after them [n, 2 d], and with states alone.
+        both, between: the first matrix's product with states and the tokens after them [n, 2 d], and with states alone
+            (lyanna; an EAGLE-like head has no use for it).
         context: the most positions.
     """
 

@@ -95,7 +95,7 @@ class Step:
     origins: tuple[str, ...] = ()  # of each token: draft, lookup, ..., correction or bonus
     rejected: tuple[int, ...] = ()  # drafted tokens that were not accepted
     drafted: int = 0  # tokens proposed
-    tested: int = 0  # tokens that the target looked at: the accepted ones and the first rejected one
+    tested: int = 0  # tokens looked at: the accepted ones and the level of the first rejection, nothing after it
     accepted: int = 0
     draft_forwards: int = 0
     draft_seconds: float = 0.0  # drafting without its length policy

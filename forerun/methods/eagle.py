@@ -49,7 +49,7 @@ class EagleDrafter(HeadDrafter):
         limits, plan = [limits[row] for row in live], None
         if self.budgets is not None:
             plan = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
-        fused = self.fused_draft(own, limits, plan)
+        fused = self.chain_alone(own, limits, plan)
         found = [fused[0]] if fused is not None else self._grown(own, limits, plan)
         drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
         for row, draft in zip(live, found, strict=True):

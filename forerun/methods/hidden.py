@@ -121,7 +121,7 @@ class HeadDrafter(Drafter):
         """Return a draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
         raise NotImplementedError
 
-    def fused_draft(
+    def chain_alone(
         self,
         seqs: abc.Sequence[Sequence],
         limits: abc.Sequence[int],
@@ -129,8 +129,8 @@ class HeadDrafter(Drafter):
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> tuple[Draft, Tensor] | None:
-        """Return a chain for a sequence alone and its logits (`Guess`), if the head makes these in calls of C: one, or
-        one a block by a plan. None if it does not."""
+        """Return a chain for a sequence alone and its logits, state by state, without `grow`; None if the head does not
+        make these."""
         if len(seqs) > 1 or self.width > 1 or (self.is_sampling and not seqs[0].greedy):
             return None
         seq, depth = seqs[0], min(limits[0], self.nodes)

@@ -111,7 +111,7 @@ class LyannaDrafter(HeadDrafter):
         plan = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
         if fresh and self.reuse != "both":
             added = old[0].places if old[0] is not None and self.reuse == "add" else None
-            fused = self.fused_draft(seqs, deep, plan, added, self.weight)
+            fused = self.chain_alone(seqs, deep, plan, added, self.weight)
             if fused is not None:
                 self._keep(seqs[0], fused[0], fused[1], left[0])
                 return [fused[0]]

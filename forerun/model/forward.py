@@ -51,9 +51,9 @@ class DraftHead(Protocol):
 class FusedDraft(Protocol):
     """Drafts a chain in one call (`forerun.backends.chain`).
 
-    It runs and commits tokens of a sequence, then drafts up to `most`, by argmax or as `drawing` says. The last one is
-    less probable than `least`, or makes all together less probable than `product`, or is one of the `ends`, or stands
-    before logits that are not numbers. All but the last one are run and committed.
+    It runs and commits tokens of a sequence, then drafts up to `most`, by argmax or as `drawing` says, and ends sooner
+    with one that is less probable than `least`, or makes all together less probable than `product`, or is one of the
+    `ends`, or before logits that are not numbers. All but the last one are run and committed.
 
     Attributes:
         hot: the head that it drafts with; None for the model's own.

@@ -37,8 +37,10 @@ class Vocabulary:
 
     Attributes:
         spelled: [V] bytes of each token in the middle of a text; None for special tokens, and for ids that are no
-        token. special: ids of special tokens by their names. end: the token that ends a text, or None. front: the
-        tokens that the tokenizer puts before every text.
+            token.
+        special: ids of special tokens by their names.
+        end: the token that ends a text, or None.
+        front: the tokens that the tokenizer puts before every text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
