@@ -129,8 +129,8 @@ class HeadDrafter(Drafter):
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> tuple[Draft, Tensor] | None:
-        """Return a chain for a sequence alone and its logits, state by state, without `grow`; None if the head does not
-        make these."""
+        """Return a chain for a sequence alone and its logits, state by state, without `grow`. None for several rows,
+        beams and sampling, and if the head does not make chains alone."""
         if len(seqs) > 1 or self.width > 1 or (self.is_sampling and not seqs[0].greedy):
             return None
         seq, depth = seqs[0], min(limits[0], self.nodes)
