@@ -121,14 +121,17 @@ EMBEDDED = {
 # Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are fewer.
 QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1"
 QWEN_TEST = "{here}/qwen-coder/test.jsonl,humaneval"
-QWEN_OURS = "ar,sd,cumulative,suffix,hybrid,ouroboros"
+QWEN_OURS = "ar,sd,cumulative,suffix,hybrid"
 QWEN_KNOBS = {
     "sd.gamma": "2,3,4,5",
     "cumulative.threshold": "0.3,0.5,0.7",
     "hybrid.other": "cumulative:threshold=0.5,sd:gamma=3",
-    "ouroboros.gamma": "2,4",
 }
 QWEN_LLAMA = "llama-cpp,llama-cpp-draft/2/0.6,llama-cpp-draft/3/0.9,llama-cpp-lookup/3/3,llama-cpp-lookup/5/2"
+# The best on validation prompts so far; cumulative's threshold and llama.cpp's settings were not searched yet.
+QWEN_FOUND = "--draft-vocabulary 16384 --method-arg sd.gamma=2 --method-arg cumulative.threshold=0.5 "
+QWEN_FOUND += "--method-arg hybrid.other=sd:gamma=2"
+QWEN_PEERS = "llama-cpp,llama-cpp-draft/2/0.6,llama-cpp-lookup/3/3"
 QWEN = {
     **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
     **{
@@ -140,8 +143,7 @@ QWEN = {
         for count in (0, 8192, 16384, 32768)
     },
     "validation-peers": f"{QWEN_SEARCH} --methods ar,{QWEN_LLAMA}",
-    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 2 --methods {QWEN_OURS},llama-cpp,llama-cpp-draft/2/0.6,"
-    "llama-cpp-lookup/3/3",
+    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},{QWEN_PEERS} {QWEN_FOUND}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_OURS}",
