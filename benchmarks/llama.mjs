@@ -24,9 +24,12 @@ async function answer({mode, tokens, most, ends, sampling}) {
     if (mode.draft) {
         const [context, draft] = await sequence(given.draft);
         contexts.push(context);
-        options.tokenPredictor = new DraftSequenceTokenPredictor(draft, {minTokens: 0, ...mode.draft});
-    } else if (mode.lookup)
+        // With fewer tokens at least, it verifies what the draft has just then: nothing, if both share the processor.
+        options.tokenPredictor = new DraftSequenceTokenPredictor(draft, {minTokens: mode.draft.maxTokens, ...mode.draft});
+    } else if (mode.lookup) {
         options.tokenPredictor = new InputLookupTokenPredictor(mode.lookup);
+        options.tokenPredictor.updateInputTokens(tokens); // it looks nowhere else
+    }
     const context = await (await model(given.target)).createContext({
         contextSize: given.length, threads: given.threads
     });
