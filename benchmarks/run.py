@@ -143,7 +143,8 @@ QWEN = {
         for count in (0, 8192, 16384, 32768)
     },
     "validation-peers": f"{QWEN_SEARCH} --methods ar,{QWEN_LLAMA}",
-    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},{QWEN_PEERS} {QWEN_FOUND}",
+    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp {QWEN_FOUND}",
+    "peers": f"--dataset humaneval --limit 8 --rounds 1 --methods ar,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_OURS}",
