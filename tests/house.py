@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Lines of Python. Tests are those of benchmarks/ too. The aim is 22,500 and 18,000.
-LIMITS = {"forerun": 24_100, "tests": 23_600}
+LIMITS = {"forerun": 23_250, "tests": 21_750}
 LONGEST = 400  # lines of the longest file of the package
 
 
