@@ -131,7 +131,7 @@ def test_costs_are_measured_for_what_is_there() -> None:
     assert set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}  # 64 tokens have room for 32 behind 32
     assert all(ms > 0 for ms in [*both.target.values(), *both.draft.values()])
     assert alone.draft == {} and set(alone.target) == set(both.target)
-    with pytest.raises(ValueError, match="context of 64 has no room behind 64"):
+    with pytest.raises(ValueError, match="context of 64 has no room after 64 tokens"):
         measure_costs(target, context=64)
 
 

@@ -211,7 +211,8 @@ class Shipped:
 
 def shipped(target: object, draft: object) -> Shipped | None:
     """Return what comes with forerun for a target and its own draft; None for other models."""
-    folder = FOLDERS.get(target) if isinstance(target, str) and draft in (None, own_draft(target)) else None
+    own = own_draft(target)  # None if it is not fetched
+    folder = FOLDERS.get(str(target)) if own is not None and draft in (None, own) else None
     if folder is None or not (path := folder / "tuned.json").is_file():
         return None
     found = json.loads(read_text(path))
