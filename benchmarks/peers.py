@@ -45,9 +45,8 @@ class Peers:
     def __call__(self, name: str, ours: Callable[[str], Method]) -> Runner:
         """Raises ValueError for a name that is no runner's, and for settings in it that are none."""
         if is_llama(name):
-            settings = peer_settings(name)
-            needs_draft = name.startswith(LLAMA_DRAFT)
-            return Runner(lambda loaded: self._llama(loaded).run(name), settings, needs_draft=needs_draft)
+            needs_draft = "draft" in llama_mode(name)
+            return Runner(lambda loaded: self._llama(loaded).run(name), peer_settings(name), needs_draft=needs_draft)
         if is_transformers(name):
             assisted = name.startswith(ASSISTED)
             return Runner(
@@ -197,5 +196,5 @@ def check_llama(name: str, target: str, draft: str | None, batch: int, device: s
 
     if find(locate(target, "target")) is None:
         raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")
-    if name.startswith(LLAMA_DRAFT) and (draft is None or find(locate(draft, "draft")) is None):
+    if "draft" in llama_mode(name) and (draft is None or find(locate(draft, "draft")) is None):
         raise ValueError(f"method {name!r} needs a GGUF file as --draft, not {draft!r}")

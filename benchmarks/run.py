@@ -138,13 +138,10 @@ QWEN = {
         f"validation-1-{knob}": f"{QWEN_SEARCH} --temperature 1 --tune {knob}={QWEN_KNOBS[knob]}"
         for knob in ("sd.gamma", "cumulative.threshold")
     },
-    **{
-        f"validation-hot-{count}": f"{QWEN_SEARCH} --methods ar,sd,cumulative --draft-vocabulary {count}"
-        for count in (0, 8192, 16384, 32768)
-    },
+    "validation-hot-16384": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 16384 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --methods ar,{QWEN_LLAMA}",
-    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp {QWEN_FOUND}",
-    "peers": f"--dataset humaneval --limit 8 --rounds 1 --methods ar,{QWEN_PEERS}",
+    "greedy": f"--dataset humaneval --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp {QWEN_FOUND}",
+    "peers": f"--dataset humaneval --limit 8 --rounds 1 --methods ar,{QWEN_PEERS} --draft-vocabulary 16384",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_OURS}",
