@@ -37,7 +37,6 @@ from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.baselines.lookahead import Lookahead
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
-from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Proposal, Step
 from forerun.engine.sequence import Request, Sequence
@@ -314,25 +313,3 @@ def test_stop_strings_cut_text_and_tokens(method: str) -> None:
         assert done.tokens == plain.tokens[:end] and done.finish_reason == "stop"
         assert done.text == plain.text[: plain.text.find(stop)]
         assert "".join(chunk.text for chunk in decoder.stream(prompt, **options)) == done.text
-
-
-def test_a_drafter_sees_what_became_of_its_drafts() -> None:
-    seen: list[tuple[int, int, int]] = []
-
-    class Listening(ChainDrafter):
-        def observe(
-            self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-        ) -> None:
-            super().observe(seqs, drafts, verdicts, hidden)
-            rows = zip(seqs, drafts, verdicts, strict=True)
-            seen.extend((seq.id, draft.drafted, verdict.accepted) for seq, draft, verdict in rows)
-            # What is left in the draft's cache is a beginning of the sequence, short of its last token.
-            for seq in seqs:
-                row = self.model.rows[seq.id]
-                assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
-
-    drafter = Listening(TableLM(TARGET + 0.5 * DRAFT), FixedLength(3))
-    rows = decode(TableLM(TARGET), drafter, greedy(PROMPTS, 20))
-    expected = [(step.id, step.drafted, step.accepted) for row in rows for step in row]
-    assert sorted(seen) == sorted(expected)
-    assert not drafter.model.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, count
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
-from forerun.engine.engine import Drafter, Proposal, Step
+from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Method, Parts
 from forerun.methods.ar import PlainDrafter
@@ -67,11 +68,9 @@ class Bench:
     """A target of one second a forward and a guarded draft beside it, over as many requests as wanted."""
 
     def __init__(self, draft: Tensor = NEVER, each: float = 0.25, gamma: int = GAMMA) -> None:
-        self.pace = SpeedTracker(Clock())
-        clock = self.pace.clock
-        assert isinstance(clock, Clock)
-        self.clock, self.gamma = clock, gamma
-        self.target, self.draft = Ticking(TARGET, clock, 1.0), Ticking(draft, clock, each)
+        self.clock, self.gamma = Clock(), gamma
+        self.pace = SpeedTracker(self.clock)
+        self.target, self.draft = Ticking(TARGET, self.clock, 1.0), Ticking(draft, self.clock, each)
 
     def drafter(self) -> Guarded:
         return Guarded(ChainDrafter(self.draft, FixedLength(self.gamma)), self.pace)
@@ -93,26 +92,20 @@ def pauses(steps: abc.Sequence[Step]) -> list[int]:
 
 
 def test_a_useless_draft_is_soon_left_out() -> None:
-    bench = Bench()
-    steps = bench.call(257)
+    steps = Bench().call(257)
     # Two plain steps, drafting until more than the allowance of 2 is lost at 1 a step, then single trials.
     assert pauses(steps)[:6] == [2, 0, 0, CHECK, FIRST, 2 * FIRST]
     assert all(step.origins == ("bonus",) for step in steps if not step.drafted)
     assert sum(step.drafted > 0 for step in steps) <= 8
-    # A draft that agrees is never left out, but for a look at plain steps now and then.
-    steps = Bench(TARGET).call(1000)
-    plain = sum(not step.drafted for step in steps)
-    assert 3 <= plain < 0.03 * len(steps)
-
-
-def test_pauses_double_and_are_bounded_by_what_trials_cost() -> None:
+    # Pauses double, and are bounded by what trials cost: the draft's forwards.
     for each, gamma in ((0.25, 4), (0.5, 6)):
-        bench = Bench(each=each, gamma=gamma)
-        found = [run for run in pauses(bench.call(6000))[1:-1] if run > CHECK]
-        # A trial costs the draft's forwards; its first one also reads what the draft missed, at no cost here.
+        found = [run for run in pauses(Bench(each=each, gamma=gamma).call(6000))[1:-1] if run > CHECK]
         lost = each * gamma
         assert found[:4] == [FIRST * lost, 2 * FIRST * lost, 4 * FIRST * lost, LONGEST * lost]
         assert set(found[3:]) == {LONGEST * lost}
+    # A draft that agrees is never left out, but for a look at plain steps now and then.
+    steps = Bench(TARGET).call(1000)
+    assert 3 <= sum(not step.drafted for step in steps) < 0.03 * len(steps)
 
 
 def test_never_slower_by_much_than_plain_decoding() -> None:
@@ -174,18 +167,15 @@ def test_the_clock_is_read_again_when_the_machine_changes() -> None:
 def test_a_single_slow_step_decides_nothing() -> None:
     bench = Bench(TARGET)
     bench.call(60)
-    begun, forward = bench.draft.each, bench.draft.extend
-    calls = 0
+    calls, forward = count(), bench.draft.extend
 
     def slow(*args: Any) -> list[Tensor]:
-        nonlocal calls
-        calls += 1
-        bench.draft.each = 50.0 if calls == 20 else begun
+        bench.clock.now += 50.0 if next(calls) == 20 else 0.0
         return forward(*args)
 
     bench.draft.extend = slow  # type: ignore[method-assign]
     steps = bench.call(200)
-    assert calls > 20 and sum(not step.drafted for step in steps) <= 1
+    assert next(calls) > 20 and sum(not step.drafted for step in steps) <= 1
 
 
 def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:
@@ -221,15 +211,15 @@ def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
     def left(*rows: int) -> int:
         pace = SpeedTracker(Clock())
         pace.pause(128)
-        for count in rows:
-            pace.begin(count)
+        for batch in rows:
+            pace.begin(batch)
         return pace.wait
 
     assert [left(1), left(2), left(16), left(*[16] * 16)] == [64, 96, 124, 92]
     # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
     pace = SpeedTracker(Clock())
     pace.pause(100)
-    guarded = Guarded(Bursts(9), pace)
+    guarded = Guarded(PlainDrafter(), pace)
     seqs = [Sequence(Request([0], 9), id) for id in range(3)]
     for seq in seqs:
         list(guarded.admit(seq, None, 8))
@@ -295,17 +285,20 @@ def test_a_draft_that_is_late_is_charged() -> None:
     assert bench.pace.wait == lost * min(FIRST * 2 ** (failures - 1), LONGEST) - (len(steps) - 2)
 
 
+class SlowPrompts(PlainDrafter):
+    def __init__(self, clock: Clock, wants_hidden: bool = False) -> None:
+        self.clock, self.wants_hidden = clock, wants_hidden
+
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        self.clock.now += 3
+        yield 1
+        self.clock.now += 2
+
+
 def test_prompts_of_drafts_have_to_be_earned() -> None:
     clock = Clock()
     pace = SpeedTracker(clock)
-
-    class Slow(PlainDrafter):
-        def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-            clock.now += 3
-            yield 1
-            clock.now += 2
-
-    guarded = Guarded(Slow(), pace)
+    guarded = Guarded(SlowPrompts(clock), pace)
     for id in range(2):  # nothing is known of steps of one row when the first one comes
         for _ in guarded.admit(Sequence(Request([0], 9), id), None, 8):
             clock.now += 100  # steps of others
@@ -315,24 +308,11 @@ def test_prompts_of_drafts_have_to_be_earned() -> None:
     pace.failures = 1
     pace.record(2, 2, 1.0, drafted=True)
     assert pace.wait == (10 + 1) * FIRST
-
-
-def test_prompts_of_a_pause_are_no_loss_of_drafting() -> None:
-    """Heads run every prompt as its states come, so the time is spent whether drafting is tried again or not."""
-    clock = Clock()
+    # Heads run every prompt as its states come, so in a pause the time is spent whatever is tried.
     pace = SpeedTracker(clock)
-
-    class Head(PlainDrafter):
-        wants_hidden = True
-
-        def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-            clock.now += 3
-            return ()
-
     pace.record(1, 1, 1.0, drafted=False)
     pace.pause(4)
-    guarded = Guarded(Head(), pace)
-    list(guarded.admit(Sequence(Request([0], 9), 0), None, 8))
+    list(Guarded(SlowPrompts(clock, wants_hidden=True), pace).admit(Sequence(Request([0], 9), 0), None, 8))
     assert pace.paused and pace._earned == 0
 
 
@@ -351,33 +331,14 @@ def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
     assert [after(9, 0.0), after(20, 0.0), after(9, 9.0)] == [3, 0, 5]
 
 
-class Bursts(PlainDrafter):
-    """Proposes the target's own tokens in every other stretch of `length` tokens, else nothing, as lookup does."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def propose(self, seqs: list[Sequence]) -> Proposal:
-        drafts = []
-        for seq in seqs:
-            text = [0, *seq.tokens]
-            for _ in range(min(GAMMA, seq.remaining - 1)):
-                text.append(int(TARGET[text[-2], text[-1]].argmax()))
-            says = len(seq.tokens) // self.length % 2
-            drafts.append(Draft.chain(seq.tokens[-1], text[len(seq.tokens) + 1 :] if says else []))
-        return Proposal(drafts)
-
-
 def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs() -> None:
     """So no step of its silence is called a draft, whatever it takes, and none is spent on a look."""
-    pace = SpeedTracker(Clock())
-    assert isinstance(pace.clock, Clock)
-    target = Ticking(TARGET, pace.clock, 1.0)
-    decode(target, Guarded(Bursts(10_000), pace), [Request([0], 50)])
-    assert pace._looks == 50 and not pace._costs and pace._since == 0.0
-    target.each = 3.0  # from now on plain steps take longer, and the silence tells
-    decode(target, Guarded(Bursts(10_000), pace), [Request([0], 50)])
-    assert set(pace._plain[1]) == {3.0} and not pace.paused and pace.failures == 0
+    bench = Bench()
+    decode(bench.target, Guarded(PlainDrafter(), bench.pace), [Request([0], 50)])
+    assert bench.pace._looks == 50 and not bench.pace._costs and bench.pace._since == 0.0
+    bench.target.each = 3.0  # from now on plain steps take longer, and the silence tells
+    decode(bench.target, Guarded(PlainDrafter(), bench.pace), [Request([0], 50)])
+    assert set(bench.pace._plain[1]) == {3.0} and not bench.pace.paused and bench.pace.failures == 0
 
 
 class Recorder(ChainDrafter):
@@ -387,7 +348,7 @@ class Recorder(ChainDrafter):
         super().__init__(model, policy)
         self.wants_hidden = wants_hidden
         self.admitted: list[int] = []
-        self.observed: list[tuple[int, bool]] = []
+        self.observed: list[tuple[int, int, int]] = []
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self.admitted.append(len(seq.output))
@@ -397,8 +358,8 @@ class Recorder(ChainDrafter):
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
-        self.observed.append((max(draft.drafted for draft in drafts), hidden is not None))
-        for seq in seqs:
+        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+            self.observed.append((seq.id, draft.drafted, verdict.accepted))
             row = self.model.rows[seq.id]
             assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
 
@@ -451,18 +412,17 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
         assert outputs(Guarded(Recorder(draft, FixedLength(3)), pace)) == expected
 
 
-def test_only_drafts_that_were_made_are_observed_unless_hidden_states_are_wanted() -> None:
-    plan = [True, False, False, True, False, True, True, False]
-    observed = {}
-    for wants in (False, True):
-        turns = iter(plan * 9)
-        drafter = Recorder(TableLM(TARGET), FixedLength(2), wants)
-        guarded = Guarded(drafter, Scheduled(lambda turns=turns: next(turns), False))
-        assert guarded.wants_hidden == wants
-        decode(TableLM(TARGET), guarded, [Request([0], 30)])
-        observed[wants] = [drafted for drafted, _ in drafter.observed]
-    assert observed[False] == [drafted for drafted in observed[True] if drafted]
-    assert observed[True][: len(plan)] == [2 if drafts else 0 for drafts in plan]
+@pytest.mark.parametrize("wants", [False, True])
+def test_only_drafts_that_were_made_are_observed_unless_hidden_states_are_wanted(wants: bool) -> None:
+    plan = [True, False, False, True, False, True, True, False] * 9
+    turns = iter(plan)
+    drafter = Recorder(TableLM(TARGET + random_table(8, 6)), FixedLength(2), wants)
+    guarded = Guarded(drafter, Scheduled(lambda: next(turns), False))
+    assert guarded.wants_hidden == wants
+    batches = by_number(decode(TableLM(TARGET), guarded, [Request(prompt, 30) for prompt in PROMPTS]))
+    seen = [(step.id, step.drafted, step.accepted) for i, own in enumerate(batches) if wants or plan[i] for step in own]
+    assert sorted(drafter.observed) == sorted(seen) and any(accepted for *_, accepted in seen)
+    assert [any(step.drafted for step in own) for own in batches[:8]] == plan[:8]
 
 
 SAMPLED, DRAFT, SAMPLED_PROMPT = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1]
@@ -483,35 +443,17 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
 
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
-    generator, pace = torch.Generator().manual_seed(0), SpeedTracker(Clock())
-    assert isinstance(pace.clock, Clock)
-    models = Ticking(SAMPLED, pace.clock, 1.0), Ticking(DRAFT, pace.clock, 0.35)
+    generator, clock = torch.Generator().manual_seed(0), Clock()
+    pace, models = SpeedTracker(clock), (Ticking(SAMPLED, clock, 1.0), Ticking(DRAFT, clock, 0.35))
     outputs, drafted = [], []
     for _ in range(2000):
         pace.wait = min(pace.wait, 3)
-        drafter = Guarded(ChainDrafter(models[1], FixedLength(2)), SpeedTracker(pace.clock), pace)
+        drafter = Guarded(ChainDrafter(models[1], FixedLength(2)), SpeedTracker(clock), pace)
         (steps,) = decode(models[0], drafter, [Request(SAMPLED_PROMPT, 5, Sampler(False), generator=generator)])
         drafted += [step.drafted > 0 for step in steps]
         outputs.append(tokens_of(steps)[:3])
     assert 0.1 < sum(drafted) / len(drafted) < 0.9
     assert p_value(outputs, joint_distribution(SAMPLED, SAMPLED_PROMPT, 3, None)) > 1e-4
-
-
-def jumpy(decoder: Decoder, seed: int) -> Decoder:
-    """The decoder with a clock of random steps in place of time, for whatever paces it comes to have."""
-    ticks, now = random.Random(seed), [0.0]
-
-    def clock() -> float:
-        now[0] += ticks.expovariate(1.0)
-        return now[0]
-
-    class Paces(dict):  # type: ignore[type-arg]
-        def setdefault(self, key: Any, default: SpeedTracker) -> SpeedTracker:
-            default.clock = clock
-            return super().setdefault(key, default)
-
-    vars(decoder)["_trackers"] = Paces()
-    return decoder
 
 
 def test_when_the_guard_is_on() -> None:
@@ -522,14 +464,16 @@ def test_when_the_guard_is_on() -> None:
         assert not isinstance(Decoder(target, method=AR(), guard=guard).engine.drafter, Guarded)
 
 
-def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says() -> None:
-    target = tiny("llama")
+def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ticks = tiny("llama"), random.Random(1)
+    clock = accumulate(ticks.expovariate(1.0) for _ in count()).__next__
+    monkeypatch.setattr(SpeedTracker.__init__, "__defaults__", (clock,))
     params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=30)
     prompts, texts, kinds = [[5, 6, 7, 5, 6], [9], list(range(2, 40))], [], set()
     plain = [each.tokens for each in Decoder(target, method=AR()).generate(prompts, max_new_tokens=30)]
     for method in (SD(3), Lookup(4, 2)):
-        for seed, guard in ((1, None), (2, None), (3, False)):
-            decoder = jumpy(Decoder(target, None, noisy_copy(target, 0.03), method, guard), seed)
+        for guard in (None, None, False):
+            decoder = Decoder(target, None, noisy_copy(target, 0.03), method, guard)
             for rows in (prompts, prompts[::-1], prompts[:1]):
                 done = decoder.generate(rows, max_new_tokens=30)  # greedy, which the guard watches
                 assert [each.tokens for each in done] == [plain[prompts.index(row)] for row in rows]
