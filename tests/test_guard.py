@@ -27,6 +27,7 @@ from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
 from forerun.methods.guard import CHECK, FIRST, LONGEST, Guarded, SpeedTracker
 from forerun.methods.stop import LengthPolicy
+from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 
 GAMMA = 4
@@ -467,7 +468,7 @@ def test_when_the_guard_is_on() -> None:
 def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
     target, ticks = tiny("llama"), random.Random(1)
     clock = accumulate(ticks.expovariate(1.0) for _ in count()).__next__
-    monkeypatch.setattr(SpeedTracker.__init__, "__defaults__", (clock,))
+    monkeypatch.setattr(CausalLM, "clock", lambda _: clock())
     params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=30)
     prompts, texts, kinds = [[5, 6, 7, 5, 6], [9], list(range(2, 40))], [], set()
     plain = [each.tokens for each in Decoder(target, method=AR()).generate(prompts, max_new_tokens=30)]
