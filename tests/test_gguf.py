@@ -295,7 +295,9 @@ def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
     assert "of the kind 'abc'; known are gpt2, llama" in error(metadata={"tokenizer.ggml.model": "abc"})
 
 
-def test_files_with_the_same_tokenizer_are_told_by_their_headers(tmp_path: Path) -> None:
+def test_files_with_the_same_tokenizer_are_told_by_their_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def file(name: str, **changes: Any) -> Path:
         return ggufs.write(tmp_path / name, ggufs.small(), "F16", **changes)
 
@@ -304,8 +306,10 @@ def test_files_with_the_same_tokenizer_are_told_by_their_headers(tmp_path: Path)
     assert open_gguf(first).has_tokenizer_of(open_gguf(same))
     assert not any(open_gguf(first).has_tokenizer_of(open_gguf(other)) for other in others)
     tokenizer = gguf_tokenizer(first)
-    assert translation_for(tokenizer, same) is None
-    check_draft_tokenizer(tokenizer, same)
+    with monkeypatch.context() as without:
+        without.setattr("forerun.api.loading.load_tokenizer", None)  # it is not made
+        assert translation_for(tokenizer, same) is None
+        check_draft_tokenizer(tokenizer, same)
     with pytest.raises(ValueError, match="tokenizer differs"):
         check_draft_tokenizer(tokenizer, others[0])
     tokenizer.add_tokens(["more"])  # no longer what the file says
@@ -315,6 +319,16 @@ def test_files_with_the_same_tokenizer_are_told_by_their_headers(tmp_path: Path)
     backend = copy.deepcopy(tokenizer).backend_tokenizer  # a copy shares nothing
     backend.add_tokens(["new"])
     assert tokenizer.backend_tokenizer.token_to_id("new") is None
+
+
+def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16")
+    assert open_gguf(path) is not open_gguf(path)  # it may be being written
+    monkeypatch.setattr(gguf_file, "time", lambda: time.time() + 10)
+    first = open_gguf(path)
+    assert open_gguf(path) is first
+    ggufs.write(path, ggufs.small(), "F16", pre="qwen2")
+    assert open_gguf(path).value("tokenizer.ggml.pre", str) == "qwen2"
 
 
 def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:

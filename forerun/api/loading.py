@@ -23,6 +23,7 @@ from transformers import (
 from forerun.api.options import DeviceMap
 from forerun.backends import is_as_made
 from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
+from forerun.backends.gguf.tokenizer import UNUSED
 from forerun.backends.stored import store
 from forerun.backends.tensor_parallel import check_shape
 from forerun.kinds import check_kind
@@ -259,8 +260,9 @@ def _is_from_equal_file(target: PreTrainedTokenizerBase, draft: str | Path) -> b
     if theirs is None or ours.suffix.lower() != ".gguf" or not ours.is_file():
         return False
     file = open_gguf(ours)
-    tokens = len(file.value("tokenizer.ggml.tokens", list))  # the user may have added some, or taken others
-    return len(target) == tokens and file.has_tokenizer_of(open_gguf(theirs))
+    types = file.value("tokenizer.ggml.token_type", list, [])
+    used = len(types) - types.count(UNUSED)  # the user may have added some, or taken others
+    return len(target) == used and file.has_tokenizer_of(open_gguf(theirs))
 
 
 def translation_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ def main() -> None:
 
     A user's mistake is one line on stderr and exit status 2. Ctrl-C, once or many times, is one line and 130.
     """
+    gc.set_threshold(100_000)  # what imports make stays: looking for garbage in it took half a second
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:

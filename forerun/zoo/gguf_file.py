@@ -11,7 +11,9 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from time import time
 from typing import Any
 
 import numpy as np
@@ -213,6 +215,17 @@ def open_gguf(path: str | Path) -> GgufFile:
     architecture that is not in ARCHITECTURES.
     """
     path = Path(path)
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise GgufFile(path, {}, {}).error(error.strerror or str(error)) from None
+    is_new = time() - facts.st_ctime < 2  # it may change again without a trace in its times
+    return (_read.__wrapped__ if is_new else _read)(path, (facts.st_ino, facts.st_ctime_ns, facts.st_size))
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, version: tuple[int, ...]) -> GgufFile:
+    """As `open_gguf`. `version` differs between files of one name."""
     file = GgufFile(path, {}, {})
     try:
         with path.open("rb") as stream:

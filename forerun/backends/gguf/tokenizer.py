@@ -33,7 +33,7 @@ _SPLITS: dict[str, str | None] = {
     "tekken": _TEKKEN,
 }
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # a word that is a token is not merged from its parts
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # ggml's token types
+_NORMAL, _UNKNOWN, _CONTROL, _USER, UNUSED = 1, 2, 3, 4, 5  # ggml's token types
 
 
 _SPACE = "\u2581"  # what SentencePiece has for it
@@ -88,7 +88,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
     """Without tokens that only fill up, which models' own tokenizers have not got."""
-    return {token: i for i, (token, type) in enumerate(zip(tokens, types, strict=True)) if type != _UNUSED}
+    return {token: i for i, (token, type) in enumerate(zip(tokens, types, strict=True)) if type != UNUSED}
 
 
 def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
