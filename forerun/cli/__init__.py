@@ -23,6 +23,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         status = _run()
+        gc.freeze()  # likewise at the end of Python
         if status == INTERRUPTED:  # typer has caught it
             raise KeyboardInterrupt
         sys.exit(status)

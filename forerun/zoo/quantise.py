@@ -22,7 +22,7 @@ def unpack6(packed: Tensor) -> Tensor:
     """Return what `benchmarks.embedded.quantise.pack6` packed, as int8."""
     x, y, z = packed.unflatten(1, (-1, 3)).unbind(-1)
     values = torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], -1)
-    return (values.flatten(1).to(torch.int16) - 32).to(torch.int8)
+    return values.flatten(1).view(torch.int8) - 32
 
 
 def load_quantised(folder: Path) -> LlamaForCausalLM:
