@@ -34,6 +34,7 @@ TEMPLATE = (
 )
 ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama with biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"num_hidden_layers": 4}),  # the fourth does not rotate
@@ -176,7 +177,6 @@ def write(
 def _tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
     """Adds a tokenizer of bytes, a few merges and fillers up to `size` tokens; returns the rest of what is said."""
     tokens = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
-    assert len(tokens) <= size, f"the vocabulary must have {len(tokens)} tokens"
     kinds = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)) + [5] * (size - len(tokens))
     tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
     writer.add_token_list(tokens)
