@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
@@ -10,13 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import typer
@@ -347,9 +342,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"actors": 2}, "--actors is for --ray"),
-        ({"ray": "local"}, r"forerun batch needs ray: pip install 'forerun\[ray\]'"),
-        ({"ray": ""}, "--ray takes local, auto or HOST:PORT"),
+        ({}, r"forerun batch needs fastapi: pip install 'forerun\[serve\]'"),
         ({"seed": -1}, "seed must be 0 or more"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"target": "./nothing"}, "no model folder './nothing' for the target"),
@@ -358,140 +351,8 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
 def test_mistakes_are_named_before_anything_is_written(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "ray" else name)
+    if not options:
+        monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "fastapi" else name)
     with pytest.raises(ValueError, match=message):
         batch(write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def marked(mark: str, title: bytes = b"") -> list[int]:
-    """Processes with a mark in their environment and that title."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*"):
-        try:
-            if title in (each / "cmdline").read_bytes() and mark.encode() in (each / "environ").read_bytes():
-                found.append(int(each.name))
-        except OSError:
-            continue
-    return found
-
-
-class Cluster:
-    """Actors in this process. A `deadly` line ends its actor with all lines that this has; `limit`: actors that begin,
-    and then the error of the next one, or None if it waits for ever."""
-
-    def __init__(self, deadly: set[int], limit: int = 1000, error: str | None = None) -> None:
-        self.deadly, self.limit, self.error = deadly, limit, error
-        self.asked, self.shared, self.begun = Counter[int](), Counter[int](), 0
-
-    def remote(self, *args: Any) -> Any:
-        """Return a new actor."""
-        from ray.exceptions import RayActorError
-
-        has, died = set[int](), list[int]()
-
-        async def begin() -> None:
-            self.begun += 1
-            if self.begun > self.limit:
-                if self.error is not None:
-                    raise RayActorError(error_msg=self.error)
-                await asyncio.sleep(600)
-
-        async def ask(url: str, body: bytes) -> tuple[int, str, bytes]:
-            line = PROMPTS.index(json.loads(body)["prompt"]) + 1
-            self.asked[line] += 1
-            has.add(line)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            self.shared[line] += len(has) > 1
-            died.extend({line} & self.deadly)
-            if died:
-                raise RayActorError(error_msg="it died\nof memory")
-            has.remove(line)
-            return 400, "", b"{}"
-
-        return SimpleNamespace(begin=SimpleNamespace(remote=begin), ask=SimpleNamespace(remote=ask))
-
-
-@pytest.fixture
-def on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster], Folder]:
-    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
-    from forerun.scale import batch_ray
-
-    def run(found: Cluster) -> Folder:
-        monkeypatch.setattr("ray.remote", lambda actor: SimpleNamespace(options=lambda **resources: found))
-        monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
-        monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
-        source = scan(many(tmp_path / "in.jsonl", 8))
-        folder = Folder(tmp_path / "out", source, {})
-        try:
-            batch_ray.run(Loader("none", threads=1), "none", 2, source.lines(set(), {}), folder, 2)
-        finally:
-            folder.close()
-        return folder
-
-    return run
-
-
-def test_lines_that_end_their_actors_fail_and_their_neighbours_do_not(on_ray: Callable[[Cluster], Folder]) -> None:
-    deadly = {3, 8}
-    cluster = Cluster(deadly)
-    folder = on_ray(cluster)
-    assert folder.ended and folder.failed == deadly and folder.counts.refused == 22
-    assert {cluster.asked.pop(line) for line in deadly} == {5} and max(cluster.asked.values()) <= 3
-    assert all(cluster.shared[line] <= 2 for line in deadly)  # the last three times they are alone
-    record = json.loads((folder.path / "failed.jsonl").read_text().splitlines()[0])
-    assert record["error"]["message"].endswith("no answer: of memory")
-
-
-def test_an_actor_that_finds_no_room_is_not_waited_for(on_ray: Callable[[Cluster], Folder]) -> None:
-    assert on_ray(Cluster(set(), 1)).counts.refused == 24
-
-
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        (Cluster(set(), 0, "no memory"), "3 actors died before they had begun: no memory"),
-        (Cluster(set(range(1, 25))), "5 actors in a row died without an answer: of memory"),
-    ],
-)
-def test_actors_that_only_die_end_the_job(on_ray: Callable[[Cluster], Folder], cluster: Cluster, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        on_ray(cluster)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-def test_a_job_on_ray_loses_an_actor_and_its_driver(model: Path, tmp_path: Path) -> None:
-    source, out, mark = many(tmp_path / "in.jsonl", 250), tmp_path / "out", uuid4().hex
-    options = ["--target", str(model), "--method", "suffix", "--max-rows", "1", "--threads", "1", "--ray", "local"]
-    command = [*COMMAND, str(source), str(out), *options]
-    log, env = tmp_path / "log", os.environ | {"FORERUN_TEST_MARK": mark}
-
-    def run(condition: Callable[[], Any]) -> subprocess.Popen[bytes]:
-        """A job that has come so far. Ray gives its processes 30 seconds to start: on a loaded machine, try again."""
-        for _ in range(8):
-            with log.open("wb") as file:
-                process = subprocess.Popen(command, stderr=file, stdout=file, env=env)
-            until(lambda each=process: condition() or each.poll() is not None)  # type: ignore[misc]
-            if condition():
-                break
-            assert "no cluster at" in log.read_text()
-        return process
-
-    process = run(lambda: records(out))
-    actors = marked(mark, b"ray::Actor")
-    assert actors
-    os.kill(actors[0], signal.SIGKILL)
-    before = len(records(out))
-    until(lambda: len(records(out)) > before, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert len(records(out)) < len(PROMPTS)
-    until(lambda: not marked(mark))  # the whole cluster has ended
-    process = run(lambda: (out / "summary.json").exists())
-    assert process.wait(120) == 0
-    check_whole(out, model, 250)
-    assert Counter(each["line"] for each in records(out)).most_common(1)[0][1] == 1
-    assert f"{len(PROMPTS)} lines: {len(PROMPTS)} answered" in log.read_text()

@@ -283,7 +283,6 @@ def test_options_of_replicas_are_checked_before_anything_is_loaded(monkeypatch: 
     for options, message in (
         (["--replicas", "2"], "--replicas is for --ray"),
         (["--ray", ""], "--ray takes local, auto or HOST:PORT"),
-        (["--ray", "local", "--replicas", "3", "--max-replicas", "2"], "must be at least --replicas, 3, not 2"),
     ):
         found = CliRunner().invoke(cli, ["serve", *options])
         assert isinstance(found.exception, ValueError) and message in str(found.exception)
@@ -378,8 +377,8 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
     monkeypatch.setattr(replicas.serve, "delete", delete)
 
-    def serving(least: int, cpus: int) -> Any:
-        return replicas.serving("auto", make_decoder, least=least, most=5, rows=4, room=8, cpus=cpus)
+    def serving(count: int, cpus: int) -> Any:
+        return replicas.serving("auto", make_decoder, replicas=count, room=8, cpus=cpus)
 
     shares = {(1, None): 1, (2, "cuda"): 1, (3, None): 0.5, (5, None): 0.3333, (12, None): 0.1666, (3, "cpu"): 0}
     assert {each: replicas.gpus_each(*each) for each in shares} == shares
@@ -473,7 +472,7 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     bodies = [LONG | {"prompt": f"{i} the cat sat on", "max_tokens": 100} for i in range(6)]
     bodies = [each | ({"temperature": 1.0, "seed": i} if i % 2 else {}) for i, each in enumerate(bodies)]
     wanted = answers(Worker(make_decoder), [(PLAIN, each) for each in bodies])
-    application = engines(slow_decoder, least=2, most=2, rows=64, room=300, cpus=1)
+    application = engines(slow_decoder, replicas=2, room=300, cpus=1)
     worker = Fleet(ServeReplicas(application, "streams"))
 
     async def act(http: httpx.AsyncClient) -> Any:

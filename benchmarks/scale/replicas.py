@@ -254,7 +254,7 @@ def main() -> None:
     try:
         ray.init(address=nodes.cluster.address, log_to_driver=False)
         loader = Loader(args.target, None, {"max_queue": 256}, 1)
-        made = engines(loader, least=args.replicas, most=args.replicas, rows=64, room=320, cpus=1)
+        made = engines(loader, replicas=args.replicas, room=320, cpus=1)
         found = asyncio.run(run(args, Fleet(ServeReplicas(made, "replicas")), nodes, asked, wanted))
         serve.shutdown()
     finally:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.common import quiet, say
-from forerun.cli.options import MaxRowsOption, ServingOptions, grouped
+from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
 from forerun.sampling.params import SamplingParams
 
 EVERY = 10.0  # seconds between two lines about the progress
@@ -31,10 +31,9 @@ def batch(
         int | None, typer.Option(help="For lines without a seed, with the line's number added: repeatable sampling.")
     ] = None,
     max_rows: MaxRowsOption = 32,
-    actors: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; one a node by default.")] = None,
 ) -> None:
     """Answer a file of requests. Killed and run again, it goes on where it was. See docs/batch.md."""
-    serving.check("forerun batch", ["fastapi", "prometheus_client"], actors=actors)
+    check_packages("forerun batch", "serve", "fastapi", "prometheus_client")
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     SamplingParams(**given)
@@ -65,14 +64,7 @@ def batch(
             loader = Loader(serving.model, method, options | {"max_rows": max_rows}, serving.threads)
             folder.on_record = _progress(folder, len(source.numbers))
             lines = source.lines(set(folder.done), defaults)
-            if serving.ray is None:
-                seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder))
-            else:
-                from forerun.scale import batch_ray
-                from forerun.scale.cluster import cluster
-
-                with cluster(serving.ray, 256 * 2**20):
-                    seconds = batch_ray.run(loader, serving.name, max_rows, lines, folder, actors)
+            seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder))
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
@@ -88,10 +80,10 @@ def _progress(folder: Any, total: int) -> Callable[[], None]:
     def print_line() -> None:
         nonlocal last
         if (now := perf_counter()) - last > EVERY:
-            last, wrong = now, folder.counts.records - folder.counts.answered
-            speed = folder.new.completion_tokens / (now - begun)
+            last, lines = now, len(folder.done) + len(folder.failed)
+            wrong = lines - folder.sums["answered"]
             errors = f", {wrong} errors" if wrong else ""
-            say(f"{folder.counts.records} of {total} lines, {speed:.0f} tokens/s{errors}")
+            say(f"{lines} of {total} lines, {folder.tokens / (now - begun):.0f} tokens/s{errors}")
 
     return print_line
 

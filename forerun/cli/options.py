@@ -83,7 +83,7 @@ class LoadOptions:
 
     def for_load(self) -> dict[str, Any]:
         """Return the options that `forerun.load` takes as they are."""
-        rest = ("threads", "method", "gamma", "method_arg", "target", "model_name", "ray")
+        rest = ("threads", "method", "gamma", "method_arg", "target", "model_name")
         return {name: value for name, value in vars(self).items() if name not in rest}
 
 
@@ -137,7 +137,7 @@ class DecodeOptions(DraftOptions):
 
 @dataclass(frozen=True)
 class ServingOptions(DecodeOptions):
-    """The target and the engines that run it. For `forerun serve` and `forerun batch`."""
+    """The target and its memory. For `forerun serve` and `forerun batch`."""
 
     target: Annotated[
         str | None,
@@ -147,20 +147,6 @@ class ServingOptions(DecodeOptions):
     kv_memory: Annotated[
         int | None, typer.Option(min=1, help="Bytes for the target's keys and values. Half of what is free by default.")
     ] = None
-    ray: Annotated[
-        str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
-    ] = None
-
-    def check(self, command: str, packages: list[str], **for_ray: int | None) -> None:
-        """Raise ValueError for missing packages, and for options that need a cluster if none is given."""
-        for extra, names in (("serve", packages), ("ray", ["ray"] if self.ray else [])):
-            if missing := [each for each in names if find_spec(each) is None]:
-                raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'forerun[{extra}]'")
-        for name, value in for_ray.items():
-            if self.ray is None and value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for --ray")
-        if self.ray == "":
-            raise ValueError("--ray takes local, auto or HOST:PORT")
 
     @property
     def model(self) -> str:
@@ -221,6 +207,12 @@ class SamplingOptions:
             raise ValueError("--ignore-eos cannot stand beside a form of the output, which says where it ends")
         values |= {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "response_format": form}
         return SamplingParams(**values)
+
+
+def check_packages(command: str, extra: str, *names: str) -> None:
+    """Raise ValueError for packages that a command needs and that are missing."""
+    if missing := [each for each in names if find_spec(each) is None]:
+        raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'forerun[{extra}]'")
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

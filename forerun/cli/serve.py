@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.common import quiet
-from forerun.cli.options import MaxRowsOption, ServingOptions, grouped
+from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
 
 LEVELS = ("debug", "info", "warning", "error")
 SPINS = "100000"  # turns that torch's threads wait after each product; with the usual 300,000 they keep their cores
@@ -34,22 +34,21 @@ def serve(
     max_seconds: Annotated[float, typer.Option(help="Most seconds of a request, with those in the queue.")] = 600,
     drain: Annotated[float, typer.Option(help="Seconds for running requests when the server is to end.")] = 30,
     log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Lines of the log are JSON.")] = False,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; 2 by default.")] = None,
-    max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="The most while requests wait; as many as --replicas by default.")
+    ray: Annotated[
+        str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
     ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Engines on the cluster; 2 by default.")] = None,
 ) -> None:
     """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
     begun = perf_counter()
-    serving.check(
-        "forerun serve", ["fastapi", "uvicorn", "prometheus_client"], replicas=replicas, max_replicas=max_replicas
-    )
+    check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
+    if ray is None and replicas is not None:
+        raise ValueError("--replicas is for --ray")
+    if ray is not None:
+        check_packages("forerun serve --ray", "ray", "ray")
+        if not ray:
+            raise ValueError("--ray takes local, auto or HOST:PORT")
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded; the loop's thread needs a core too
-    least = replicas or min(2, max_replicas or 2)
-    most = max_replicas or least
-    if most < least:
-        raise ValueError(f"--max-replicas must be at least --replicas, {least}, not {most}")
     if log_level not in LEVELS:
         raise ValueError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
     for name, seconds in (("max-seconds", max_seconds), ("drain", drain)):
@@ -63,7 +62,7 @@ def serve(
     from forerun.zoo.memory import loading_line
 
     listening = listen(host, port)
-    set_up_log(log_level, log_json)
+    set_up_log(log_level)
     logging.getLogger("forerun.server").info(loading_line(serving.model, serving.draft, method))
     quiet(serving.threads)
     from forerun.server.app import Settings
@@ -75,12 +74,12 @@ def serve(
     options = serving.for_load() | {"max_rows": max_rows, "max_queue": max_queue}
     options["share_outputs"] = any(each.startswith("warm=") for each in serving.method_arg or [])
     loader = Loader(serving.model, method, options, serving.threads)
-    if serving.ray is None:
+    if ray is None:
         serve(Worker(loader), settings, listening, **how)
     else:
-        from forerun.scale import replicas as scale
+        from forerun.scale.replicas import serving as serving_on
 
-        sizes = {"least": least, "most": most, "rows": max_rows, "room": max_rows + max_queue}
-        with scale.serving(serving.ray, loader, **sizes, cpus=serving.threads or 1, device=serving.device) as fleet:
+        sizes = {"replicas": replicas or 2, "room": max_rows + max_queue, "cpus": serving.threads or 1}
+        with serving_on(ray, loader, **sizes, device=serving.device) as fleet:
             serve(fleet, settings, listening, **how)
     leave()

@@ -132,35 +132,26 @@ def read_line(number: int, raw: bytes, ids: dict[str, int], defaults: Mapping[st
     if is_plain:
         url = CHAT if "messages" in found else COMPLETION
         found = {"url": url, "body": {key: value for key, value in found.items() if key != "id"}}
-        wrong = _check_plain(found["body"])
-    else:
-        wrong = _check_envelope(found)
-    if wrong is None and found["body"].get("stream"):
-        wrong = "unsupported_parameter", "stream is not supported in a batch"
-    if wrong is not None:
+    if (wrong := _wrong(found, is_plain)) is not None:
         return BadLine(number, custom_id, *wrong)
     return Line(number, custom_id, found["url"], json.dumps(_fill_in(found["body"], number, defaults)).encode())
 
 
-def _check_plain(body: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the code and message of what is wrong, or None."""
-    if ("prompt" in body) == ("messages" in body):
-        return "invalid_line", "the line must have prompt or messages, or custom_id, method, url and body"
-    return None
-
-
-def _check_envelope(found: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the code and message of what is wrong, or None."""
-    for key in _ENVELOPE:
-        if found.get(key) is None:
-            return f"missing_{key}", f"{key} is missing"
-    if found["method"] != "POST":
-        return "invalid_method", f"method must be POST, not {ascii(found['method'])[:80]}"
-    if found["url"] not in (CHAT, COMPLETION):
-        return "invalid_url", f"url must be {CHAT} or {COMPLETION}, not {ascii(found['url'])[:80]}"
-    if not isinstance(found["body"], dict):
-        return "invalid_body", "body must be an object"
-    return None
+def _wrong(found: dict[str, Any], is_plain: bool) -> tuple[str, str] | None:
+    """Return the code and message of what is wrong with a request, or None."""
+    if is_plain:
+        if ("prompt" in found["body"]) == ("messages" in found["body"]):
+            return "invalid_line", "the line must have prompt or messages, or custom_id, method, url and body"
+    else:
+        for key in _ENVELOPE:
+            if found.get(key) is None:
+                return f"missing_{key}", f"{key} is missing"
+        for key, allowed in (("method", ("POST",)), ("url", (CHAT, COMPLETION))):
+            if found[key] not in allowed:
+                return f"invalid_{key}", f"{key} must be {' or '.join(allowed)}, not {ascii(found[key])[:80]}"
+        if not isinstance(found["body"], dict):
+            return "invalid_body", "body must be an object"
+    return ("unsupported_parameter", "stream is not supported in a batch") if found["body"].get("stream") else None
 
 
 def _fill_in(body: dict[str, Any], number: int, defaults: Mapping[str, Any]) -> dict[str, Any]:

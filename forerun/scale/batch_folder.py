@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, BinaryIO
@@ -18,38 +18,19 @@ from forerun.scale.batch_file import BadLine, Input, Line
 SYNC = 1.0  # seconds, at most, of records that a machine without power may lose
 
 
-@dataclass
-class Counts:
-    """Sums over records. `steps`: forwards of the target, as each answer counts them."""
+SUMS = ("answered", "refused", "bad_lines", "failed", "prompt_tokens", "completion_tokens", "steps")
 
-    answered: int = 0
-    refused: int = 0
-    bad_lines: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    steps: int = 0
 
-    @property
-    def records(self) -> int:
-        return self.answered + self.refused + self.bad_lines + self.failed
-
-    @property
-    def tau(self) -> float:
-        return self.completion_tokens / max(1, self.steps)
-
-    def add(self, record: dict[str, Any]) -> None:
-        response = record["response"]
-        if response is None:
-            self.bad_lines += 1
-        elif response["status_code"] != 200:
-            self.refused += 1
-        else:
-            self.answered += 1
-            usage, metrics = response["body"]["usage"], response["body"]["metrics"]
-            self.prompt_tokens += usage["prompt_tokens"]
-            self.completion_tokens += usage["completion_tokens"]
-            self.steps += metrics["speculative_decoding"]["num_spec_steps"]
+def sums_of(record: dict[str, Any]) -> Counter[str]:
+    """Return what a record adds to the sums. `steps`: forwards of the target, as its answer counts them."""
+    response = record["response"]
+    if response is None:
+        return Counter(bad_lines=1)
+    if response["status_code"] != 200:
+        return Counter(refused=1)
+    usage, metrics = response["body"]["usage"], response["body"]["metrics"]
+    found = Counter(answered=1, steps=metrics["speculative_decoding"]["num_spec_steps"])
+    return found + Counter({name: usage[name] for name in ("prompt_tokens", "completion_tokens")})
 
 
 class Folder:
@@ -62,7 +43,7 @@ class Folder:
 
     Attributes:
         done: numbers of the lines whose record is final; failed: of those that failed in this run.
-        counts: of all records; new: of those of this run.
+        sums: of all records, by SUMS; tokens, records: output tokens and records of this run.
         on_record: called after each record.
     """
 
@@ -74,7 +55,7 @@ class Folder:
         self._job = json.loads(json.dumps({"input": source.fingerprint, "lines": size, "settings": settings}))
         self.done: set[int] = set()
         self.failed: set[int] = set()
-        self.counts, self.new = Counts(), Counts()
+        self.sums, self.tokens, self.records = Counter[str](), 0, 0
         self.on_record: Callable[[], None] = lambda: None
         self._records = path / "records.jsonl"
         self._file: BinaryIO | None = None
@@ -140,7 +121,7 @@ class Folder:
                     number = record["line"]
                     if number not in self._source.numbers or number in self.done:
                         raise ValueError("not of this job, or there twice")
-                    self.counts.add(record)
+                    self.sums += sums_of(record)
                 except (ValueError, TypeError, KeyError):
                     if file.read(1):  # more comes after it, so it is not the end of a killed run
                         raise ValueError(f"{self._records} is damaged in line {count}: take that line out") from None
@@ -171,9 +152,7 @@ class Folder:
             with (self.path / "failed.jsonl").open("ab") as file:
                 file.write(self._record(line, b"null", ("failed", f"no answer: {why}")))
         self.failed.add(line.number)
-        self.counts.failed += 1
-        self.new.failed += 1
-        self.on_record()
+        self._count(Counter(failed=1))
 
     def _record(self, line: Line | BadLine, response: bytes, why: tuple[str, str] | None) -> bytes:
         number, id = line.number, f"batch_req_{self._source.fingerprint[:12]}_{line.number}"
@@ -194,14 +173,17 @@ class Folder:
                 os.fsync(self._file.fileno())
                 self._synced = perf_counter()
         self.done.add(number)
-        found = json.loads(record)
-        self.counts.add(found)
-        self.new.add(found)
+        self._count(sums_of(json.loads(record)))
+
+    def _count(self, sums: Counter[str]) -> None:
+        self.sums += sums
+        self.tokens += sums["completion_tokens"]
+        self.records += 1
         self.on_record()
 
     def _begin(self) -> None:
         """Before the first record of a run: mark the folder as the job's, and forget what failed before."""
-        if self.new.records:
+        if self.records:
             return
         if not (self.path / "job.json").exists():
             write_text(self.path / "job.json", json.dumps(self._job, indent=1) + "\n")
@@ -223,13 +205,12 @@ class Folder:
         """
         assert self.ended
         path = self.path / "summary.json"
-        if not self.new.records and path.exists():
+        if not self.records and path.exists():
             return dict(json.loads(path.read_bytes()))
-        tokens = self.new.completion_tokens
-        run = {"records": self.new.records, "seconds": round(seconds, 3), "completion_tokens": tokens}
-        run["tokens_per_second"] = round(tokens / seconds, 3) if seconds else 0.0
-        total = asdict(self.counts) | {"tau": round(self.counts.tau, 4)}
-        found = {"lines": len(self._source.numbers), **total, "last_run": run}
+        run = {"records": self.records, "seconds": round(seconds, 3), "completion_tokens": self.tokens}
+        run["tokens_per_second"] = round(self.tokens / seconds, 3) if seconds else 0.0
+        found: dict[str, Any] = {"lines": len(self._source.numbers), **{name: self.sums[name] for name in SUMS}}
+        found |= {"tau": round(self.sums["completion_tokens"] / max(1, self.sums["steps"]), 4), "last_run": run}
         with self._writing():
             write_text(path, json.dumps(found, indent=1) + "\n")
         return found

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
 from time import perf_counter
-from typing import Any, Self
+from typing import Any
 
 from starlette.types import ASGIApp, Message
 
@@ -23,54 +22,6 @@ _LOG = logging.getLogger("forerun.model.batch")
 NO_LIMIT = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
 PAUSE = 0.1  # seconds before a line is tried again
 TRIES = 3  # answers of 500 and more that a line may get
-
-
-def window(max_rows: int) -> int:
-    """Return how many lines to ask at once: those that have a row, and some that are read and wait for one."""
-    return max_rows + min(max_rows, 64)
-
-
-class Answerer:
-    """The server's app with an engine, asked without a socket: checks, answers and errors are the server's.
-
-    Use it as an asynchronous context manager; entering raises what `make` raises.
-    """
-
-    def __init__(self, make: Callable[[], Decoder], model: str) -> None:
-        """`make` loads the decoder in the thread that computes. `model`: its name in answers."""
-        self.worker = Worker(make)
-        self._app = create_app(self.worker, Settings(model=model, max_seconds=NO_LIMIT))
-        self._again = asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._app.router.lifespan_context(self._app))
-            await until_ready(self.worker)
-            self._open = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._open.aclose()
-
-    async def ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
-        """Return status, request id and body of the server's response. Raises what ended the engine's thread.
-
-        A line at which the server fails is tried again, alone among such lines.
-        """
-        found = await self._ask(url, body)
-        for _ in range(TRIES - 1):
-            if found[0] < 500:
-                break
-            async with self._again:
-                await asyncio.sleep(PAUSE)
-                found = await self._ask(url, body)
-        return found
-
-    async def _ask(self, url: str, body: bytes) -> tuple[int, str, bytes]:
-        found = await _post(self._app, url, body)
-        if self.worker.failed is not None:
-            raise self.worker.failed
-        return found
 
 
 async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
@@ -103,21 +54,42 @@ async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
 async def run(
     make: Callable[[], Decoder], model: str, max_rows: int, lines: Iterator[Line | BadLine], folder: Folder
 ) -> float:
-    """Answer lines on one engine, whose rows are filled again as they become free. Return the seconds without loading.
+    """Answer lines by the server's app, asked without a socket: checks, answers and errors are the server's. Return the
+    seconds without loading.
 
-    Raises what `make` raises, and what ends the engine's thread.
+    A line at which the server fails is tried again, alone among such lines. Raises what `make` raises, and what ends
+    the engine's thread.
+
+    Args:
+        make: loads the decoder in the thread that computes.
+        model: its name in answers.
     """
-    async with Answerer(make, model) as answerer:
+    worker, again = Worker(make), asyncio.Lock()
+    app = create_app(worker, Settings(model=model, max_seconds=NO_LIMIT))
+
+    async def ask(line: Line) -> tuple[int, str, bytes]:
+        found = await _post(app, line.url, line.body)
+        if worker.failed is not None:
+            raise worker.failed
+        return found
+
+    async def work() -> None:
+        for line in lines:  # all take from the same lines
+            if isinstance(line, BadLine):
+                folder.refuse(line)
+                continue
+            found, tries = await ask(line), 1
+            while found[0] >= 500 and tries < TRIES:
+                async with again:
+                    await asyncio.sleep(PAUSE)
+                    found, tries = await ask(line), tries + 1
+            folder.answer(line, *found)
+
+    async with app.router.lifespan_context(app):
+        await until_ready(worker)
         begun = perf_counter()
-
-        async def work() -> None:
-            for line in lines:  # all take from the same lines
-                if isinstance(line, BadLine):
-                    folder.refuse(line)
-                else:
-                    folder.answer(line, *await answerer.ask(line.url, line.body))
-
-        tasks = [asyncio.ensure_future(work()) for _ in range(window(max_rows))]
+        # Those that have a row, and some that are read and wait for one.
+        tasks = [asyncio.ensure_future(work()) for _ in range(max_rows + min(max_rows, 64))]
         try:
             await asyncio.gather(*tasks)
         finally:

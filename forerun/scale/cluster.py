@@ -43,14 +43,6 @@ def cores() -> list[int]:
     return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
-def most_threads(processes: int) -> int:
-    """Return how many cores each of these processes can have on the nodes; 0 if they do not fit."""
-    threads = sum(cores()) // processes
-    while threads and sum(each // threads for each in cores()) < processes:
-        threads -= 1
-    return threads
-
-
 def gpus_each(processes: int, device: str | None) -> float:
     """Return the GPUs that each of these processes asks for: one, or a part that they all fit into; none on a CPU."""
     gpus = int(ray.cluster_resources().get("GPU", 0))

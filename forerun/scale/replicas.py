@@ -16,7 +16,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -150,48 +150,41 @@ class ServeReplicas:
 
 
 def engines(
-    make: Callable[[], Decoder], *, least: int, most: int, rows: int, room: int, cpus: float, device: str | None = None
+    make: Callable[[], Decoder], *, replicas: int, room: int, cpus: float, device: str | None = None
 ) -> serve.Application:
-    """Return an application of `least` to `most` replicas on the cluster that Ray is connected to.
+    """Return an application of replicas on the cluster that Ray is connected to.
 
-    There are more if over `rows` requests a replica are in flight, so that some wait. `room`: requests that a replica
-    holds. A replica has `cpus` cores, and its share of the GPUs unless its device is a CPU.
+    A replica holds `room` requests. It has `cpus` cores, and its share of the GPUs unless its device is a CPU.
     """
-    scaling: dict[str, Any] = {"num_replicas": least}
-    if most > least:
-        config = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=rows)
-        scaling = {"autoscaling_config": config}
     routing: dict[str, Any] = {"request_router_class": Router, "request_routing_stats_period_s": 2.0}
     deployment = serve.deployment(
         name="Engine",
+        num_replicas=replicas,
         max_ongoing_requests=2 * room,  # the app keeps count; a few more calls must not wait at Serve's door
-        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus_each(most, device)},
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus_each(replicas, device)},
         request_router_config=RequestRouterConfig(**routing),
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=30,
         max_constructor_retry_count=3,  # in all; a model that cannot be loaded ends the server
-        **scaling,
     )
     return deployment(Engine).bind(make)
 
 
 @contextmanager
-def serving(
-    address: str, make: Callable[[], Decoder], *, least: int, most: int, cpus: int, **options: Any
-) -> Iterator[Fleet]:
+def serving(address: str, make: Callable[[], Decoder], *, replicas: int, cpus: int, **options: Any) -> Iterator[Fleet]:
     """Connect to a cluster, and yield a backend whose replicas there end with the connection.
 
-    The arguments are those of `engines`. Raises ValueError if the least of the replicas do not fit.
+    The arguments are those of `engines`. Raises ValueError if the replicas do not fit.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with cluster(address, 100 * 2**20, cpus * most):
+    with cluster(address, 100 * 2**20, cpus * replicas):
         found = cores()
-        if sum(each // cpus for each in found) < least:
-            raise ValueError(f"--replicas {least} with {cpus} threads each do not fit into {sum(found)} cores")
+        if sum(each // cpus for each in found) < replicas:
+            raise ValueError(f"--replicas {replicas} with {cpus} threads each do not fit into {sum(found)} cores")
         name = f"forerun-{token_hex(4)}"
         try:
-            yield Fleet(ServeReplicas(engines(make, least=least, most=most, cpus=cpus, **options), name))
+            yield Fleet(ServeReplicas(engines(make, replicas=replicas, cpus=cpus, **options), name))
         finally:
             with suppress(Exception):  # the cluster may be gone; the error to show is what ended the server
                 serve.delete(name, _blocking=False)

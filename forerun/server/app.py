@@ -155,7 +155,7 @@ class Service:
             "total_ms": round(1000 * (perf_counter() - counts.begun), 1),
             "reason": ",".join(sorted(set(reasons))),
         }
-        _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()), extra={"line": line})
+        _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()))
 
 
 async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T], seconds: float | None = None) -> _T:
