@@ -21,12 +21,14 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
+_WINDOWS |= {"layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 20, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 4}),
-    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]} | _WINDOWS),
 }
 
 

@@ -78,14 +78,16 @@ def _same(name: str, kind: str, **sizes: int) -> None:
     assert f"C for {library().fr_variant().decode()}" == facts_of(quick)["kernel"]
     tokens = [[int(token) for token in torch.randint(3, 130, (size,))] for size in (300, 7, 40)]
     drafts = [Draft.chain(5, [6, 7]), Draft([5, 9, 9, 11, 12], [-1, 0, 0, 1, 2], origins=["draft"] * 5), Draft.root(8)]
-    logits = []
+    found = []
     for each in (quick, CausalLM(copy.deepcopy(model))):
         for id, prompt in enumerate(tokens):
             each.add(id)
             each.extend([id], [prompt])
-        logits.append(torch.cat(each.forward([0, 1, 2], drafts).logits))
-    assert logits[0].dtype == torch.float32
-    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[1].std()
+        output = each.forward([0, 1, 2], drafts, "head")
+        found.append((torch.cat(output.logits), torch.cat(output.hidden or [])))
+    assert found[0][0].dtype == torch.float32
+    for own, wanted in zip(*found, strict=True):  # logits, and states
+        assert (own - wanted).abs().max() < (0.01 if kind == "bfloat16" else 0.1) * wanted.std()
 
 
 @pytest.mark.usefixtures("without_library")
