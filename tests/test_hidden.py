@@ -36,7 +36,6 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.sampling.sampler import Sampler
 
-EVEN = torch.arange(3)
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 FREE = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0})  # drafting and verifying cost nothing more
 
@@ -47,6 +46,11 @@ def features_of(target: CausalLM, tokens: list[int]) -> Tensor:
     return captured[0][0]
 
 
+def toys(kind: str = "lyanna", **settings: Any) -> tuple[CausalLM, HiddenLM]:
+    target = CausalLM(tiny("llama"))
+    return target, HiddenLM(random_head(target, kind=kind, **settings), target)
+
+
 def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[int] | None, chunk: int = 64) -> int:
     return sum(head.prefill(id, features, tokens, chunk))
 
@@ -54,18 +58,11 @@ def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[in
 # Heads.
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "today's": {},
-    "two layers": {"num_hidden_layers": 2},
-    "uninformed": {"rank": 0},
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_drafting_goes_on_as_it_was_trained(form: str) -> None:
+@pytest.mark.parametrize("form", [{}, {"num_hidden_layers": 2}, {"rank": 0}])
+def test_drafting_goes_on_as_it_was_trained(form: dict[str, int]) -> None:
     """States after every place of a text, drafted from a cache, are those of the unrolled training pass."""
     target = CausalLM(tiny("llama"))
-    head = random_head(target, **FORMS[form])
+    head = random_head(target, **form)
     tokens = [5, 6, 7, 8, 9, 1, 2, 3]
     features = features_of(target, tokens)
     with torch.no_grad():
@@ -91,8 +88,7 @@ def test_drafting_goes_on_as_it_was_trained(form: str) -> None:
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_prompts_run_in_chunks(kind: str) -> None:
     """Rows of their own lengths, in any order, say what they say alone."""
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, kind=kind), target)
+    target, head = toys(kind)
     texts = {4: [5, 6, 7, 8, 9, 1, 2], 2: [3, 4, 5], 9: list(range(2, 30))}
     features = {id: features_of(target, text) for id, text in texts.items()}
     alone = {}
@@ -151,8 +147,7 @@ def test_token_information_that_is_too_large_for_a_table(monkeypatch: pytest.Mon
 
 def test_an_eagles_beams_follow_their_paths() -> None:
     """Each beam's state against a chain of its own path, rows of different lengths together."""
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, kind="eagle"), target)
+    target, head = toys("eagle")
     texts = [[5, 6, 7, 8, 9, 1], [3, 4, 5]]
     features = [features_of(target, text)[:-1] for text in texts]
     for id in (0, 1):
@@ -189,9 +184,8 @@ def sequence(tokens: abc.Sequence[int], id: int = 0, new: int = 30, **request: A
 
 
 def lyanna(reuse: str, costs: Costs | None = None, **settings: Any) -> LyannaDrafter:
-    target = CausalLM(tiny("llama"))
     kind = Lyanna if costs is None else PacerLyanna
-    return LyannaDrafter(kind(6, reuse=reuse, **settings), HiddenLM(random_head(target), target), costs)
+    return LyannaDrafter(kind(6, reuse=reuse, **settings), toys()[1], costs)
 
 
 def admit(drafter: HeadDrafter, seq: Sequence) -> None:
@@ -281,8 +275,7 @@ def test_a_budget_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_a_budget_takes_what_its_costs_allow(kind: str, width: int, most: int) -> None:
     """No forward is made that is not worth its time; each of an EAGLE-like head's is of all beams."""
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, kind=kind), target)
+    target, head = toys(kind)
 
     def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[int], int, int]:
         """Numbers of tokens, the largest depth and forwards, with all tokens certain, or hopeless."""
@@ -314,8 +307,7 @@ def test_a_budget_takes_what_its_costs_allow(kind: str, width: int, most: int) -
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_the_costs_of_a_heads_states(kind: str) -> None:
-    target = CausalLM(tiny("llama"))
-    costs = head_costs(HiddenLM(random_head(target, kind=kind), target), 8)
+    costs = head_costs(toys(kind)[1], 8)
     assert set(costs) == {1, 2, 4, 8, 16} and min(costs.values()) > 0
 
 
@@ -324,8 +316,7 @@ def test_the_costs_of_a_heads_states(kind: str) -> None:
 
 def test_a_tree_holds_the_best_paths() -> None:
     """Against an enumeration of all paths, where the beams are wide enough to miss none."""
-    target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, hot=4), target)
+    target, head = toys(hot=4)
     table, hot = head.information(torch.arange(target.vocab_size)) * 3, head.hot.tolist()
     places = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -344,13 +335,12 @@ def test_a_tree_holds_the_best_paths() -> None:
     chains = grow([5, 7], logits, head.hot, [3, 2], 1, 3)
     assert all(chain.is_chain for chain in chains) and [chain.drafted for chain in chains] == [3, 2]
     assert [draft.drafted for draft in grow([5, 7], logits, head.hot, [0, 0], 2, 3)] == [0, 0]
-
-
-def test_certain_paths_hold_their_ancestors() -> None:
-    """If all probabilities are 1, no child is taken for its parent."""
+    # If all probabilities are 1, no child is taken for its parent.
     certain = torch.full((1, 4, 3), -1e9)
     certain[..., 1] = 0.0
-    (draft,) = grow([9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), EVEN, [4], 3, 4)
+    (draft,) = grow(
+        [9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), torch.arange(3), [4], 3, 4
+    )
     assert draft.tokens[:1] == [9] and max(draft.depths) == 4 and draft.is_chain
 
 
@@ -385,23 +375,21 @@ def head_of(target: CausalLM, way: str) -> HiddenDrafter:
 @pytest.mark.parametrize("way", WAYS)
 def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
-    chosen = WAYS[way]
-    head = head_of(CausalLM(target), way)
     costs = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
-    decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs)
+    head = head_of(CausalLM(target), way)
+    decoder = Decoder(target, None, None, WAYS[way], guard=False, head=head, costs=costs)
     ar = Decoder(target, method=method("ar"))
-    for prompts in (PROMPTS[:2], PROMPTS, PROMPTS * 4):
+    for prompts in (PROMPTS[1:2], PROMPTS[:2], PROMPTS, PROMPTS * 4):
         plain = ar.generate(prompts, max_new_tokens=24, ignore_eos=True)
         done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
-    plain = ar.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
-    assert decoder.generate(PROMPTS[1], max_new_tokens=24, ignore_eos=True).tokens == plain[1].tokens
 
 
 def test_reused_logits_are_those_of_the_earlier_step() -> None:
     """On a real head: what is left of a step's logits is what the head says of the text as it was then."""
-    target = tiny("llama")
+    target, head = toys()
+    texts: list[list[int]] = []
     seen: list[tuple[int, int, Tensor]] = []
 
     class Watched(LyannaDrafter):
@@ -412,14 +400,12 @@ def test_reused_logits_are_those_of_the_earlier_step() -> None:
                 seen.append((len(seq.tokens) - old.ahead, old.ahead, old.places))
             return super().draft(seqs, limits)
 
-    texts: list[list[int]] = []
-    head = HiddenLM(random_head(CausalLM(target)), CausalLM(target))
     drafter = Watched(Lyanna(5, reuse="free", least=1), head)
-    decode(CausalLM(target), drafter, [Request([5, 6, 7, 5, 6], 60)])
+    decode(target, drafter, [Request([5, 6, 7, 5, 6], 60)])
     assert len(seen) > 3 and not drafter.old and not head.cache.ids
     for text, (length, ahead, places) in list(zip(texts, seen, strict=True))[:6]:
         alone = head.fresh()
-        features = features_of(CausalLM(target), text[: length - 1])
+        features = features_of(target, text[: length - 1])
         prefilled(alone, 0, features[:-1], text[1 : length - 1])
         state = alone.extend([0], [features[-1:]], [text[length - 1 : length]])
         states = torch.cat([state, *alone.roll([0], state, 4)])
@@ -430,7 +416,6 @@ def test_reused_logits_are_those_of_the_earlier_step() -> None:
 def test_requests_of_all_modes_in_one_batch(way: str) -> None:
     """Greedy, sampled and seeded ones that come and end at their own times: each gets what it gets alone."""
     target = CausalLM(tiny("llama"))
-    chosen = WAYS[way]
     head = HiddenLM(head_of(target, way), target)
     modes: list[dict[str, Any]] = [{}, {"sampler": Sampler(False), "seed": 5}, {"sampler": Sampler(False), "seed": 6}]
     requests = [
@@ -439,7 +424,7 @@ def test_requests_of_all_modes_in_one_batch(way: str) -> None:
 
     def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
         costs = Costs({1: 1.0, 16: 1.5}, {}, head={1: 0.001})
-        decoder = Decoder(target, None, None, chosen, guard=False, head=head, costs=costs)
+        decoder = Decoder(target, None, None, WAYS[way], guard=False, head=head, costs=costs)
         drafter = decoder.engine.drafter
         found = decode(target.fresh(), drafter, requests, max_rows=rows)
         assert not drafter.features and not drafter.head.cache.ids  # type: ignore[attr-defined]
@@ -461,12 +446,13 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     for each in (again, first):
         each.add(0)
     assert torch.equal(again.extend([0], [states], [[3] * 7]), first.extend([0], [states], [[3] * 7]))
-    with pytest.raises(ValueError, match="belongs to another target"):
-        load_head(tmp_path / "head", CausalLM(tiny("qwen3")), "lyanna")
-    with pytest.raises(ValueError, match="of the kind 'lyanna'; the method needs 'eagle'"):
-        load_head(tmp_path / "head", target, "eagle")
-    with pytest.raises(ValueError, match=r"there is no .*config\.json"):
-        load_head(tmp_path / "nothing", target, "lyanna")
+    for name, model, kind, message in (
+        ("head", CausalLM(tiny("qwen3")), "lyanna", "belongs to another target"),
+        ("head", target, "eagle", "of the kind 'lyanna'; the method needs 'eagle'"),
+        ("nothing", target, "lyanna", r"there is no .*config\.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_head(tmp_path / name, model, kind)
     with pytest.raises(ValueError, match="needs a head: give one, or train one with `forerun train lyanna`"):
         Decoder(target, method=Lyanna())
     save_quantised(head, tmp_path / "small", {})
@@ -509,9 +495,9 @@ def test_settings_are_checked() -> None:
     for name in ("pacer-lyanna", "pacer-eagle"):
         with pytest.raises(ValueError, match="block must be an integer of at least 1"):
             method(name, block=0)
-    target = CausalLM(tiny("llama"))
+    target, head = toys("eagle")
     with pytest.raises(ValueError, match="of the kind 'eagle'; the method needs 'lyanna'"):
-        Decoder(target, method=Lyanna(), head=HiddenLM(random_head(target, kind="eagle"), target))
+        Decoder(target, method=Lyanna(), head=head)
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
