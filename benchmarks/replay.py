@@ -18,10 +18,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from forerun.api.profiles import costs_of
 from forerun.bench.records import Record, parse
 from forerun.bench.report import summary
-from forerun.engine.costs import Costs
+from forerun.engine.costs import Costs, costs_of
 from forerun.files import read_text
 from forerun.methods import Method, is_method, method, method_class, settings_of
 

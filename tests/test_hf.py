@@ -122,6 +122,7 @@ def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, asked = tiny("llama"), []
+    monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
     monkeypatch.setattr("forerun.api.build.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
     wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft()).tolist()
     layer().save_pretrained(tmp_path)

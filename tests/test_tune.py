@@ -30,7 +30,7 @@ from forerun.bench import tune
 from forerun.bench.measure import Outcome, Run
 from forerun.bench.tune import candidates, finalists, new_tokens, rate, screen
 from forerun.cli import main
-from forerun.engine.costs import Costs
+from forerun.engine.costs import Costs, costs_of
 from forerun.engine.engine import Step
 from forerun.methods import AR, SD, Confidence, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
 from forerun.model.causal_lm import CausalLM
@@ -301,7 +301,7 @@ def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: P
         Decoder(decoder.target, decoder.tokenizer, method=AR(), sampling_method=SD(2))
 
 
-def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once_and_for_methods_that_ask(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
     monkeypatch.setattr(
         "forerun.api.build.measure_costs", lambda target, draft, **layer: measured.append(draft) or COSTS
@@ -322,6 +322,14 @@ def test_costs_are_measured_once_and_for_methods_that_ask(monkeypatch: pytest.Mo
             decoder.generate([1, 2, 3], max_new_tokens=2)
         assert measured == expected
     assert seen == [COSTS]  # one drafter for both calls
+    Decoder(model, method=Asking()).generate([1, 2, 3], max_new_tokens=2)
+    assert measured == [None] and seen == [COSTS, COSTS]  # kept in a file
+    (file,) = (own_home / "costs").iterdir()
+    file.write_text(file.read_text()[:-9])
+    Decoder(model, method=Asking()).generate([1, 2, 3], max_new_tokens=2)
+    assert measured == [None, None] and costs_of(json.loads(file.read_text())) == COSTS
+    Decoder(tiny("llama", 1), method=Asking()).generate([1, 2, 3], max_new_tokens=2)
+    assert len(measured) == 3  # of another model
 
 
 # The command

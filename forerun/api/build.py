@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from forerun.api.options import EngineOptions
-from forerun.backends.costs import head_costs, measure_costs
+from forerun.backends.costs import file_of, head_costs, kept, measure_costs
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Drafter, Engine
 from forerun.methods import AR, Method, Parts
@@ -15,15 +16,17 @@ from forerun.methods.split import Split
 
 def measured(methods: list[Method], parts: Parts) -> Costs | None:
     """Return the costs that are known, with those that methods need."""
-    costs, target, head = parts.costs, parts.target, parts.head
-    for method in methods:
-        if not method.needs_costs:
-            continue
-        if costs is None:
-            costs = target.agreed(measure_costs(target, parts.draft, layer=parts.pre_verifier))
-        if method.head is not None and head is not None and not costs.head:
-            costs = replace(costs, head=target.agreed(head_costs(head)))
-    return costs
+    needing, target = [each for each in methods if each.needs_costs], parts.target
+    head = parts.head if any(each.head is not None for each in needing) else None
+    if not needing:
+        return parts.costs
+    if parts.costs is not None:
+        if head is None or parts.costs.head:
+            return parts.costs
+        return replace(parts.costs, head=target.agreed(head_costs(head)))
+    models: dict[str, Any] = {"layer": parts.pre_verifier, "head": head}
+    file = file_of(target, parts.draft, **models)
+    return kept(file, target, lambda: measure_costs(target, parts.draft, **models))
 
 
 def build_engine(

@@ -11,11 +11,10 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from forerun.engine.costs import Costs
+from forerun.engine.costs import Costs, costs_of
 from forerun.files import home, read_text, write_text
 from forerun.methods import Method, is_method, method, method_class, settings_of
 from forerun.zoo import FOLDERS, locate, own_draft, weight_files
@@ -242,14 +241,3 @@ def _settings(name: str, found: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in found.items() if key in settings_of(method_class(name))}
     method(name, **known)
     return known
-
-
-def costs_of(found: dict[str, Any]) -> Costs:
-    """Return costs from JSON. Raises ValueError, TypeError or AttributeError for what is no table of costs."""
-    tables = {part: {int(n): float(ms) for n, ms in found[part].items()} for part in ("target", "draft", "head")}
-    if not tables["target"] or not all(0 <= ms < inf for table in tables.values() for ms in table.values()):
-        raise ValueError("costs must be milliseconds by numbers of tokens, and have some of the target")
-    if not all(tables["target"].values()):
-        raise ValueError("costs of the target must be above 0")
-    single: dict[str, Any] = {part: float(ms) for part, ms in found.items() if part not in tables}
-    return Costs(**single | tables)

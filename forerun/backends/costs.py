@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from math import log
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
+from forerun import __version__
+from forerun.backends.facts import facts_of, processor
 from forerun.backends.heads import HiddenLM
 from forerun.engine.acceptance import accept
-from forerun.engine.costs import Costs
+from forerun.engine.costs import Costs, costs_of
 from forerun.engine.draft import Draft
+from forerun.files import home, write_text
 from forerun.heads.echo import SIZES
 from forerun.heads.pre_verifier import LEAST, PreVerifier
 from forerun.heads.quick import quick
@@ -27,9 +35,9 @@ TOP_P = 0.95
 COUNTS = (1, 2, 4, 8, 16, 32)  # new tokens of a forward
 RUNS, RUN = 3, 10  # runs of a size, and forwards of a run, at most
 QUIET = 0.2  # the share of forwards that are taken to be undisturbed, on a machine that has more to do
-SECONDS = 1.0  # for a model's forwards
+SECONDS = 0.6  # for a model's forwards
 SHARE = 0.15  # seconds for each of the other figures; more if LEAST_REPEATS take longer
-LEAST_REPEATS = 2  # of what is slow
+LEAST_REPEATS = 2  # of what is slow, but for forwards, of which some are slower
 CONTEXT = 256
 STATES = 4
 CHAIN = 4  # tokens of a draft in one call
@@ -44,7 +52,7 @@ def measure_costs(
 ) -> Costs:
     """Measure a pair, and its pre-verifier and head if given, after `context` tokens (None: `usual_context`).
 
-    This takes a few seconds, more if a forward of 32 tokens takes over 0.1 s. Raises ValueError for a context that
+    This takes 3 seconds at most, more if a forward of 32 tokens takes over 0.5 s. Raises ValueError for a context that
     leaves no room.
     """
     if context is None:
@@ -62,12 +70,38 @@ def measure_costs(
     return replace(costs, drawing=drawing, judging=judging, chained=chained, chained_sampled=sampled)
 
 
+def file_of(target: CausalLM, draft: CausalLM | None, layer: PreVerifier | None, head: HiddenLM | None) -> Path:
+    """Return the file in which their costs on this machine are kept."""
+    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    what: list[Any] = [__version__, processor(), gpu, usual_context(target, draft)]
+    for model in (target, draft):
+        if model is not None:
+            hot = len(model.hot.tokens) if model.hot is not None else None
+            what.append([model.fingerprint, facts_of(model), type(model.backend).__name__, hot])
+    what.append(layer.config.to_dict() if layer is not None else None)
+    what.append([head.kind, head.width, head.depth, len(head.hot)] if head is not None else None)
+    key = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:16]
+    return home() / "costs" / f"{key}.json"
+
+
+def kept(path: Path, target: CausalLM, measure: Callable[[], Costs]) -> Costs:
+    """Return the costs in a file; measure and write them if it is missing or damaged. That it cannot be written is no
+    error. All processes that share the target get the same."""
+    found = None
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        found = costs_of(json.loads(path.read_bytes()))
+    costs = target.agreed(found) or target.agreed(measure())
+    if costs != found:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(asdict(costs)) + "\n")
+    return costs
+
+
 @torch.inference_mode()
-def forward_costs(
-    model: CausalLM, counts: Sequence[int] = COUNTS, context: int = CONTEXT, rows: int = 1
-) -> dict[int, float]:
-    """Return the ms of one forward of each number of new tokens of each row after `context` tokens. Of all times it is
-    the 20th percentile: other programs make long forwards slower than short ones, now and then.
+def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int = CONTEXT) -> dict[int, float]:
+    """Return the ms of one forward of each number of new tokens after `context` tokens. Of all times it is the 20th
+    percentile: other programs make long forwards slower than short ones, now and then.
 
     Forwards of one size come in runs, as in decoding, and the runs take turns, so that a busy moment of the machine
     does not fall on one size. Sizes that the model's context has no room for are left out. Raises ValueError if that
@@ -77,11 +111,11 @@ def forward_costs(
     counts = [count for count in counts if room is None or count <= room]
     if not counts:
         raise ValueError(f"a context of {model.context} has no room after {context} tokens: choose fewer")
-    model, ids = after(model, context, rows), list(range(rows))
+    model = after(model, context)
 
     def timed(count: int) -> float:
         start = model.clock()
-        model.forward(ids, [Draft.chain(0, [0] * (count - 1))] * rows)
+        model.forward([0], [Draft.chain(0, [0] * (count - 1))])
         _wait(model.device)
         return model.clock() - start
 
@@ -89,7 +123,7 @@ def forward_costs(
     timed(counts[0])
     begun = model.clock()
     for run in range(RUNS):
-        if run >= LEAST_REPEATS and model.clock() - begun > SECONDS:
+        if run and model.clock() - begun > SECONDS:
             break
         for count, taken in seconds.items():
             own = [timed(count)]
@@ -195,18 +229,17 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def after(model: CausalLM, context: int, rows: int = 1) -> CausalLM:
-    """Return a model with a cache of its own, in which the sequences 0, 1, ... hold `context` tokens.
+def after(model: CausalLM, context: int) -> CausalLM:
+    """Return a model with a cache of its own, in which the sequence 0 holds `context` tokens.
 
     All have the first one's keys and values: a prompt would take longer than what is measured after it."""
     model = model.fresh()
-    for id in range(rows):
-        model.add(id, context + COUNTS[-1])
-    model.extend(range(rows), [[0]] * rows)
+    model.add(0, context + COUNTS[-1])
+    model.extend([0], [[0]])
     for layer in model.cache.layers:
         for part in layer.buffers:
-            part[:rows, :, 1:context] = part[:rows, :, :1]
-    model.cache.lengths[:] = [context] * rows
+            part[:1, :, 1:context] = part[:1, :, :1]
+    model.cache.lengths[:] = [context]
     return model
 
 

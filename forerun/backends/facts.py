@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,3 +31,11 @@ def facts_of(model: CausalLM) -> dict[str, Any]:
         "device": str(model.device),
         "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,
     }
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

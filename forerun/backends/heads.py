@@ -40,7 +40,7 @@ class HiddenLM(Rows):
 
     Attributes:
         kind: see `forerun.heads.heads.KINDS`.
-        width: size of a state.
+        width, depth: size of a state, and number of layers.
         hot: [S] the tokens that it gives logits of.
         logits: of states [n, d], logits [n, S] without token information.
         information: of tokens [..], T [.., S] (lyanna). None for a head without it.
@@ -64,7 +64,7 @@ class HiddenLM(Rows):
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
         self.logits: Product = multiply(weight, bias if bias.any() else None)
-        self._depth = config.num_hidden_layers
+        self.depth = config.num_hidden_layers
         self._empty()
         self.embeddings = target.model.get_input_embeddings()
         self.information = token_information(head, self.dtype, few)
@@ -90,7 +90,7 @@ class HiddenLM(Rows):
         self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
 
     def _empty(self) -> None:
-        self.cache, self._prompt = KVCache(self._depth), KVCache(self._depth)
+        self.cache, self._prompt = KVCache(self.depth), KVCache(self.depth)
         self._guessed: list[Tensor] = []  # states of the last guess, and their logits
         self._logits: list[Tensor] = []
         self._last = 0

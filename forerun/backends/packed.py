@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from forerun.backends.facts import processor
 from forerun.backends.panels import BLOCK, quantise
 from forerun.csrc.library import library
 
@@ -67,9 +67,8 @@ def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False, f
 
 @cache
 def is_amd() -> bool:
-    """Return whether Linux names AMD as the processor's maker."""
-    facts = Path("/proc/cpuinfo")
-    return facts.is_file() and "AuthenticAMD" in facts.read_text()
+    """Return whether the processor is AMD's."""
+    return "AMD" in processor()
 
 
 class PackedLinear(nn.Module):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder
 from forerun.api.loading import load_config, load_model, load_tokenizer, translation_for
-from forerun.api.profiles import costs_of
 from forerun.backends import prepare
-from forerun.backends.costs import head_costs, measure_costs
+from forerun.backends.costs import head_costs, kept, measure_costs
 from forerun.backends.heads import HiddenLM
 from forerun.backends.hot import prepare_draft
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
 from forerun.engine.costs import Costs
-from forerun.files import read_text, write_text
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Lyanna, Pacer
 from forerun.model.causal_lm import CausalLM, context_of
@@ -157,17 +154,6 @@ def load_decoders(
     return decoders, target, costs
 
 
-def _kept(out: Path | None, name: str, measure: Callable[[], Costs]) -> Costs:
-    """Return the costs that the folder has, or measure and keep them: methods decide alike after a resume."""
-    path = out / name if out is not None else None
-    if path is not None and path.exists():
-        return costs_of(json.loads(read_text(path)))
-    costs = measure()
-    if path is not None:
-        write_text(path, json.dumps(asdict(costs)) + "\n")
-    return costs
-
-
 def _with_head(costs: Costs, head: HiddenLM) -> Costs:
     return replace(costs, head=head_costs(head))
 
@@ -185,16 +171,20 @@ def build_decoders(
     layers = load_layers(plan, target, draft) if draft is not None else {}
     heads = load_heads(plan, target)
     costs = None
+
+    def in_folder(name: str, measure: Callable[[], Costs]) -> Costs:
+        return measure() if out is None else kept(out / name, target, measure)  # methods decide alike after a resume
+
     if out is not None or any(each.needs_costs for each in plan.ours.values()):
         layer, head = layers.get(Pacer.layer), heads.get(Lyanna.head)
-        costs = _kept(out, "costs.json", lambda: measure_costs(target, draft, layer=layer, head=head))
+        costs = in_folder("costs.json", lambda: measure_costs(target, draft, layer=layer, head=head))
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
         own = costs
         if costs is not None and method.needs_costs and method.head not in (None, Lyanna.head):
             # The table has those of Lyanna's head, and a state of another one takes another time.
             measure = partial(_with_head, costs, heads[method.head])
-            own = _kept(out, f"costs.{method.head}.json", measure)
+            own = in_folder(f"costs.{method.head}.json", measure)
         decoder = Decoder(
             target,
             tokenizer,

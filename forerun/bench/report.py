@@ -224,6 +224,8 @@ def versions() -> dict[str, Any]:
     """Return what was measured with, and on."""
     import torch
 
+    from forerun.backends.facts import processor
+
     found: dict[str, Any] = {"python": platform.python_version(), "forerun": __version__, "commit": _commit()}
     # With scikit-learn transformers' assistant adapts its confidence threshold.
     for package in ("torch", "transformers", "scikit-learn"):
@@ -233,16 +235,7 @@ def versions() -> dict[str, Any]:
             found[package] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     found["kernels"] = kernels.variant()
-    return found | {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return found | {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 
 def _commit() -> str | None:

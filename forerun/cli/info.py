@@ -20,9 +20,6 @@ from forerun.cli.options import JsonOption, LoadOptions, TargetOption, grouped
 from forerun.methods import METHODS
 from forerun.zoo import EMBEDDED, FOLDER, locate, own_draft
 
-BATCHES, TOKENS = (4, 16), (1, 2, 4, 8)  # rows, and tokens of each
-SLOW = 100.0  # ms of a forward from which on batches would take minutes
-
 
 @grouped
 def info(
@@ -110,16 +107,14 @@ def collect() -> dict[str, Any]:
 
 
 def costs(target: str, loading: LoadOptions) -> dict[str, Any]:
-    """Measure ms of forwards of both models on a quiet machine, the target's also in batches, and the cost ratio c."""
+    """Measure ms of forwards of both models, on a quiet machine, and the cost ratio c."""
     from forerun.api.load import load
-    from forerun.backends.costs import forward_costs, measure_costs, usual_context
+    from forerun.backends.costs import measure_costs, usual_context
 
     decoder = load(target, method="sd" if loading.draft or own_draft(target) else "ar", **loading.for_load())
     context = usual_context(decoder.target, decoder.draft)
     found = measure_costs(decoder.target, decoder.draft, context)
-    quick = min(found.target.values()) < SLOW
-    batches = {rows: forward_costs(decoder.target, TOKENS, context, rows) for rows in BATCHES if quick}
-    table: dict[str, Any] = {"context": context, "target_ms": found.target, "target_ms_in_batches": batches}
+    table: dict[str, Any] = {"context": context, "target_ms": found.target}
     if found.draft:
         table |= {"draft_ms": found.draft, "c": round(found.c, 4)}
     return table | {"models": decoder.info(), "peak_mb": peak_mb()}
@@ -167,8 +162,6 @@ def _show(facts: dict[str, Any]) -> None:
             sizes = ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in model["weight_bytes"].items())
             rows.append((part, f"{sizes}; exact: {model['exact']}; {model['kernel']}; {model['threads']} threads"))
             rows.append((f"{part}, ms of N tokens", milliseconds(costs[f"{part}_ms"])))
-        for count, times in costs["target_ms_in_batches"].items():
-            rows.append((f"target, {count} rows", milliseconds(times)))
         rows.append(("context", f"{costs['context']} tokens" + (f"; c = {costs['c']:.3f}" if "c" in costs else "")))
         rows.append(("memory", f"{costs['peak_mb']} MB at most, all of this process"))
     _print_rows(rows)

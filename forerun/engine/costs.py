@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,17 @@ class Costs:
     def heading(self, rows: int) -> float:
         """Return ms of a head's next state for each of that many rows."""
         return interpolated(self.head, rows)
+
+
+def costs_of(found: dict[str, Any]) -> Costs:
+    """Return costs from JSON. Raises ValueError, TypeError or AttributeError for what is no table of costs."""
+    tables = {part: {int(n): float(ms) for n, ms in found[part].items()} for part in ("target", "draft", "head")}
+    if not tables["target"] or not all(0 <= ms < inf for table in tables.values() for ms in table.values()):
+        raise ValueError("costs must be milliseconds by numbers of tokens, and have some of the target")
+    if not all(tables["target"].values()):
+        raise ValueError("costs of the target must be above 0")
+    single: dict[str, Any] = {part: float(ms) for part, ms in found.items() if part not in tables}
+    return Costs(**single | tables)
 
 
 def interpolated(table: dict[int, float], at: float) -> float:
