@@ -270,7 +270,7 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
     fr_model model = {WIDTH, HEADS, GROUPS, SIZE, LAYERS, CAPACITY, VOCABULARY, FR_F32, layers, numbers(WIDTH, 2),
                       numbers(CAPACITY * SIZE / 2, 1), numbers(CAPACITY * SIZE / 2, 1), numbers(VOCABULARY * WIDTH,
                               1), WIDTH * sizeof(float),
-                      matrix(VOCABULARY, WIDTH), 1e-6f};
+                      matrix(VOCABULARY, WIDTH), .eps = 1e-6f};
     int32_t token[40], row[40], slot[40], length[40], seen[40], paths[40][2],
             extra[] = {3, 150}, ends[] = {-1};
     static float logits[40][VOCABULARY + 2], normed[40][WIDTH], chances[20];
@@ -293,8 +293,17 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
         for (int k = 0; k < VOCABULARY + 2; k++)
             if (!isfinite(logits[i][k])) return 6;
     fwrite(logits, sizeof logits, 1, stdout), fwrite(normed, sizeof normed, 1, stdout);
-    fwrite(memory, sizeof memory, 1, stdout), fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances,
-            sizeof chances, 1, stdout);
+    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances, sizeof chances, 1, stdout);
+    fr_matrix information = matrix(VOCABULARY, 32);
+    model.fuse = matrix(WIDTH, 2 * WIDTH), model.alone = matrix(WIDTH, WIDTH);
+    chain.row = 1, chain.count = 3, chain.extras = 0, chain.states = numbers(3 * WIDTH, 1), chain.logits = logits[0];
+    chain.old = numbers(4 * VOCABULARY, 1), chain.olds = 4, chain.weight = 0.5f;
+    chain.information = &information, chain.token_states = numbers(VOCABULARY * 32, 1);
+    if (fr_chain(&model, caches, &chain) != 20) return 7;
+    chain.length = 42, chain.count = 1, chain.start = 20, chain.most = 5, chain.logits += 20 * VOCABULARY;
+    if (fr_chain(&model, caches, &chain) != 5) return 8;
+    fwrite(logits, sizeof logits, 1, stdout), fwrite(memory, sizeof memory, 1, stdout);
+    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances, sizeof chances, 1, stdout);
     return 0;
 }
 """

@@ -137,14 +137,6 @@ def test_the_heads_rows(architecture: str) -> None:
     torch.testing.assert_close(features @ weight.T + bias, target.head(features)[:, tokens], rtol=1e-4, atol=1e-5)
 
 
-def test_token_information_that_is_too_large_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = CausalLM(tiny("llama"))
-    head, tokens = random_head(target), torch.tensor([[3, 5], [1, 3]])
-    table = HiddenLM(head, target, few=False).information(tokens)
-    monkeypatch.setattr("forerun.backends.information.LARGEST_TABLE", 0)
-    torch.testing.assert_close(HiddenLM(head, target, few=False).information(tokens), table)
-
-
 def test_an_eagles_beams_follow_their_paths() -> None:
     """Each beam's state against a chain of its own path, rows of different lengths together."""
     target, head = toys("eagle")

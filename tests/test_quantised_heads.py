@@ -185,7 +185,36 @@ def test_chains_of_one_call_stay_in_the_context() -> None:
     head, features = head_of(target, max_position_embeddings=16), features_of(target, TEXTS[9])
     head.add(0)
     assert head.guesses(0, 8, 8) and not head.guesses(0, 8, 9) and not head.guesses(0, 0, 3)
-    assert len(head.guess(0, features[:8], TEXTS[9][1:9], 5, 8).tokens) == 8 and head.length(0) == 8
+    assert len(head.guess(0, features[:8], TEXTS[9][1:9], 8).tokens) == 8 and head.length(0) == 8
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_a_chain_has_the_bits_of_its_steps(kind: str, form: str) -> None:
+    """Of its first tokens in one call and of its last ones in another, with old logits of some places."""
+    target = CausalLM(tiny("llama"))
+    head = head_of(target, kind=kind, **FORMS[form])
+    features, tokens = features_of(target, TEXTS[9])[:8], TEXTS[9][1:9]
+    before, old = features.clone(), torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    for id in (0, 5):
+        head.add(id)
+    parts = [head.guess(0, features, tokens, 3, 0, old, 0.7), head.guess(0, features, tokens, 4, 3, old, 0.7)]
+    assert head.length(0) == 8 and torch.equal(features, before)
+    state, token = head.extend([5], [features], [tokens]), tokens[-1]
+    chosen, chances = parts[0].tokens + parts[1].tokens, parts[0].chances + parts[1].chances
+    for place, (found, chance) in enumerate(zip(chosen, chances, strict=True)):
+        sums = head.logits(state)[0]
+        assert torch.equal(parts[1].logits[place], sums)
+        if place < 5:
+            sums = sums + 0.7 * old[place]
+        if head.information is not None:
+            sums = sums + head.information(torch.tensor([token]))[0]
+        token = int(head.hot[sums.argmax()])
+        assert found == token and chance == pytest.approx(float(sums.softmax(-1).max()), rel=1e-5)
+        if kind == "lyanna":
+            (state,) = head.roll([5], state, 1)
+        else:
+            seen = torch.ones(1, 1, place + 1, dtype=torch.bool)
+            state = head.branch([5], state[:, None], torch.tensor([[token]]), place, seen)[:, 0]
 
 
 @pytest.mark.parametrize("hot", [1, 12, 33])
@@ -195,11 +224,11 @@ def test_chains_of_any_number_of_hot_tokens(hot: int) -> None:
     assert head.information is not None
     logits = torch.randn(3, 2, hot, generator=torch.Generator().manual_seed(0)) - 9  # below what is filled up
     head.add(0)
-    found = head.guess(0, features_of(target, TEXTS[4])[:-1], TEXTS[4][1:], 5, 3, old=logits[:2, 0] * 30, weight=1.0)
+    found = head.guess(0, features_of(target, TEXTS[4])[:-1], TEXTS[4][1:], 3, old=logits[:2, 0] * 30, weight=1.0)
     sums = found.logits.clone()
     sums[:2] += logits[:2, 0] * 30
     (alone,) = grow(
-        [5],
+        [TEXTS[4][-1]],
         lambda k, tokens, at: sums[k] + head.information(tokens),
         head.hot,
         [3],

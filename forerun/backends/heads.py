@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.backends.information import token_information
-from forerun.backends.lean import LeanLayers
 from forerun.backends.packed import Product, product
-from forerun.backends.quantised_heads import QuantisedHead, quantised_head
+from forerun.backends.quantised_heads import Guess, QuantisedHead, quantised_head
 from forerun.backends.stored import StoredLinear
 from forerun.heads.heads import HeadLayer, HiddenDrafter
-from forerun.model.batch import Inputs, pad
+from forerun.model.batch import Inputs, causal, pad
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.model.rows import Rows
 
 
-@dataclass(frozen=True)
-class Guess:
-    """Tokens of a chain, how probable the head finds each, and their states' logits [n, S] without token information
-    and old ones."""
+class TorchHead:
+    """The layers of a head, where the C library does not run them."""
 
-    tokens: list[int]
-    chances: list[float]
-    logits: Tensor
+    def __init__(self, head: HiddenDrafter, embedding: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self._head, self._embedding = copy.deepcopy(head).to(device, dtype).requires_grad_(False), embedding
+
+    def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
+        """Return states [n, d] after those of inputs, with the tokens [n] after these if there are any."""
+        head, given = self._head, inputs.given
+        assert given is not None
+        x = head.fused(given, None if tokens is None else self._embedding(tokens).to(given.dtype))
+        batch = pad(replace(inputs, given=x), cache, x.device, x.dtype)
+        assert batch.states is not None and not isinstance(batch.mask, dict)
+        # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
+        x, positions = batch.states, batch.positions.clamp(max=head.config.max_position_embeddings - 1)
+        mask = causal(x.shape[1], batch.end, x.dtype, x.device) if batch.mask is None else batch.mask
+        for layer, stored in zip(head.layers, cache.layers, strict=True):
+            assert isinstance(layer, HeadLayer)
+            queries, keys, values = layer.project(x, positions)
+            keys, values = stored.update(keys, values)
+            mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+            x = layer.finish(x, mixed)
+        return inputs.unpad(head.norm(x))
+
+    def information(self, tokens: Tensor) -> Tensor:
+        """Return T [.., S] of tokens [..]."""
+        return self._head.token_information(tokens)
 
 
 class HiddenLM(Rows):
     """A head of any kind, with the target's LM head for its hot set. It keeps copies of the weights: do not train the
-    head afterwards. On a CPU they are in 8 bits unless `few` is False, as a draft may round.
+    head afterwards. On a CPU they are in 8 bits where the C library runs the head, unless `few` is False, as a draft
+    may round.
 
     Attributes:
         kind: see `forerun.heads.heads.KINDS`.
@@ -45,13 +62,8 @@ class HiddenLM(Rows):
         logits: of states [n, d], logits [n, S] without token information.
         information: of tokens [..], T [.., S] (lyanna). None for a head without it.
         curves: calibration, see `HiddenConfig`.
-        quantised: runs the layers instead, where the C library can.
+        quantised: runs the layers, where the C library can.
     """
-
-    quantised: QuantisedHead | None = None
-    information: Product | None = None
-    both: Product  # of states with tokens, with the first matrix
-    between: Product  # of states alone (lyanna; an EAGLE-like head has no use for it)
 
     @torch.no_grad()
     def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
@@ -59,41 +71,20 @@ class HiddenLM(Rows):
         self.kind, self.width = config.kind, config.hidden_size
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
-        multiply = functools.partial(product, one_row=True, few=few)
         self.hot, self.vocab_size = head.hot.to(self.device), target.vocab_size
         self.curves = config.curves
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
-        self.logits: Product = multiply(weight, bias if bias.any() else None)
+        self.logits: Product = product(weight, bias if bias.any() else None, one_row=True, few=few)
         self.depth = config.num_hidden_layers
         self._empty()
-        self.embeddings = target.model.get_input_embeddings()
-        self.information = token_information(head, self.dtype, few)
-        self.quantised = quantised_head(head) if few else None
-        if self.quantised is not None:
-            self.both, self.between = self.quantised.both, self.quantised.between
-            return
-        fuse = head.fuse.weight.to(self.dtype)
-        self.both = multiply(fuse)
-        self.between = multiply(fuse[:, : self.width].contiguous()) if self.kind == "lyanna" else self.both
-        layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
-        names = "before_attention", "qkv", "out", "before_mlp", "gate_up", "down"
-        weights: list[Any] = [tuple(getattr(layer, name).weight.to(self.dtype) for name in names) for layer in layers]
-        self.layers = LeanLayers(
-            weights,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.rms_norm_eps,
-            layers[0].frequencies(self.device),
-            config.max_position_embeddings,
-            few,
-        )
-        self.gain = (head.norm.weight * config.hidden_size**0.5).to(self.dtype)
+        embedding = target.model.get_input_embeddings()
+        self.quantised: QuantisedHead | None = quantised_head(head, embedding, self.logits) if few else None
+        self._layers = self.quantised or TorchHead(head, embedding, self.device, self.dtype)
+        self.information: Product | None = self._layers.information if head.informed else None
 
     def _empty(self) -> None:
         self.cache, self._prompt = KVCache(self.depth), KVCache(self.depth)
-        self._guessed: list[Tensor] = []  # states of the last guess, and their logits
-        self._logits: list[Tensor] = []
-        self._last = 0
+        self._state, self._drafted = torch.empty(0), Guess([], [], torch.empty(0))  # of the last chain
 
     def fresh(self) -> HiddenLM:
         """Return the same head with a cache of its own."""
@@ -133,53 +124,37 @@ class HiddenLM(Rows):
         id: int,
         features: Tensor,
         tokens: Sequence[int],
-        root: int,
         most: int,
         start: int = 0,
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> Guess:
-        """Draft a chain of argmax tokens after `root`. Run and keep the next features [n, d] of the sequence with the
-        tokens after them; drafted states are not kept.
+        """Draft a chain of argmax tokens in one call of C. Run and keep the next features [n, d] of the sequence with
+        the tokens after them; drafted states are not kept.
 
         With a `start` continue the draft of that length that the last call made of the same features. `old` [m, S]:
-        logits of the first places that are added with `weight`.
+        logits of the first places that are added with `weight`. Logits of all of the draft are returned.
         """
-        row, last = self.cache.row(id), start + most
-        logits = self._logits[:start]
-        if not start:
-            self._guessed = [self.extend([id], [features], [tokens])]
-        length, states = self.cache.lengths[row], self._guessed
-        before = self._last if start else root
-        self.cache.lengths[row] += max(len(states) - 1, 0)
-        if self.kind == "lyanna":
-            states += self.roll([id], states[-1], last - len(states))
-        found, chances = list[int](), list[float]()
-        for place in range(start, last):
-            if place == len(states):
-                seen, token = torch.ones(1, 1, place, dtype=torch.bool), torch.tensor([[before]])
-                states.append(self.branch([id], states[-1][:, None], token, place - 1, seen)[:, 0])
-            sums = self.logits(states[place])[0].float()
-            logits.append(sums)
-            if old is not None and place < len(old):
-                sums = sums + weight * old[place]
-            if self.information is not None:
-                sums = sums + self.information(torch.tensor([before]))[0]
-            best = int(sums.argmax())
-            before = int(self.hot[best])
-            found.append(before)
-            chances.append(float(sums.softmax(-1)[best]))
-        self.cache.lengths[row], self._logits, self._last = length, logits, before
-        return Guess(found, chances, torch.stack(logits))
+        assert self.quantised is not None
+        states, logits = self._state, self._drafted.logits[:start]
+        if start:
+            tokens = self._drafted.tokens[-1:]
+        else:
+            states = features.to(self.dtype, copy=True).contiguous()
+        found = self.quantised.chain(self.cache, id, states, tokens, most, start, old, weight)
+        if start:
+            found = replace(found, logits=torch.cat([logits, found.logits]))
+        self._state, self._drafted = states[-1:], found
+        return found
 
     def _extend(
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         x = states[0] if len(states) == 1 else torch.cat(list(states))
-        x = self._beside(x, torch.tensor([token for own in tokens for token in own], device=self.device))
+        after = torch.tensor([token for own in tokens for token in own], device=self.device)
         depths = [range(len(own)) for own in states]
-        inputs = Inputs([cache.row(id) for id in ids], depths, given=self.both(x))
-        x = self._run(inputs, cache)
+        inputs = Inputs([cache.row(id) for id in ids], depths, given=x)
+        x = self._layers(inputs, cache, after)
         cache.commit(ids, depths)
         return inputs.last(x)
 
@@ -189,7 +164,7 @@ class HiddenLM(Rows):
         [R, d] that follow."""
         one, found = [range(1)] * len(ids), []
         for _ in range(steps):
-            states = self._run(self._inputs(ids, one, given=self.between(states)), self.cache)
+            states = self._layers(self._inputs(ids, one, given=states), self.cache, None)
             self.cache.commit(ids, one)
             found.append(states)
         return found
@@ -201,26 +176,9 @@ class HiddenLM(Rows):
         one sees. Return the states [R, w, d] after them."""
         width = tokens.shape[1]
         depths = [[depth - (seen.shape[-1] - width)] * width] * len(ids)
-        x = self.both(self._beside(states.flatten(0, 1), tokens.flatten()))
-        x = self._run(self._inputs(ids, depths, list(seen), given=x), self.cache)
+        x = self._layers(self._inputs(ids, depths, list(seen), given=states.flatten(0, 1)), self.cache, tokens.flatten())
         self.cache.commit(ids, [range(width)] * len(ids))
         return x.view(states.shape)
-
-    def _beside(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return states [n, d] with the embeddings of tokens [n], as the first matrix takes them [n, 2 d]."""
-        embedded = self.embeddings(tokens).to(x.dtype)
-        return torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:])], -1)
-
-    def _run(self, inputs: Inputs, cache: KVCache) -> Tensor:
-        """Return states [n, d] of inputs that have gone through the first matrix."""
-        if self.quantised is not None:
-            return self.quantised(inputs, cache)
-        batch = pad(inputs, cache, self.device, self.dtype)
-        # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
-        batch = replace(batch, positions=batch.positions.clamp(max=self.layers.context - 1))
-        assert batch.states is not None
-        x = self.layers(batch.states.flatten(0, 1), batch, cache)
-        return self.layers.normed(inputs.unpad(x.view(batch.states.shape))) * self.gain
 
 
 class HeadRows:

@@ -24,6 +24,7 @@ FORMATS = (
     *(Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
     *(Type.F16, Type.BF16, Type.F32, Type.Q3_K, Type.Q2_K),
 )
+PLAIN = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.float16: Type.F16}
 _STEP = 4096  # rows that are de-quantised at a time
 BLOCK = 32  # inputs that share a scale, of what float weights are quantised to
 
@@ -44,6 +45,11 @@ class Rows:
     def quantised(cls, weight: Tensor, type: Type) -> Rows:
         """Round float weights [out, in] to a format."""
         return cls(quants.quantize(weight.detach().float().numpy(), type).view(np.uint8), type)
+
+    @classmethod
+    def plain(cls, weight: Tensor) -> Rows:
+        """Return float weights [out, in] on a CPU as they are, not copied if they are contiguous."""
+        return cls(weight.detach().contiguous().view(torch.uint8).numpy(), PLAIN[weight.dtype])
 
     @property
     def nbytes(self) -> int:

@@ -1,38 +1,52 @@
-"""A head's layers in C (`forerun.backends.quantised`), with weights in 8 bits."""
+"""A head's layers, and its chains, in C (`forerun.backends.quantised`), with weights in 8 bits."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
+from torch.nn import functional
 
-from forerun.backends.panels import BLOCK, Panels, quantise
+from forerun.backends.packed import Product
+from forerun.backends.panels import BLOCK, FORMATS, PLAIN, Panels, Rows, quantise
 from forerun.backends.quantised import Layers, lay_out
-from forerun.csrc.library import LayerArgument, ModelArgument, library
+from forerun.backends.stored import StoredEmbedding
+from forerun.csrc.library import ChainArgument, LayerArgument, ModelArgument, library, run
 from forerun.heads.heads import HeadLayer, HiddenDrafter
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Tokens of a chain, how probable the head finds each, and their states' logits [n, S] without token information
+    and old ones."""
+
+    tokens: list[int]
+    chances: list[float]
+    logits: Tensor
 
 
 class QuantisedHead:
     """The layers of a lyanna or EAGLE-like head.
 
     Attributes:
-        both, between: the first matrix's product with states and the tokens after them [n, 2 d], and with states alone
-            (lyanna; an EAGLE-like head has no use for it).
         context: the most positions.
     """
 
-    def __init__(self, head: HiddenDrafter) -> None:
+    def __init__(self, head: HiddenDrafter, embedding: Rows, logits: Panels) -> None:
+        """`embedding`: the target's. `logits`: the target's LM head at the hot set."""
         config = head.config
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
         queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
         arguments = (LayerArgument * len(layers))()
-        kept: list[Any] = [arguments]
+        kept: list[Any] = [arguments, embedding]
 
         def panels(weight: Tensor) -> Any:
             kept.append(_packed(weight))
@@ -53,32 +67,94 @@ class QuantisedHead:
             groups=config.num_key_value_heads,
             size=config.head_dim,
             layers=len(layers),
+            vocabulary=min(embedding.out, config.vocab_size),
+            embed_format=FORMATS.index(embedding.type),
             layer=ctypes.addressof(arguments),
             norm=gain(head.norm),
+            embed=embedding.rows.ctypes.data,
+            embed_row=embedding.rows.shape[1],
+            fuse=panels(head.fuse.weight),
             eps=config.rms_norm_eps,
         )
+        if config.kind == "lyanna":
+            argument.alone = panels(head.fuse.weight[:, : config.hidden_size])
         self.layers = Layers(argument, layers[0].frequencies(torch.device("cpu")), 1.0, kept)
-        self.context, self.both = config.max_position_embeddings, _packed(head.fuse.weight)
-        alone = head.fuse.weight[:, : config.hidden_size]
-        self.between = _packed(alone) if config.kind == "lyanna" else self.both
+        self.context, self._logits = config.max_position_embeddings, logits
+        self._hot = head.hot.cpu().numpy().astype(np.int32)
+        self._answer: Panels | None = None
+        if head.informed:
+            fill = (0, -config.rank % BLOCK)
+            self._states = functional.pad(head.token_states(torch.arange(config.vocab_size)).float(), fill)
+            self._answer = _packed(functional.pad(head.answer.weight, fill))
 
-    def __call__(self, inputs: Inputs, cache: KVCache) -> Tensor:
-        """Return states [n, d] of inputs that have gone through the first matrix."""
+    def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
+        """Return states [n, d] after those of inputs, with the tokens [n] after these if there are any."""
         batch = lay_out(inputs, cache)
         # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
         np.minimum(batch.position, self.context - 1, out=batch.position)
-        _, states = self.layers(batch, cache, states=inputs.given, normed=True)
+        ids = None if tokens is None else tokens.to(torch.int32).numpy()
+        _, states = self.layers(batch, cache, tokens=ids, states=inputs.given, normed=True)
         assert states is not None
         return states
 
+    def information(self, tokens: Tensor) -> Tensor:
+        """Return T [.., S] of tokens [..]."""
+        assert self._answer is not None
+        return self._answer(self._states[tokens].flatten(0, -2)).view(*tokens.shape, -1)
 
-def quantised_head(head: HiddenDrafter) -> QuantisedHead | None:
-    """Return a head for the C library; None without it, and for sizes that it does not have."""
+    def chain(
+        self,
+        cache: KVCache,
+        id: int,
+        states: Tensor,
+        tokens: Sequence[int],
+        most: int,
+        start: int,
+        old: Tensor | None,
+        weight: float,
+    ) -> Guess:
+        """Draft argmax tokens after features [n, d] and the tokens after them or, with a `start`, after the last state
+        [1, d] and token of the draft of that length. `states` become the head's own. Only features are kept."""
+        length, count = cache.length(id), len(tokens)
+        begin, kept = (length + start - 1, length) if start else (length, length + count)
+        end, row = begin + count + most - 1, cache.row(id)
+        cache.reserve(row + 1, end)
+        self.layers.rotate_to(cache.capacity)
+        logits, drafted = torch.empty(most, self._logits.out), np.empty(most, np.int32)
+        pending, chances = np.asarray(tokens, np.int32), np.empty(most, np.float32)
+        chain = ChainArgument(row=row, length=begin, count=count, most=most, start=start, turn=1, top_p=1)
+        chain.head, chain.names = ctypes.addressof(self._logits.argument), self._hot.ctypes.data
+        chain.pending, chain.drafted, chain.chances = (each.ctypes.data for each in (pending, drafted, chances))
+        chain.states, chain.logits = states.data_ptr(), logits.data_ptr()
+        if old is not None:
+            old = old.contiguous()
+            chain.old, chain.olds, chain.weight = old.data_ptr(), len(old), weight
+        if self._answer is not None:
+            chain.information, chain.token_states = ctypes.addressof(self._answer.argument), self._states.data_ptr()
+        run("fr_chain", ctypes.byref(self.layers.model), self.layers.cache(cache), ctypes.byref(chain))
+        cache.lengths[row] = end
+        cache.crop_to([id], [kept])
+        return Guess(drafted.tolist(), chances.tolist(), logits)
+
+
+def quantised_head(head: HiddenDrafter, embedding: nn.Module, logits: Product) -> QuantisedHead | None:
+    """Return a head for the C library, with the target's embedding and its LM head at the hot set. None without the
+    library, and for sizes, an embedding or an LM head (with a bias) that it does not have."""
     config = head.config
     inputs = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
-    if library() is None or any(each % BLOCK for each in inputs) or config.head_dim % 16:
+    rows = embedding_rows(embedding)
+    if library() is None or rows is None or any(each % BLOCK for each in inputs) or config.head_dim % 16:
         return None
-    return QuantisedHead(head)
+    return QuantisedHead(head, rows, logits) if isinstance(logits, Panels) else None
+
+
+def embedding_rows(embedding: nn.Module) -> Rows | None:
+    """Return what an embedding looks up, but for a factor that it may have; None for one of an unknown form."""
+    if isinstance(embedding, StoredEmbedding):
+        return embedding.stored
+    if not isinstance(embedding, nn.Embedding) or embedding._forward_hooks or embedding.weight.dtype not in PLAIN:
+        return None
+    return Rows.plain(embedding.weight) if type(embedding.weight.data) is Tensor else None
 
 
 def _packed(weight: Tensor) -> Panels:

@@ -44,7 +44,7 @@ static void add(float *x, const float *added, int64_t n) {
 static void norm(float *x, const float *added, const float *gain, float eps, int64_t d, float *out) {
     if (added) add(x, added, d);
     float turn = 1 / sqrtf(squares(x, d) / (float)d + eps);
-    for (int64_t i = 0; i < d; i += 8) store8(out + i, load8(x + i) * turn * load8(gain + i));
+    for (int64_t i = 0; i < d; i += 8) store8(out + i, gain ? load8(x + i) * turn * load8(gain + i) : load8(x + i) * turn);
 }
 
 static void heads(float *x, const float *bias, const float *gain, float eps, const float *cos, const float *sin,

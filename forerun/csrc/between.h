@@ -22,7 +22,7 @@ typedef struct {
 } fr_attention;
 
 typedef struct {
-    /* out = RMSNorm(x) times the gain; `added` goes to x first where there is some. */
+    /* out = RMSNorm(x) times the gain, if any; `added` goes to x first where there is some. */
     void (*norm)(float *x, const float *added, const float *gain, float eps, int64_t d, float *out);
     /* Heads [count, d] in place: plus a bias, normed with a gain [d], `turned` numbers of each rotated by cos and sin
        [turned / 2], times a scale; NULL and 0 leave a step out. */

@@ -91,17 +91,22 @@ static void multiply(products *p, int is_quantised) {
     fr_parallel(do_products, p, all, 0);
 }
 
+#define TINY 0x1p-23f /* torch's epsilon of norms that name none */
+
+/* What goes into the first layer, to y; a head's states, and embeddings beside them, to `both`. */
 static void do_embed(void *argument, int64_t first, int64_t last, int thread) {
     const block *b = argument;
     const fr_model *m = b->model;
+    const fr_batch *batch = b->batch;
+    int64_t d = m->d;
     (void)thread;
     for (int64_t i = first; i < last; i++) {
         int64_t at = b->start + i;
-        float *x = b->x + i * m->d;
-        if (b->batch->states) memcpy(x, b->batch->states + at * m->d, (size_t)m->d * sizeof(float));
-        else fr_values(m->embed_format, (const char *)m->embed + b->batch->tokens[at] * m->embed_row,
-                       (size_t)m->embed_row, m->d, x);
-        b->do_->norm(x, 0, b->layer->first, m->eps, m->d, b->h + i * m->d);
+        float *x = m->fuse.panels ? b->both + 2 * i * d : b->y + i * d, *beside = batch->states ? x + d : x;
+        if (batch->states) memcpy(x, batch->states + at * d, (size_t)d * sizeof(float));
+        if (!batch->tokens) continue;
+        fr_values(m->embed_format, (const char *)m->embed + batch->tokens[at] * m->embed_row, (size_t)m->embed_row, m->d, beside);
+        if (batch->states) b->do_->norm(beside, 0, 0, TINY, d, beside);
     }
 }
 
@@ -193,8 +198,14 @@ static void run_layers(block *b) {
     const fr_model *m = b->model;
     const fr_cache *cache = b->cache;
     int64_t n = b->n, d = m->d, kept = (int64_t)m->groups * m->size;
-    b->layer = m->layer;
     run(do_embed, b, n, n * d);
+    if (m->fuse.panels) {
+        products fuse = {.of = b, .matrix = {b->batch->tokens ? &m->fuse : &m->alone}, .out = {b->y}, .out_stride = {d},
+                         .count = 1, .x = b->both, .stride = 2 * d, .rows = b->n};
+        multiply(&fuse, 0);
+    }
+    memset(b->x, 0, (size_t)(n * d) * sizeof(float));
+    add_and_norm(b, m->layer->first);
     for (int i = 0; i < m->layers; i++) {
         const fr_layer *l = m->layer + i;
         b->layer = l;
@@ -271,7 +282,8 @@ static int head_fits(const fr_model *m, const fr_matrix *head) { return matrix_f
 static int model_fits(const fr_model *m) {
     int64_t d = m->d, attended = (int64_t)m->heads * m->size, kept = (int64_t)m->groups * m->size;
     if (d < 8 || d % 8 || m->size < 8 || m->size % 8 || m->groups < 1 || m->heads < m->groups || m->heads % m->groups) return 0;
-    if (m->layers < 1) return 0;
+    if (m->layers < 1 || (m->fuse.panels && !matrix_fits(&m->fuse, d, 2 * d))) return 0;
+    if (m->alone.panels && (!m->fuse.panels || !matrix_fits(&m->alone, d, d))) return 0;
     for (const fr_layer *l = m->layer; l < m->layer + m->layers; l++) {
         int64_t inner = l->gate.outputs;
         if (inner < 8 || inner % 8 || inner != m->layer->gate.outputs) return 0;
@@ -297,7 +309,8 @@ static int batch_fits(const fr_model *m, const fr_cache *cache, const fr_batch *
         rows = cache[i].rows < rows ? cache[i].rows : rows;
         capacity = cache[i].capacity < capacity ? cache[i].capacity : capacity;
     }
-    if (b->n < 0 || b->path < 0 || !b->tokens == !b->states || !b->seen != !b->paths) return 0;
+    if (b->n < 0 || b->path < 0 || !b->seen != !b->paths) return 0;
+    if (m->fuse.panels ? !b->states || (!b->tokens && !m->alone.panels) : !b->tokens == !b->states) return 0;
     if (b->tokens && (!m->embed || !within(b->tokens, b->n, m->vocabulary))) return 0;
     if (!within(b->row, b->n, rows) || !within(b->slot, b->n, capacity) || !within(b->position, b->n, m->positions)) return 0;
     if (!within(b->length, b->n, capacity + 1) || (b->seen && !within(b->seen, b->n, b->path + 1))) return 0;
@@ -324,14 +337,14 @@ static int make_room(block *b, int64_t rows, int64_t longest) {
     b->every = b->attended + 2 * (int64_t)m->groups * m->size;
     b->inner = m->layer->gate.outputs;
     b->width = (longest + 7) / 8 * 8;
-    int64_t inputs[] = {d, b->attended, b->inner}, most = 0;
-    for (int i = 0; i < 3; i++) {
+    int64_t inputs[] = {d, b->attended, b->inner, m->fuse.panels ? 2 * d : d}, most = 0, both = d > b->inner ? d : b->inner;
+    for (int i = 0; i < 4; i++) {
         int64_t own = (int64_t)fr_record_bytes((int)inputs[i], (int)rows);
         most = own > most ? own : most;
     }
     int64_t x = take(&total, rows * d * f), h = take(&total, rows * d * f), y = take(&total, rows * d * f);
     int64_t parts = take(&total, rows * b->every * f), out = take(&total, rows * b->attended * f);
-    int64_t both = take(&total, 2 * rows * b->inner * f);
+    both = take(&total, 2 * rows * both * f);
     int64_t scores = take(&total, fr_workers() * FR_HEADS * b->width * f);
     int64_t records = take(&total, most);
     char *room = fr_scratch(total);
@@ -407,18 +420,23 @@ static void do_multiply(void *argument, int64_t first, int64_t last, int thread)
     fr_product(p->m, p->x, p->m->inputs, p->records, p->rows, p->out, p->m->outputs, (int)first, (int)last);
 }
 
-int fr_multiply(const fr_matrix *m, const float *x, int rows, float *out) {
-    if (rows < 0 || m->outputs < 1 || !matrix_fits(m, m->outputs, m->inputs)) return FR_REFUSED;
+static int multiply_rows(const fr_matrix *m, const float *x, int rows, float *out) {
     multiplying p = {m, x, NULL, 0, out};
     int found = 0, few = !fr_is_float(m->layout);
-    fr_enter();
     for (int done = 0; done < rows && !found; done += p.rows) {
         p.rows = rows - done < BLOCK ? rows - done : BLOCK;
         p.x = x + (int64_t)done * m->inputs, p.out = out + (int64_t)done * m->outputs;
         if (few && !(p.records = fr_scratch((int64_t)fr_record_bytes(m->inputs, p.rows)))) found = FR_NO_MEMORY;
         if (few && !found) fr_quantise(p.x, p.rows, m->inputs, m->inputs, p.records, 0, (m->inputs + 255) / 256);
-        if (!found) fr_parallel(do_multiply, &p, ((int64_t)m->outputs + FR_PANEL - 1) / FR_PANEL, 0);
+        if (!found) fr_parallel(do_multiply, &p, panels(m), 0);
     }
+    return found;
+}
+
+int fr_multiply(const fr_matrix *m, const float *x, int rows, float *out) {
+    if (rows < 0 || m->outputs < 1 || !matrix_fits(m, m->outputs, m->inputs)) return FR_REFUSED;
+    fr_enter();
+    int found = multiply_rows(m, x, rows, out);
     fr_leave();
     return found;
 }
@@ -515,23 +533,41 @@ static int chain_fits(const fr_model *m, const fr_cache *cache, const fr_chain_r
     for (int i = 0; i < m->layers; i++)
         if (end > cache[i].capacity || c->row < 0 || c->row >= cache[i].rows) return 0;
     if (!m->embed || !within(c->pending, c->count, size) || !head_fits(m, head)) return 0;
-    if (c->names ? !within(c->names, outputs, size) || !c->places : outputs > size) return 0;
+    if (c->names ? !within(c->names, outputs, size) || (c->keys && !c->places) : outputs > size) return 0;
+    if (!m->fuse.panels != !c->states || (c->states && (!c->logits || c->start < 0 || (c->start && c->count > 1)))) return 0;
+    if (c->information && (!c->token_states || !matrix_fits(c->information, outputs, c->information->inputs))) return 0;
     for (int64_t i = 0; c->places && i < size; i++)
         if (c->places[i] >= outputs) return 0;
     if (c->extras && (!head_fits(m, &m->head) || !within(c->extra, c->extras, size < m->head.outputs ? size : m->head.outputs))) return 0;
     return !c->probs || !c->numbers != !c->keys;
 }
 
+/* A head's logits of a place [size], with old ones and token information, to sums [size]; [size] more are room. */
+static int add_up(const fr_chain_request *c, int64_t place, int32_t before, int64_t size, const float *logits, float *sums) {
+    const fr_matrix *m = c->information;
+    memcpy(sums, logits, (size_t)size * sizeof(float));
+    if (c->start + place < c->olds)
+        for (int64_t i = 0; i < size; i++) sums[i] += c->weight * c->old[(c->start + place) * size + i];
+    if (!m) return 0;
+    int found = multiply_rows(m, c->token_states + (int64_t)before * m->inputs, 1, sums + size);
+    for (int64_t i = 0; i < size; i++) sums[i] += sums[size + i];
+    return found;
+}
+
 static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_request *c, const fr_matrix *head, void *room) {
     int64_t outputs = head->outputs, size = outputs + c->extras;
+    int is_alone = m->alone.panels != 0;
     int32_t *row = room, *slot = row + c->count, *length = slot + c->count, last = c->count - 1;
     float *logits = (float *)(length + c->count), product = 1;
-    fr_batch b = {.n = c->count, .tokens = c->pending, .row = row, .slot = slot, .position = slot, .length = length,
-                  .asked = &last, .asks = 1, .head = head, .extra = c->extra, .extras = c->extras, .logits = logits};
+    fr_batch b = {.n = c->count, .tokens = c->start && is_alone ? 0 : c->pending, .states = c->states, .row = row,
+                  .slot = slot, .position = slot, .length = length, .normed = c->states, .asked = &last, .asks = 1,
+                  .head = head, .extra = c->extra, .extras = c->extras, .logits = c->states ? c->logits : logits};
+    const int32_t *before = c->pending + last;
     int done = 0;
     for (int i = 0; i < c->count; i++) row[i] = c->row, slot[i] = c->length + i, length[i] = slot[i] + 1;
     while (done < c->most) {
         int found = forward(m, cache, &b);
+        if (!found && c->states) found = add_up(c, done, *before, size, b.logits, logits);
         if (found) return found;
         int64_t best;
         float chance;
@@ -551,7 +587,9 @@ static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_reques
         for (int i = 0; i < c->ended; i++) is_end |= c->drafted[done] == c->ends[i];
         slot[0] = c->length + c->count + done;
         length[0] = slot[0] + 1;
-        b.tokens = c->drafted + done++;
+        before = c->drafted + done++;
+        b.tokens = is_alone ? 0 : before;
+        if (c->states) b.states = b.normed += last * m->d, b.logits += size;
         b.n = 1;
         last = 0;
         if (is_end) break;
@@ -562,7 +600,7 @@ static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_reques
 int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_request *chain) {
     const fr_matrix *head = chain->head ? chain->head : &model->head;
     if (!model_fits(model) || !chain_fits(model, cache, chain, head)) return FR_REFUSED;
-    void *room = malloc(3 * (size_t)chain->count * sizeof(int32_t) + ((size_t)head->outputs + chain->extras) * sizeof(float));
+    void *room = malloc(3 * (size_t)chain->count * sizeof(int32_t) + 2 * ((size_t)head->outputs + chain->extras) * sizeof(float));
     if (!room) return FR_NO_MEMORY;
     fr_enter();
     int found = draft(model, cache, chain, head, room);

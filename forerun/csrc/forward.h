@@ -33,6 +33,8 @@ typedef struct {
     const void *embed;               /* the file's rows, [vocabulary] of embed_row bytes */
     int64_t embed_row;
     fr_matrix head;                  /* the whole LM head */
+    fr_matrix fuse, alone;           /* of a head over hidden states, else none: its first matrix, [d, 2 d] of states beside
+                                        the normed embeddings of the tokens after them, and [d, d] of states without tokens */
     float eps;
 } fr_model;
 
@@ -50,7 +52,7 @@ typedef struct {
 typedef struct {
     int32_t n, path;        /* path: slots that each token has room for in paths */
     const int32_t *tokens;  /* [n], or NULL: */
-    const float *states;    /* [n, d] what goes into the first layer instead of embeddings */
+    const float *states;    /* [n, d] what goes into the first layer instead of embeddings; a head takes both */
     const int32_t *row, *slot, *position, *length; /* [n] */
     const int32_t *seen, *paths;                   /* [n], [n, path]; NULL: none */
     float *normed;          /* [n, d] after the last norm */
@@ -70,7 +72,11 @@ int fr_forward(const fr_model *model, const fr_cache *cache, const fr_batch *bat
    Tokens are the argmax (of equal ones the first of the head's, then of the extra ones), or, where there are `probs`,
    sampled from distributions of logits times `turn`, of the most probable tokens that have `top_p` of all: by `numbers`
    in [0, 1), probs [most, S], or else by the races of `keys` (forerun/sampling/seeded.py), probs [S]; S is the head's
-   outputs and the extra ones. */
+   outputs and the extra ones.
+
+   A head over hidden states drafts from `states`: features before the pending tokens or, with a `start`, its own last
+   state before the one pending token. Logits of places that old ones have are added up with them, and all with the token
+   information of the token before. States without tokens follow, or if `alone` is none, states beside drafted tokens. */
 typedef struct {
     int32_t row, length, count, most;
     const int32_t *pending;  /* [count] */
@@ -84,9 +90,16 @@ typedef struct {
     float *probs;
     int32_t *drafted;        /* [most] */
     float *chances;          /* [most] their probabilities */
+    float *states;           /* [count, d] of a head, else NULL; replaced by those that it makes, the last one last */
+    float *logits;           /* [most, S] of its states */
+    const float *old;        /* [olds, S] */
+    const fr_matrix *information; /* [S, r]; NULL: none */
+    const float *token_states;    /* [vocabulary, r] its inputs */
     int32_t extras, ended;
-    int32_t among;           /* races are run by so many tokens */
+    int32_t among;           /* races are run by this many tokens */
+    int32_t start, olds;     /* start: tokens that earlier calls drafted */
     float least, product, turn, top_p;
+    float weight;            /* of old logits */
 } fr_chain_request;
 
 int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_request *chain);

@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY
 
-ABI, VARIABLE = 2, "FORERUN_KERNELS"
+ABI, VARIABLE = 3, "FORERUN_KERNELS"
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -41,7 +41,7 @@ class ModelArgument(ctypes.Structure):
         *((name, _I) for name in ("d", "heads", "groups", "size", "layers", "positions", "vocabulary", "embed_format")),
         *((name, _P) for name in ("layer", "norm", "cos", "sin", "embed")),
         ("embed_row", _L),
-        ("head", MatrixArgument),
+        *((name, MatrixArgument) for name in ("head", "fuse", "alone")),
         ("eps", _F),
     )
 
@@ -69,9 +69,9 @@ class ChainArgument(ctypes.Structure):
     _fields_ = (
         *((name, _I) for name in ("row", "length", "count", "most")),
         *((name, _P) for name in ("pending", "head", "names", "places", "extra", "ends", "numbers", "keys", "probs")),
-        *((name, _P) for name in ("drafted", "chances")),
-        *((name, _I) for name in ("extras", "ended", "among")),
-        *((name, _F) for name in ("least", "product", "turn", "top_p")),
+        *((name, _P) for name in ("drafted", "chances", "states", "logits", "old", "information", "token_states")),
+        *((name, _I) for name in ("extras", "ended", "among", "start", "olds")),
+        *((name, _F) for name in ("least", "product", "turn", "top_p", "weight")),
     )
 
 

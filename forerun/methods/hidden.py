@@ -142,7 +142,7 @@ class HeadDrafter(Drafter):
         while True:
             start = len(tokens)
             most = (depth if plan is None else min(plan.deep[0], depth)) - start
-            found = self.head.guess(seq.id, features, after, root, most, start, old, weight)
+            found = self.head.guess(seq.id, features, after, most, start, old, weight)
             tokens += found.tokens
             if plan is None:
                 break
