@@ -25,7 +25,9 @@ class TorchHead:
     """The layers of a head, where the C library does not run them."""
 
     def __init__(self, head: HiddenDrafter, embedding: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        self._head, self._embedding = copy.deepcopy(head).to(device, dtype).requires_grad_(False), embedding
+        own: Any = copy.deepcopy(head)
+        self._head: HiddenDrafter = own.to(device, dtype).requires_grad_(False)
+        self._embedding = embedding
 
     def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
         """Return states [n, d] after those of inputs, with the tokens [n] after these if there are any."""
