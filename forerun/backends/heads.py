@@ -178,7 +178,8 @@ class HiddenLM(Rows):
         one sees. Return the states [R, w, d] after them."""
         width = tokens.shape[1]
         depths = [[depth - (seen.shape[-1] - width)] * width] * len(ids)
-        x = self._layers(self._inputs(ids, depths, list(seen), given=states.flatten(0, 1)), self.cache, tokens.flatten())
+        inputs = self._inputs(ids, depths, list(seen), given=states.flatten(0, 1))
+        x = self._layers(inputs, self.cache, tokens.flatten())
         self.cache.commit(ids, [range(width)] * len(ids))
         return x.view(states.shape)
 
