@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hidden import FORMS, features_of, prefilled, sequence
+from test_hidden import features_of, prefilled, sequence
 from torch import Tensor
 from toys import random_head, tiny
 
@@ -23,6 +23,7 @@ from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
 
 SIZES: dict[str, Any] = {"head_dim": 32, "intermediate_size": 64, "hot": 16}
+FORMS: dict[str, dict[str, Any]] = {"today's": {}, "two layers": {"num_hidden_layers": 2}, "uninformed": {"rank": 0}}
 TEXTS = {4: [5, 6, 7, 8, 9, 1, 2], 2: [3, 4, 5], 9: list(range(2, 30))}
 
 
