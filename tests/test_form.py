@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import pytest
 from ggufs import small, write
 
 import forerun.api.load
-from forerun.cli import form
-from forerun.cli.form import asked_form
 from forerun.cli.generate import chat, generate
+from forerun.cli.options import SamplingOptions
 
 pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 
@@ -21,36 +21,42 @@ SCHEMA = {"enum": ["low", "lower"]}
 LARK = 'start: "the" " low"+\n'
 
 
+def asked_form(**options: Any) -> Any:
+    return SamplingOptions(**options).params(8).response_format
+
+
 def test_forms_are_what_the_api_takes(tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "list.lark"
     schema.write_text(json.dumps(SCHEMA))
     grammar.write_text(LARK)
-    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-    assert asked_form(str(schema), None, None) == asked_form(json.dumps(SCHEMA), None, None) == wanted
-    assert asked_form(None, "a|b", None) == {"type": "regex", "regex": "a|b"}
-    assert asked_form(None, None, grammar) == {"type": "grammar", "grammar": LARK}
-    assert asked_form(None, None, None) is None
-    assert (asked_form(" true", None, None) or {})["json_schema"]["schema"] is True
+    wanted = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    assert asked_form(json_schema=str(schema)) == asked_form(json_schema=json.dumps(SCHEMA)) == wanted
+    assert asked_form(regex="a|b") == {"type": "regex", "regex": "a|b"}
+    assert asked_form(grammar=grammar) == {"type": "grammar", "grammar": LARK}
+    assert asked_form() is None
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("{}", "x", None), "--json-schema and --regex: one form at a time"),
-        (("{", None, None), "--json-schema: what is given is not JSON: "),
-        (("[1]", None, None), "--json-schema: what is given is no JSON schema, which is an object, true or false"),
-        (('{"a": NaN}', None, None), "the schema of --json-schema is no JSON: "),
-        (("[" * 100_000, None, None), "--json-schema: what is given is not JSON: maximum recursion depth"),
-        (("nowhere.json", None, None), "cannot read nowhere.json: No such file"),
-        (("", None, None), "--json-schema: what is given is not JSON: Expecting value"),
-        ((None, "", None), "--regex must be a text that is not empty"),
-        ((None, "x" * 70_000, None), "--regex has 70000 characters; at most 65536 are allowed"),
-        ((None, None, Path("nowhere")), "cannot read nowhere: No such file"),
+        ({"json_schema": "{}", "regex": "x"}, "--json-schema and --regex: one form at a time"),
+        ({"json_schema": "{"}, "--json-schema '{' is not JSON: "),
+        ({"json_schema": "[1]"}, "response_format.json_schema must be {'schema': a JSON schema}, not a list"),
+        ({"json_schema": '{"a": NaN}'}, "response_format.json_schema.schema is no JSON: "),
+        (
+            {"json_schema": "[" * 100_000},
+            "--json-schema '[[[[",
+        ),
+        ({"json_schema": "nowhere.json"}, "cannot read nowhere.json: No such file"),
+        ({"json_schema": ""}, "--json-schema '' is not JSON: Expecting value"),
+        ({"regex": ""}, "response_format.regex must be a text that is not empty"),
+        ({"regex": "x" * 70_000}, "response_format.regex has 70000 characters; at most 65536 are allowed"),
+        ({"grammar": Path("nowhere")}, "cannot read nowhere: No such file"),
     ],
 )
 def test_mistakes_are_one_line(options: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        asked_form(*options)
+        asked_form(**options)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -68,10 +74,10 @@ def test_output_follows_them(tmp_path: Path, capsys: Any) -> None:
 def test_bad_forms_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forerun.api.load, "load", lambda *_, **__: pytest.fail("loaded"))
     for options, message in (
-        ({"regex": "("}, r"^cannot use --regex: .*unclosed group"),
-        ({"json_schema": '{"type": "color"}'}, "^cannot use --json-schema: "),
-        ({"json_schema": '{"enum": []}'}, "^cannot use --json-schema: "),
-        ({"regex": "a", "ignore_eos": True}, "--ignore-eos cannot stand beside a form of the output"),
+        ({"regex": "("}, r"^cannot use response_format.regex: .*unclosed group"),
+        ({"json_schema": '{"type": "color"}'}, "^cannot use response_format.json_schema: "),
+        ({"json_schema": '{"enum": []}'}, "^cannot use response_format.json_schema: "),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos cannot be given beside response_format"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             generate("x", **options)
@@ -79,8 +85,7 @@ def test_bad_forms_are_refused_before_the_model_is_loaded(monkeypatch: pytest.Mo
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "find_spec", lambda name: None)
-    for name, text in (("json_schema", "{}"), ("regex", "x"), ("grammar", Path(__file__))):
-        wanted = f"--{name.replace('_', '-')} needs the package llguidance: pip install 'forerun[grammar]'"
-        with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
-            generate("x", **{name: text})
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(forerun.api.load, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=r"^response_format needs the package llguidance: pip install 'forerun\["):
+        generate("x", regex="x")

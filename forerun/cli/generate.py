@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.common import quiet, say
-from forerun.cli.form import check_form
 from forerun.cli.options import DecodeOptions, JsonOption, MaxNewTokensOption, SamplingOptions, TargetOption, grouped
 from forerun.cli.writing import Answer, Reading, say_loading
 from forerun.files import read_text
@@ -151,7 +150,9 @@ def _checked_tokenizer(
     from forerun.api.loading import load_config, load_tokenizer
     from forerun.api.requests import encode
     from forerun.model.causal_lm import context_of
-    from forerun.text.chat import chat_prompt, has_template
+    from forerun.sampling.grammar import compiled, end_of
+    from forerun.sampling.response_format import form_of
+    from forerun.text.chat import chat_prompt, has_template, turn_ends
 
     tokenizer = load_tokenizer(target, trust_remote_code=decoding.trust_remote_code)
     if isinstance(prompt, list):
@@ -162,5 +163,7 @@ def _checked_tokenizer(
         say("this model has a chat template, which `forerun chat` uses")
     config = load_config(target, "target", trust_remote_code=decoding.trust_remote_code)
     encode(prompt, tokenizer, context_of(config), config.vocab_size)
-    check_form(params.response_format, tokenizer)
+    form, ends = form_of(params.response_format), turn_ends(tokenizer) | end_of(tokenizer)
+    if form is not None and ends:  # else the model may name an end token
+        compiled(form, tokenizer, ends)
     return tokenizer

@@ -1,4 +1,4 @@
-"""`forerun info`: versions, methods and the embedded pair; with --costs what forwards cost."""
+"""`forerun info`: versions and what was tuned; with --costs what forwards cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.api.profiles import find, pair_of
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption, LoadOptions, TargetOption, grouped
 from forerun.methods import METHODS
-from forerun.zoo import EMBEDDED, FOLDER, locate, own_draft
+from forerun.zoo import EMBEDDED, locate, own_draft
 
 
 @grouped
@@ -34,8 +34,8 @@ def info(
     *,
     loading: LoadOptions,
 ) -> None:
-    """Show versions, methods with their default settings, the embedded pair and what was tuned. With --costs also what
-    the models run as, and what their forwards cost."""
+    """Show versions and what was tuned, with --json also the methods' settings. With --costs also what the models run
+    as, and what their forwards cost."""
     if model is not None:
         facts = file_facts(model)
         if as_json:
@@ -89,10 +89,9 @@ def _shown(name: str, value: Any) -> str:
 
 
 def collect() -> dict[str, Any]:
-    """Return versions, the methods' settings, and facts about the embedded pair."""
+    """Return versions, the machine, and the methods' settings."""
     import torch
 
-    results = FOLDER / "results.json"
     return {
         "forerun": __version__,
         "python": platform.python_version(),
@@ -101,13 +100,11 @@ def collect() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
         "methods": {name: asdict(settings()) for name, settings in METHODS.items()},
-        "embedded": json.loads(results.read_text()) if results.exists() else None,
-        "weights_bytes": sum(path.stat().st_size for path in FOLDER.glob("*/*.safetensors")),
     }
 
 
 def costs(target: str, loading: LoadOptions) -> dict[str, Any]:
-    """Measure ms of forwards of both models, on a quiet machine, and the cost ratio c."""
+    """Measure ms of forwards of both models on a quiet machine, and the cost ratio c."""
     from forerun.api.load import load
     from forerun.backends.costs import measure_costs, usual_context
 
@@ -140,28 +137,22 @@ def _profile(target: str, loading: LoadOptions) -> dict[str, Any] | None:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    def listed(settings: dict[str, Any]) -> str:
-        return ", ".join(f"{key}={value}" for key, value in settings.items())
-
-    def milliseconds(times: dict[int, float]) -> str:
-        return ", ".join(f"{count}: {time:.2f}" for count, time in times.items())
-
     names = ("forerun", "python", "torch", "transformers", "device", "threads")
     rows = [(name, str(facts[name])) for name in names]
-    rows += [(f"method {name}", listed(settings) or "no settings") for name, settings in facts["methods"].items()]
     profile = facts["profile"] or {}
     for mode in ("greedy", "sampling"):
         if choice := profile.get(mode):
+            settings = ", ".join(f"{key}={value}" for key, value in choice["settings"].items())
             speedup = f"{choice['measured_speedup']:.2f}x measured"
-            rows.append((f"tuned, {mode}", f"{choice['method']} {listed(choice['settings'])}: {speedup}"))
+            rows.append((f"tuned, {mode}", f"{choice['method']} {settings}: {speedup}"))
     rows.append(("profile", profile.get("file", "none: run forerun tune")))
-    rows.append(("embedded pair", f"{facts['weights_bytes'] / 1e6:.1f} MB in {FOLDER}"))
     if costs := facts.get("costs"):
         for part in ("target", *["draft"] * ("draft_ms" in costs)):
             model = costs["models"][part]
-            sizes = ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in model["weight_bytes"].items())
+            sizes = _shown("", model["weight_bytes"])
             rows.append((part, f"{sizes}; exact: {model['exact']}; {model['kernel']}; {model['threads']} threads"))
-            rows.append((f"{part}, ms of N tokens", milliseconds(costs[f"{part}_ms"])))
+            times = costs[f"{part}_ms"].items()
+            rows.append((f"{part}, ms of N tokens", ", ".join(f"{count}: {time:.2f}" for count, time in times)))
         rows.append(("context", f"{costs['context']} tokens" + (f"; c = {costs['c']:.3f}" if "c" in costs else "")))
         rows.append(("memory", f"{costs['peak_mb']} MB at most, all of this process"))
     _print_rows(rows)

@@ -5,6 +5,7 @@ A command names an alias, or takes a whole dataclass of options through `grouped
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -19,7 +20,7 @@ import typer
 from forerun import zoo
 from forerun.api.options import ModelOptions
 from forerun.api.resolve import resolve
-from forerun.cli.form import asked_form
+from forerun.files import read_text
 from forerun.kinds import WAYS
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
@@ -202,11 +203,25 @@ class SamplingOptions:
         """Return the parameters of a request. Raises ValueError for bad values."""
         forms = "json_schema", "regex", "grammar"
         values = {name: value for name, value in vars(self).items() if name not in forms}
-        form = asked_form(self.json_schema, self.regex, self.grammar)
-        if form is not None and ignore_eos:
-            raise ValueError("--ignore-eos cannot stand beside a form of the output, which says where it ends")
+        given = [name for name in forms if vars(self)[name] is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(f'--{name}' for name in given)}: one form at a time".replace("_", "-"))
+        form = self._form(given[0]) if given else None
         values |= {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "response_format": form}
         return SamplingParams(**values)
+
+    def _form(self, kind: str) -> dict[str, Any]:
+        """Return the `response_format` that an option asks for."""
+        if kind == "regex":
+            return {"type": kind, kind: self.regex}
+        if self.grammar is not None:
+            return {"type": kind, kind: read_text(self.grammar.expanduser())}
+        text = str(self.json_schema)
+        try:
+            found = json.loads(text if text.lstrip()[:1] in ("", "{", "[") else read_text(Path(text).expanduser()))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"--json-schema {text[:40]!r} is not JSON: {error}") from None
+        return {"type": kind, kind: {"schema": found}}
 
 
 def check_packages(command: str, extra: str, *names: str) -> None:

@@ -48,7 +48,8 @@ def form_of(response_format: Any) -> tuple[str, str] | None:
 def _schema(given: Any) -> str:
     schema = given.get("schema") if isinstance(given, Mapping) else given
     if not isinstance(given, Mapping) or not isinstance(schema, Mapping | bool):
-        raise ValueError(f"response_format.json_schema must be {{'schema': a JSON schema}}, not {_short(given)}")
+        wrong = _short(schema if isinstance(given, Mapping) else given)
+        raise ValueError(f"response_format.json_schema must be {{'schema': a JSON schema}}, not {wrong}")
     try:
         return json.dumps(schema, allow_nan=False)
     except RecursionError:
