@@ -429,14 +429,14 @@ def test_tune_for_sampling_without_a_draft(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--top-p", "0.5"], "--top-p 0.5 needs a --temperature above 0"),
+        (["--top-p", "0.5"], "top_p 0.5 needs a temperature above 0"),
         (["--top-p", "2", "--temperature", "1"], "top_p must be above 0 and at most 1, not 2.0"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.001, not -1.0"),
         (["--data", "prompts.txt"], "--data takes a .jsonl file with a prompt a line, not 'prompts.txt'"),
         (["--data", "nothing.jsonl"], "cannot read nothing.jsonl: No such file or directory"),
         (["--target", "./nothing"], "no model folder './nothing' for the target"),
         (["--budget", "0"], "Invalid value for '--budget'"),
-        (["--head", "nothing"], "--head takes the folder of a trained head, and 'nothing' is none"),
+        (["--head", "nothing"], "no head in the folder 'nothing'"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -116,31 +116,24 @@ def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | Non
 
 
 def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
-    """Return the heads that the plan's methods need, by kind. Raises ValueError if one is missing."""
+    """Return the heads that the plan's methods need, by kind: those of --head, else those that come with forerun.
+
+    Raises ValueError for a head that does not fit or that no method needs, and if one is missing.
+    """
     wanted = sorted({each.head for each in plan.ours.values() if each.head})
-    found = heads_for(plan.target, target, plan.head, wanted) if wanted else {}
+    found: dict[str | None, HiddenLM] = {}
+    for folder in plan.head if wanted else ():
+        head = load_head(folder, target)
+        if head.config.kind not in wanted:
+            kinds = " or ".join(wanted)
+            raise ValueError(f"the head {folder!r} is of the kind {head.config.kind!r}; it must be {kinds}")
+        found[head.config.kind] = HiddenLM(head, target)
     for kind in wanted:
         if kind not in found:
-            raise ValueError(f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one")
-    return found
-
-
-def heads_for(
-    name: str, target: CausalLM, folders: Sequence[str | Path], kinds: Sequence[str | None]
-) -> dict[str | None, HiddenLM]:
-    """Return heads for a target, by kind: those of the folders, and those of these kinds that come with forerun.
-
-    Raises ValueError for a head that does not fit, or is of another kind.
-    """
-    found: dict[str | None, HiddenLM] = {}
-    for folder in folders:
-        head = load_head(folder, target)
-        if head.config.kind not in kinds:
-            wanted = " or ".join(map(str, kinds))
-            raise ValueError(f"the head '{folder}' is of the kind {head.config.kind!r}; it must be {wanted}")
-        found[head.config.kind] = HiddenLM(head, target)
-    for kind in kinds:
-        if kind not in found and (own := companion(name, kind)) is not None:
+            if (own := companion(plan.target, kind)) is None:
+                raise ValueError(
+                    f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one"
+                )
             found[kind] = HiddenLM(load_head(own, target, kind), target)
     return found
 

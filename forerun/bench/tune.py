@@ -19,18 +19,17 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from forerun.api.layers import load_pre_verifier
-from forerun.api.load import Decoder
-from forerun.api.loading import check_draft_tokenizer, load_config
+from forerun.api.loading import load_config
 from forerun.api.profiles import Choice, pair_of, save
-from forerun.backends.costs import head_costs, measure_costs
+from forerun.backends.costs import measure_costs
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import Outcome, Run, decoder_run, measure
-from forerun.bench.models import heads_for, load_pair, load_prompts
+from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.report import provenance, summary, versions
-from forerun.heads.pre_verifier import PreVerifier
-from forerun.methods import AR, METHODS, Lyanna, Method, Pacer, PacerEagle
+from forerun.files import read_text
+from forerun.heads.heads import KINDS
+from forerun.methods import AR, METHODS, Method, Pacer
 from forerun.model.causal_lm import context_of
 from forerun.zoo import companion, own_draft
 
@@ -131,22 +130,16 @@ def tune(
     plan: Plan,
     files: dict[str, list[Prompt]],
     *,
-    top_p: float = 1.0,
     budget: float = 150.0,
-    pre_verifier: Path | None = None,
-    head: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Find the fastest method, store it in the pair's profile, and return the result for JSON.
 
     Args:
         plan: models, prompts, temperature, and `max_new_tokens` as the most for a prompt. Its methods only show whether
-            there is a draft.
+            there is a draft. A layer and a head that come with forerun are tried if none is given.
         files: prompts of `read_files`.
-        top_p: of sampling.
         budget: seconds; exceeded if the least work takes longer.
-        pre_verifier, head: folders of a layer trained for the pair and of a head trained for the target. The embedded
-            pair has its own.
         say: called with lines of progress.
 
     Raises ValueError for prompts and models that cannot be used, the former before weights are loaded.
@@ -155,39 +148,29 @@ def tune(
     context = context_of(load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code))
     if context is not None:
         plan = replace(plan, max_new_tokens=max(1, min(plan.max_new_tokens, context // 2)))
+    given = [json.loads(read_text(Path(folder) / "config.json")).get("kind") for folder in plan.head]
+    if not set(given) <= set(KINDS):
+        raise ValueError(f"the head {plan.head[0]!r} is of the kind {given[0]!r}; it must be {' or '.join(KINDS)}")
+    kinds = {*given, *(kind for kind in KINDS if companion(plan.target, kind))}
+    folder = companion(plan.target, Pacer.layer) if plan.draft == own_draft(plan.target) else None
+    layers = {Pacer.layer} if plan.draft is not None and (plan.pre_verifier or folder) else set()
+    methods: dict[str, Method] = {AR.name: AR()} | candidates(plan.draft is not None, kinds | layers)
+    plan = replace(plan, methods=methods)
     datasets, tokenizer = load_prompts(plan, files)
     (dataset, prompts), *_ = datasets.items()
-    if tokenizer is not None and plan.draft is not None:  # methods that need the target's are tried as well
-        check_draft_tokenizer(tokenizer, plan.draft, trust_remote_code=plan.trust_remote_code)
-    target, draft = load_pair(plan)
-    folder = companion(plan.target, Pacer.layer) if plan.draft == own_draft(plan.target) else None
-    layers: dict[str | None, PreVerifier] = {}
-    if (folder := pre_verifier or folder) is not None and draft is not None:
-        layers[Pacer.layer] = load_pre_verifier(folder, target, draft, Pacer.kind)
-    heads = heads_for(plan.target, target, [head] if head else [], (Lyanna.head, PacerEagle.head))
-    costs = measure_costs(target, draft, layer=layers.get(Pacer.layer))
-    tables = {each: replace(costs, head=head_costs(own)) for each, own in heads.items()}
-    costs = next(iter(tables.values()), costs)  # where heads of two kinds differ, calibration says how much
-    trained = [*layers, *heads]
+    decoders, target, costs = load_decoders(plan, tokenizer)
+    if costs is None:
+        costs = measure_costs(target, next((each.draft for each in decoders.values() if each.draft is not None), None))
     forwards = f"a forward of the target takes {costs.verify(1):.2f} ms"
     say(forwards + (f", of the draft {costs.draft[1]:.2f} ms, c = {costs.c:.3f}" if costs.draft else ""))
 
-    def runner(method: Method, close: bool = True) -> Run:
-        layer, drafting = layers.get(method.layer), draft if method.needs_draft else None
-        own: Any = {"pre_verifier": layer, "head": heads.get(method.head)}
-        own["costs"] = tables.get(method.head, costs)
-        decoder = Decoder(target, None, drafting, method, guard=False, prefix_bytes=0, **own)
-        return decoder_run(decoder, params, close)
-
-    params = replace(plan.params(), top_p=top_p)
     rows = [list(prompt.tokens or ()) for prompt in prompts]
-    methods: dict[str, Method] = {AR.name: AR()} | candidates(draft is not None, trained)
     tokens = new_tokens(budget - (perf_counter() - begun), len(methods), costs.verify(1), plan.max_new_tokens)
-    params = replace(params, max_new_tokens=tokens)
+    plan = replace(plan, rounds=1, batch=1, max_new_tokens=tokens)
     ends = [min(sum(TURNS[: turn + 1]), len(rows)) for turn in range(len(TURNS))]
     turns = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False) if start < end]
     say(f"{len(methods) - 1} settings on {len(turns[0])} prompts, the better third on more; {tokens} tokens each")
-    runs = {name: runner(each) for name, each in methods.items()}
+    runs = {name: decoder_run(decoders[name], plan.params(), close=True) for name in methods}
     runs[AR.name]([rows[0]], [0], TOKENS[0])  # the first call is slow
     ranked, dropped = screen(runs, turns, tokens, lambda: perf_counter() - begun > SCREENING * budget)
     final = finalists(methods, list(ranked))
@@ -196,11 +179,8 @@ def tune(
     fits = int(1000 * (budget - (perf_counter() - begun)) / max(each_ms, 1e-3))
     prompts, rounds = prompts[: max(4, fits)], 2 if fits >= 2 * len(prompts) else 1
     say(f"measuring {', '.join(final)} beside ar on {len(prompts)} prompts")
-    records = measure(
-        replace(plan, rounds=rounds, batch=1, max_new_tokens=tokens),
-        {name: runner(methods[name], close=False) for name in (AR.name, *final)},
-        {dataset: prompts},
-    )
+    runs = {name: decoder_run(decoders[name], plan.params()) for name in (AR.name, *final)}
+    records = measure(replace(plan, rounds=rounds), runs, {dataset: prompts})
     measured = {name: found["speedup"] for name, found in summary(records, {}).items()}
     best = max(measured, key=lambda name: (measured[name], name == AR.name))
     screened = {name: round(speedup, 4) for name, speedup in (ranked | dropped).items()} | {AR.name: 1.0}
@@ -209,13 +189,15 @@ def tune(
     for name in sorted(ranked | dropped, key=lambda name: (-measured.get(name, 0.0), name not in ranked)):
         # Measured ones first, then by the screening: sorting keeps the order of equals.
         tuned.setdefault(methods[name].name, asdict(methods[name]))
+    # A head does not stand beside a method that drafts with another.
+    head = plan.head[0] if plan.head and chosen.head in (None, given[0]) else None
     choice = Choice(
         method=chosen.name,
         settings=asdict(chosen),
         predicted_speedup=screened[best],
         measured_speedup=measured[best],
         temperature=plan.temperature,
-        top_p=top_p,
+        top_p=plan.top_p,
         tuned=tuned,
         prompts={
             "dataset": dataset_name(dataset),
@@ -223,17 +205,14 @@ def tune(
             "new_tokens": tokens,
             "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         },
-        pre_verifier=str(pre_verifier.resolve()) if pre_verifier is not None else None,
-        # Not beside a method that drafts with another.
-        head=str(head.resolve()) if head is not None and chosen.head in (None, next(iter(heads))) else None,
+        pre_verifier=str(Path(plan.pre_verifier[0]).resolve()) if plan.pre_verifier else None,
+        head=str(Path(head).resolve()) if head is not None else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
-    pair = pair_of(plan.target, plan.draft if draft is not None else None, plan)
-    costs = tables.get(chosen.head, costs)
-    path = save(pair, "sampling" if plan.temperature else "greedy", choice, costs, versions())
-    folders = {"pre_verifier": pre_verifier and pre_verifier.name, "head": head and head.name}
+    pair = pair_of(plan.target, plan.draft, plan)
+    path = save(pair, "sampling" if plan.temperature else "greedy", choice, decoders[best].costs or costs, versions())
     return {
-        **provenance(plan.arguments() | {"methods": [*GRID], "top_p": top_p, "budget": budget} | folders),
+        **provenance(plan.arguments() | {"methods": [*GRID], "budget": budget}),
         "profile": str(path),
         **asdict(choice),
         "predicted": screened,

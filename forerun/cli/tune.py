@@ -13,7 +13,6 @@ from forerun.bench.plan import Plan
 from forerun.cli import options
 from forerun.cli.common import quiet, say
 from forerun.methods import default_method, method
-from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, own_draft
 
 PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded
@@ -44,12 +43,6 @@ def tune(
         raise ValueError(f"--data takes a .jsonl file with a prompt a line, not '{data}'")
     if pre_verifier is not None and draft is None:
         raise ValueError("--pre-verifier needs a draft: give --draft")
-    for option, part, folder in (("pre-verifier", "layer", pre_verifier), ("head", "head", head)):
-        if folder is not None and not (folder / "config.json").is_file():
-            raise ValueError(f"--{option} takes the folder of a trained {part}, and '{folder}' is none")
-    SamplingParams(temperature=temperature, top_p=top_p)
-    if not temperature and top_p < 1:
-        raise ValueError(f"--top-p {top_p} needs a --temperature above 0: greedy decoding samples nothing")
     name = default_method(draft is not None)
     plan = Plan(
         **vars(loading) | {"draft": draft},
@@ -57,6 +50,9 @@ def tune(
         datasets=(str(data) if data is not None else "stdlib-validation",),
         target=target,
         temperature=temperature,
+        top_p=top_p,
+        pre_verifier=(str(pre_verifier),) if pre_verifier is not None else (),
+        head=(str(head),) if head is not None else (),
         max_new_tokens=NEW_TOKENS,
         limit=PROMPTS,
     )
@@ -66,8 +62,7 @@ def tune(
     quiet(loading.threads)
     from forerun.bench.tune import tune as run
 
-    how: dict[str, Any] = {"top_p": top_p, "budget": budget, "pre_verifier": pre_verifier, "head": head}
-    found = run(plan, files, say=(lambda line: None) if as_json else say, **how)
+    found = run(plan, files, budget=budget, say=(lambda line: None) if as_json else say)
     if as_json:
         print(json.dumps(found))
     else:
