@@ -6,11 +6,9 @@ vLLM hands over tokens, takes chains of tokens back, and verifies them itself. N
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -19,36 +17,28 @@ import numpy as np
 import torch
 
 from forerun import methods
-from forerun.api.layers import config_file, load_pre_verifier
 from forerun.api.loading import check_draft_tokenizer, check_vocabularies, load_model, load_tokenizer
 from forerun.backends.hot import prepare_draft
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter
-from forerun.heads.pre_verifier import PreVerifier
 from forerun.kinds import check_kind
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import locate
 
-METHODS: dict[str, tuple[str, ...]] = {  # and the models that each needs
-    "suffix": (),
-    **dict.fromkeys(("sd", "confidence", "cumulative"), ("draft",)),
-    "pacer": ("draft", "pre_verifier"),
-}
+METHODS = ("suffix", "sd", "confidence", "cumulative")  # all but the first need a draft
 CHUNK = 512  # tokens of a prompt that the draft model reads at once
 PREFIX_BYTES = 2**28  # of the draft model's KV that are kept for later prompts
-UNSEEN = ("entropy", "top")  # inputs of a pre-verifier that vLLM does not hand over
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a proposer drafts. `draft` is a folder, hub id or GGUF file, `pre_verifier` a folder."""
+    """How a proposer drafts. `draft` is a folder, hub id or GGUF file."""
 
     method: Method
     draft: str | None = None
-    pre_verifier: str | None = None
     draft_weights: str | None = "auto"
     device: str | None = None
 
@@ -56,8 +46,8 @@ class Options:
     def of(cls, given: Any) -> Options:
         """Return the options of a mapping: the method's name, the fields here, and settings of the method.
 
-        The default method is "suffix", with a draft "cumulative", and with a pre-verifier "pacer". Raises ValueError
-        that names what is unknown, missing or out of range.
+        The default method is "suffix", with a draft "cumulative". Raises ValueError that names what is unknown, missing
+        or out of range.
         """
         if not isinstance(given, Mapping):
             raise ValueError(f"additional_config['forerun'] must be an object of settings, not {given!r}")
@@ -68,16 +58,12 @@ class Options:
             if not isinstance(value, str):
                 raise ValueError(f"{key} must be a name, not {value!r}")
         check_kind(own.get("draft_weights"))
-        default = "pacer" if "pre_verifier" in own else "cumulative" if "draft" in own else "suffix"
-        name = given.get("method") or default
+        name = given.get("method") or ("cumulative" if "draft" in own else "suffix")
         if name not in METHODS:
             known = ", ".join(METHODS)
             raise ValueError(f"method {name!r} is not for vLLM, which verifies chains of tokens; there are {known}")
-        for model in ("draft", "pre_verifier"):
-            if model in METHODS[name] and model not in own:
-                raise ValueError(f"method {name!r} needs a {model}: give {model}=FOLDER")
-            if model in own and model not in METHODS[name]:
-                raise ValueError(f"method {name!r} takes no {model}")
+        if (name == "suffix") == ("draft" in own):
+            raise ValueError(f"method {name!r} " + ("takes no draft" if "draft" in own else "needs draft=FOLDER"))
         if settings.get("width", 1) != 1:
             raise ValueError(f"width must be 1 in vLLM, which verifies chains of tokens, not {settings['width']!r}")
         return cls(methods.method(name, **settings), **own)
@@ -153,14 +139,11 @@ class Proposer:
         self.seconds = 0.0  # spent in `propose` so far
 
     def load_model(self, *_: Any) -> None:
-        """Load the draft model and the pre-verifier of the options.
-
-        Raises ValueError for what cannot be loaded, and for a draft or a layer that belongs to another target."""
+        """Load the draft model of the options. Raises ValueError if it cannot be loaded or is not for this target."""
         options = self._options
         draft = None if options.draft is None else self._load_draft(options.draft)
-        layer = None if draft is None else self._load_layer(draft)
         target: Any = SimpleNamespace(vocab_size=int(self._target.get_vocab_size()))
-        self._drafter = options.method.build(Parts(target, draft, layer, pools={}))
+        self._drafter = options.method.build(Parts(target, draft, pools={}))
 
     def _load_draft(self, source: str) -> CausalLM:
         tokenizer = None
@@ -173,20 +156,6 @@ class Proposer:
         check_vocabularies(int(self._target.get_vocab_size()), model.config.get_text_config().vocab_size, tokenizer)
         folder = locate(source, "draft")
         return prepare_draft(model, folder, None, fast=True, in_place=True).fresh(PREFIX_BYTES)
-
-    def _load_layer(self, draft: CausalLM) -> PreVerifier | None:
-        source = self._options.pre_verifier
-        if source is None:
-            return None
-        kind = self._options.method.kind
-        layer = load_pre_verifier(source, _shape_of(self._target, source, draft.device), draft, kind)
-        unseen = [name for name in layer.config.inputs if name in UNSEEN]
-        if unseen:
-            raise ValueError(
-                f"the pre-verifier {source!r} reads {unseen[0]!r} of the target, which vLLM does not hand over; train "
-                "one without it (forerun train pre-verifier --inputs)"
-            )
-        return layer
 
     @torch.inference_mode()
     def propose(
@@ -267,13 +236,3 @@ def _end_tokens(config: Any) -> frozenset[int]:
     """Return the tokens that end a text; nothing is drafted after them."""
     ends = getattr(config, "eos_token_id", None)
     return frozenset([] if ends is None else [ends] if isinstance(ends, int) else map(int, ends))
-
-
-def _shape_of(model_config: Any, source: str, device: torch.device) -> Any:
-    """Return what a layer's target is compared with: the shape of vLLM's, whose weights are not known."""
-    config = model_config.hf_text_config
-    stored = json.loads(config_file(Path(source), f"the pre-verifier {source!r}").read_text())
-    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-    weights = [None] * len(stored.get("target", {}).get("weights", ()))
-    shape = {name: getattr(config, name, None) for name in names} | {"weights": weights}
-    return SimpleNamespace(fingerprint=shape, device=device)
