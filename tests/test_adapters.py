@@ -22,6 +22,7 @@ NEW = 12
 LONG = torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 PROMPTS = [LONG[:40], LONG]  # the second one goes on behind the first
 Answer = Callable[[list[int]], list[int]]
+FAST: dict[str, Any] = {"custom_generate": forerun.custom_generate}
 
 
 def adapted() -> PeftModelForCausalLM:
@@ -77,16 +78,16 @@ def check(model: PeftModelForCausalLM, answer: Answer) -> None:
 def test_custom_generate_answers_with_the_adapter_that_is_on(drafts: bool) -> None:
     model = adapted()
     base, draft = model.get_base_model(), noisy_copy(tiny("llama"), 0.03) if drafts else None
-    check(model, lambda prompt: plainly(base, prompt, custom_generate=forerun.custom_generate, draft=draft))
+    check(model, lambda prompt: plainly(base, prompt, **FAST, draft=draft))
 
 
 def test_custom_generate_answers_through_the_model_that_peft_wraps_around() -> None:
     model = adapted()
     for name in ("first", "second"):
         model.set_adapter(name)
-        assert plainly(model, LONG, custom_generate=forerun.custom_generate) == plainly(model, LONG)
+        assert plainly(model, LONG, **FAST) == plainly(model, LONG)
     with model.disable_adapter():
-        assert plainly(model, LONG, custom_generate=forerun.custom_generate) == plainly(tiny("llama"), LONG)
+        assert plainly(model, LONG, **FAST) == plainly(tiny("llama"), LONG)
 
 
 def test_an_adapted_draft_costs_no_wrong_token() -> None:
@@ -97,7 +98,7 @@ def test_an_adapted_draft_costs_no_wrong_token() -> None:
         for prompt in PROMPTS:
             wanted = plainly(target, prompt)
             assert decoder.generate(prompt, max_new_tokens=NEW).tokens == wanted
-            assert plainly(target, prompt, custom_generate=forerun.custom_generate, draft=draft) == wanted
+            assert plainly(target, prompt, **FAST, draft=draft) == wanted
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -141,22 +142,18 @@ def test_plain_models_go_on_with_what_was_computed() -> None:
 
 def test_merged_adapters_are_noticed_where_weights_were_copied() -> None:
     base = tiny("llama")
-
-    def answer() -> list[int]:
-        return plainly(base, LONG, custom_generate=forerun.custom_generate)
-
-    before = answer()
+    before = plainly(base, LONG, **FAST)
     config = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         merged = get_peft_model(base, config).merge_and_unload()
     assert merged is base  # with the modules and tensors that it had
-    assert answer() == plainly(base, LONG) != before
+    assert plainly(base, LONG, **FAST) == plainly(base, LONG) != before
 
 
 def test_prompt_tuning_is_refused() -> None:
     base = tiny("llama")
     model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     with pytest.raises(ValueError, match="prepare_inputs_for_generation is replaced, as for prompt tuning"):
-        plainly(model, LONG, custom_generate=forerun.custom_generate)
-    assert plainly(base, LONG, custom_generate=forerun.custom_generate) == plainly(base, LONG)
+        plainly(model, LONG, **FAST)
+    assert plainly(base, LONG, **FAST) == plainly(base, LONG)

@@ -105,6 +105,9 @@ def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
         ("hybrid", {"other": "sd:gamma"}, "method 'sd:gamma': the module 'sd' cannot be imported"),
         ("hybrid", {"other": "sd:gamma=2:gamma=9"}, "other gives gamma twice"),
         ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
+        ("pacer", {"block": 0}, "block must be an integer of at least 1, not 0"),
+        ("pacer", {"threshold": 2.0}, "threshold must be"),
+        ("pacer", {"most": 0}, "most must be an integer of at least 1, not 0"),
         ("lyanna", {"sampled": 1}, "sampled must be true or false, not 1"),
         ("eagle", {"sampled": True, "width": 2}, "sampled is for chains: width must be 1, not 2"),
         ("pacer-lyanna", {"sampled": True}, "this method takes drafted tokens back where they do not pay"),
@@ -116,7 +119,7 @@ def test_settings_out_of_range(name: str, options: dict[str, Any], message: str)
     with pytest.raises(ValueError) as error:
         method(BASELINES.get(name, name), **options)
     assert str(error.value).startswith(message)
-    assert method("pacer", block=None, threshold=None) == method("pacer")
+    assert method("pacer", block=None, threshold=None) == method("pacer") and method("pacer").needs_costs
 
 
 # The door

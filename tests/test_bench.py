@@ -67,8 +67,7 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
         *("--dataset", str(folder / "own.jsonl"), "--batch", "3", "--rounds", "2", "--max-new-tokens", "12"),
         *("--method-arg", "sd.gamma=3"),
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed == json.loads((out / "results.json").read_text())
     methods = printed["methods"]
@@ -89,12 +88,10 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert len(lines) == 2 * 2 * 3  # rounds, batches, methods
     assert set(json.loads(lines[0])) == set(Record.__dataclass_fields__)
     parsed = [parse(line) for line in lines]
-    first = parsed[:3]
-    assert {record.group for record in first} == {(0, "own.jsonl", 0)}
-    assert first[0].prompts == ["1", "2", "3"] and parsed[3].prompts == ["4"]
-    order = [record.method for record in first]
-    assert [record.method for record in parsed[3:6]] == order[1:] + order[:1]
-    assert [record.method for record in parsed[6:9]] == order[::-1]  # whoever was behind another is before it now
+    assert {record.group for record in parsed[:3]} == {(0, "own.jsonl", 0)}
+    assert parsed[0].prompts == ["1", "2", "3"] and parsed[3].prompts == ["4"]
+    names = [record.method for record in parsed]
+    assert names[3:6] == names[1:3] + names[:1] and names[6:9] == names[2::-1]  # each is before and after each other
     assert {path.name for path in out.iterdir()} == {"costs.json", "records.jsonl", "results.json", "run.json"}
     assert all(str(folder) not in path.read_text() for path in out.iterdir())
 
@@ -244,13 +241,13 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
         (["--dataset", "specbench", "--data", "nothing"], "no file or folder nothing: dataset 'specbench' is in"),
         (["--dataset", "nothing.jsonl"], "cannot read nothing.jsonl"),
         (["--dataset", "stdlib-test,stdlib-test"], "dataset 'stdlib-test' is given twice"),
-        (["--dataset", "{broken}"], "broken.jsonl, line 2: not JSON"),
-        (["--dataset", "{number}"], "number.jsonl, line 1: 'prompt' must be a string that is not empty, not 3"),
-        (["--dataset", "{floats}"], "floats.jsonl, line 1: 'tokens' must be a list of token ids"),
-        (["--dataset", "{empty}"], "empty.jsonl has no prompts"),
-        (["--dataset", "{vocabulary}"], "prompt '1' has token ids outside 0.."),
-        (["--dataset", "{surrogate}"], "surrogate.jsonl, line 1: 'prompt' holds half of a surrogate pair"),
-        (["--dataset", "{deep}"], "deep.jsonl, line 1: not JSON"),
+        (["--dataset", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
+        (["--dataset", "number.jsonl"], "number.jsonl, line 1: 'prompt' must be a string that is not empty, not 3"),
+        (["--dataset", "floats.jsonl"], "floats.jsonl, line 1: 'tokens' must be a list of token ids"),
+        (["--dataset", "empty.jsonl"], "empty.jsonl has no prompts"),
+        (["--dataset", "vocabulary.jsonl"], "prompt '1' has token ids outside 0.."),
+        (["--dataset", "surrogate.jsonl"], "surrogate.jsonl, line 1: 'prompt' holds half of a surrogate pair"),
+        (["--dataset", "deep.jsonl"], "deep.jsonl, line 1: not JSON"),
         (["--device", "meta"], "cannot use device 'meta'"),
         (["--max-new-tokens", "2000"], "leaves no room for a prompt in the context of"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
@@ -258,7 +255,9 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
         (["--target", "some/model"], "method 'sd' needs a draft model: give --draft"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_and_exit_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     contents = {
         "broken": '{"prompt": "x"}\n{"prompt": \n',
         "number": '{"prompt": 3}\n',
@@ -270,11 +269,10 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str, tm
     }
     for name, content in contents.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
-    done = run(*(each.format(**{name: tmp_path / f"{name}.jsonl" for name in contents}) for each in arguments))
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert done.stderr.startswith("forerun: ") and done.stderr.count("\n") == 1
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("forerun: ") and message in done.stderr
 
 
 def test_public_datasets(tmp_path: Path) -> None:
@@ -296,13 +294,12 @@ def test_public_datasets(tmp_path: Path) -> None:
 
 
 def test_long_prompts_lose_their_beginning() -> None:
+    """But not what a tokenizer puts in front of every text."""
     prompt = Prompt("a", tokens=(1, 2, 3, 4))
-    assert tokenised(prompt, None, 3, 10) == Prompt("a", tokens=(2, 3, 4), cut=True)
-    assert tokenised(prompt, None, 4, 10) == prompt
-    assert tokenised(prompt, None, 3, 10, front=(1,)) == Prompt("a", tokens=(1, 3, 4), cut=True)
-    assert tokenised(prompt, None, 4, 10, front=(1,)) == prompt
-    assert tokenised(prompt, None, 3, 10, front=(9,)) == Prompt("a", tokens=(2, 3, 4), cut=True)
-    assert tokenised(prompt, None, 1, 10, front=(1,)) == Prompt("a", tokens=(4,), cut=True)
+    for front in ((), (1,)):
+        assert tokenised(prompt, None, 4, 10, front=front) == prompt
+    for most, front, kept in ((3, (), (2, 3, 4)), (3, (1,), (1, 3, 4)), (3, (9,), (2, 3, 4)), (1, (1,), (4,))):
+        assert tokenised(prompt, None, most, 10, front=front) == Prompt("a", tokens=kept, cut=True)
 
 
 @pytest.mark.parametrize(("template", "front"), [("E E $A", (0, 0)), ("$A E", ()), ("E $A E", (0,))])
@@ -424,15 +421,15 @@ def test_speedups_are_paired() -> None:
     assert found["sd"]["exact_match"] == 0.0 and found["ar"]["exact_match"] == 1.0
     assert found["sd"]["tokens"] == 30 and found["sd"]["tau"] == 2.0
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((1.4, 3.0, 4.6))
-
-
-def test_a_speedup_is_of_seconds_where_outputs_are_of_one_length_and_of_tokens_a_second_where_not() -> None:
-    """Half the tokens in half the time are no speedup."""
-    records = [record("ar", 10), record("sd", 20), record("suffix", 10)]
-    records[2] = replace(records[2], stats=replace(records[2].stats, tokens=5, seconds=0.5))
-    found = summary(records, {})
-    assert found["sd"]["speedup"] == 2.0 and found["suffix"]["speedup"] == 1.0
-    assert found["suffix"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
+    # Half the tokens in half the time are no speedup.
+    short = record("suffix", 10)
+    found = summary([record("ar", 10), replace(short, stats=replace(short.stats, tokens=5, seconds=0.5))], {})
+    assert found["suffix"]["speedup"] == 1.0 and found["suffix"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
+    # Each dataset has its own, and all together have one.
+    records = [record(*each) for each in (("ar", 10), ("ar", 10, 0, 0, "e"), ("suffix", 20), ("suffix", 40, 0, 0, "e"))]
+    both = results(Plan(parse_methods(["suffix"], [], None, {})), {"d": FACTS, "e": FACTS}, records, {})
+    assert [both["datasets"][name]["methods"]["suffix"]["speedup"] for name in "de"] == [2.0, 4.0]
+    assert both["methods"]["suffix"]["speedup"] == 3.0 and json.loads(json.dumps(both)) == both
 
 
 def test_prefill_is_part_of_the_time(
@@ -477,12 +474,8 @@ def test_a_prompt_that_comes_again_finds_no_phrases(pair: tuple[PreTrainedModel,
 
 
 def test_one_preemption_does_not_set_where_the_time_goes() -> None:
-    plain = [
-        Times(10, 0.2, 0.1, 0.6, 0.1, 0.7),
-        Times(10, 0.4, 0.2, 1.2, 0.2, 1.4),
-        Times(5, 0.1, 0.05, 0.3, 50.0, 0.4),
-    ]
-    records = [replace(record("ar", 10, number), times=spent) for number, spent in enumerate(plain)]
+    plain = (10, 0.2, 0.1, 0.6, 0.1, 0.7), (10, 0.4, 0.2, 1.2, 0.2, 1.4), (5, 0.1, 0.05, 0.3, 50.0, 0.4)
+    records = [replace(record("ar", 10, number), times=Times(*spent)) for number, spent in enumerate(plain)]
     found = summary(records, {})["ar"]
     assert found["time"] == {"draft": 0.2, "policy": 0.1, "verify": 0.6, "rest": 0.1}
     assert found["step_ms"] == {"draft": 20.0, "policy": 10.0, "verify": 60.0, "rest": 20.0}
@@ -491,33 +484,11 @@ def test_one_preemption_does_not_set_where_the_time_goes() -> None:
     assert sum(summary(records, {})["ar"]["time"].values()) == pytest.approx(1, abs=2e-4)
 
 
-def test_results_are_per_dataset_and_overall() -> None:
-    records = [record("ar", 10, dataset="d"), record("ar", 10, dataset="e")]
-    records += [record("suffix", 20, dataset="d"), record("suffix", 40, dataset="e")]
-    plan = Plan(parse_methods(["suffix"], [], None, {}))
-    found = results(plan, {"d": FACTS, "e": FACTS}, records, {})
-    assert [found["datasets"][name]["methods"]["suffix"]["speedup"] for name in "de"] == [2.0, 4.0]
-    assert found["methods"]["suffix"]["speedup"] == 3.0
-    assert json.loads(json.dumps(found)) == found
-
-
 def step(tokens: int, tested: int, accepted: int, seconds: float, id: int = 0, number: int = 0) -> Step:
-    return Step(
-        id=id,
-        number=number,
-        rows=1,
-        tokens=(1,) * tokens,
-        origins=("draft",) * tokens,
-        drafted=3,
-        tested=tested,
-        accepted=accepted,
-        draft_forwards=3,
-        draft_seconds=0.2 * seconds,
-        policy_seconds=0.1 * seconds,
-        verify_seconds=0.5 * seconds,
-        forward_seconds=0.6 * seconds,
-        seconds=seconds,
-    )
+    shares = {"draft": 0.2, "policy": 0.1, "verify": 0.5, "forward": 0.6}
+    counts = {"drafted": 3, "tested": tested, "accepted": accepted, "draft_forwards": 3}
+    spent = {f"{part}_seconds": share * seconds for part, share in shares.items()}
+    return Step(id, number, 1, (1,) * tokens, ("draft",) * tokens, **counts, **spent, seconds=seconds)  # type: ignore[arg-type]
 
 
 def test_statistics_add_up() -> None:

@@ -6,9 +6,10 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from random import Random
-from subprocess import CompletedProcess
+from typing import Any
 
 import commands
 import pytest
@@ -40,8 +41,8 @@ from forerun.backends.hot import prepare_draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.stats import summarise
-from forerun.engine.step import Proposal
-from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
+from forerun.engine.step import Drafter, Proposal, Step
+from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
@@ -92,7 +93,7 @@ def test_tokens_are_the_bytes_that_they_stand_for() -> None:
     for text in (TEXT, "x\n  y"):
         assert theirs.spell(pieces().encode(text, add_special_tokens=False)) == b" " + text.encode()
     assert theirs.of(theirs.ids[b"\n"]) == b"\n" and theirs.ids[b"\n"] == 3 + 10
-    assert theirs.of(0) is None and theirs.of(2) is None and theirs.of(10**6) is None
+    assert [theirs.of(id) for id in (0, 2, 10**6)] == [None] * 3
     assert (theirs.end, ours.special) == (2, {"<|endoftext|>": 0})
 
 
@@ -230,10 +231,14 @@ CASES: dict[str, tuple[Method, str, LogitsProcessorList | None]] = {
 }
 
 
+def built(chosen: Method, target: Tensor, draft: Tensor, translation: Translation | None) -> Any:
+    return chosen.build(Parts(TableLM(target), TableLM(draft), translation=translation))  # type: ignore[arg-type]
+
+
 def drafter_of(chosen: Method, way: str) -> TranslatedDrafter:
     """For a target of a, b, c, ab, from a draft of c, a, b, bc."""
     both = translate(of_letters("abc", [("a", "b")]), of_letters("cab", [("b", "c")]), "d", way)
-    return chosen.build(Parts(TableLM(TARGET), TableLM(DRAFT), translation=both))  # type: ignore[arg-type,return-value]
+    return built(chosen, TARGET, DRAFT, both)
 
 
 def permuted(table: Tensor, order: Sequence[int]) -> Tensor:
@@ -242,16 +247,24 @@ def permuted(table: Tensor, order: Sequence[int]) -> Tensor:
     return table[places][:, places][:, :, places]
 
 
+def sampled(drafter: Drafter, processors: LogitsProcessorList | None, count: int) -> list[list[Step]]:
+    request = Request(PROMPT, NEW, Sampler(False, processors), generator=torch.Generator().manual_seed(0))
+    return decode(TableLM(TARGET), drafter, [request] * count)
+
+
+def fit(rows: list[list[Step]], processors: LogitsProcessorList | None) -> float:
+    joint = joint_distribution(TARGET, PROMPT, JOINT, processors)
+    return p_value([tokens_of(steps)[:JOINT] for steps in rows], joint)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_sampling_follows_the_targets_distribution(case: str) -> None:
     chosen, way, processors = CASES[case]
-    request = Request(PROMPT, NEW, Sampler(False, processors), generator=torch.Generator().manual_seed(0))
-    count = ROWS if processors is not AGAIN else ROWS // 3  # these take one row after the other
-    rows = decode(TableLM(TARGET), drafter_of(chosen, way), [request] * count)
+    # Those with a penalty take one row after the other.
+    rows = sampled(drafter_of(chosen, way), processors, ROWS if processors is not AGAIN else ROWS // 3)
     found = summarise([step for row in rows for step in row], 1.0)
     assert found.drafted > found.accepted > 0.2 * len(rows)
-    joint = joint_distribution(TARGET, PROMPT, JOINT, processors)
-    assert p_value([tokens_of(steps)[:JOINT] for steps in rows], joint) > FITS
+    assert fit(rows, processors) > FITS
 
 
 def test_a_wrong_distribution_is_seen() -> None:
@@ -259,18 +272,15 @@ def test_a_wrong_distribution_is_seen() -> None:
     drafter = drafter_of(SD(3), "shared")
     own = drafter.propose
 
-    def unnormalised(seqs: list) -> object:
+    def unnormalised(seqs: list) -> Proposal:
         proposal = own(seqs)
         for draft in proposal.drafts:
             if draft.q is not None:
                 draft.q.mul_(0.5)
         return proposal
 
-    drafter.propose = unnormalised  # type: ignore[method-assign,assignment]
-    request = Request(PROMPT, NEW, Sampler(False), generator=torch.Generator().manual_seed(0))
-    rows = decode(TableLM(TARGET), drafter, [request] * ROWS)
-    joint = joint_distribution(TARGET, PROMPT, JOINT, None)
-    assert p_value([tokens_of(steps)[:JOINT] for steps in rows], joint) < BROKEN
+    drafter.propose = unnormalised  # type: ignore[method-assign]
+    assert fit(sampled(drafter, NONE, ROWS), NONE) < BROKEN
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -291,25 +301,23 @@ def test_a_seed_gives_the_tokens_of_plain_decoding(way: str) -> None:
 def test_the_same_draft_under_other_numbers_does_what_it_did(way: str, chosen: Method, asked: str) -> None:
     table = TARGET + random_table(V, 6, 0.4)
 
-    def run(drafter: object) -> list:
+    def run(drafter: Drafter) -> list:
         sampler, seeded = Sampler(asked == "greedy"), asked == "seeded"
         requests = [
             Request(PROMPT, 40, sampler, seed=row if seeded else None, generator=torch.Generator().manual_seed(row))
             for row in range(12)
         ]
-        rows = decode(TableLM(TARGET), drafter, requests)  # type: ignore[arg-type]
+        rows = decode(TableLM(TARGET), drafter, requests)
         return [[(step.tokens, step.drafted, step.accepted) for step in steps] for steps in rows]
 
     names = {"abcd"[i]: number for i, number in enumerate(ORDER)}
     other = of_letters("".join(sorted(names, key=names.__getitem__)))
     both = translate(of_letters("abcd"), other, "d", way)
     assert both.shared == dict(enumerate(ORDER))
-    same = chosen.build(Parts(TableLM(TARGET), TableLM(table)))  # type: ignore[arg-type]
-    moved = chosen.build(Parts(TableLM(TARGET), TableLM(permuted(table, ORDER)), translation=both))  # type: ignore[arg-type]
-    found = run(moved)
+    found = run(built(chosen, TARGET, permuted(table, ORDER), both))
     assert sum(step[2] for row in found for step in row) > 20
     if way == "shared" or asked == "greedy":
-        assert found == run(same)
+        assert found == run(built(chosen, TARGET, table, None))
     else:  # its drafts are the most probable tokens, which is another method
         assert all(step[1] for row in found for step in row[:-1])
 
@@ -320,10 +328,8 @@ def test_the_drafts_rows_hold_what_was_read(way: str) -> None:
     draft = of_letters("b a", [("a", "b"), ("\u0120", "ab")])
     both = translate(of_letters("ab cd"), draft, "d", way)
     mine, theirs = random_table(5, 1, 1.3), random_table(5, 2, 1.3)
-    drafter: TranslatedDrafter = Cumulative(0.3, 5).build(  # type: ignore[assignment]
-        Parts(TableLM(mine), TableLM(theirs), translation=both)  # type: ignore[arg-type]
-    )
-    table: TableLM = drafter.model  # type: ignore[assignment]
+    drafter = built(Cumulative(0.3, 5), mine, theirs, both)
+    table: TableLM = drafter.model
     engine = Engine(TableLM(mine), drafter, max_rows=3)  # type: ignore[arg-type]
     for row in range(30):
         engine.add(Request(PROMPT, 20 + row, Sampler(row % 8 == 0), seed=row))
@@ -376,10 +382,9 @@ def test_greedy_output_is_the_targets(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_hot_tokens_and_processors_that_force_others(way: str) -> None:
-    both = translation("byte-level", way)
+    both, plain = translation("byte-level", way), Decoder(target_model(), tiny_tokenizer(), method=AR())
     draft = prepare_draft(draft_for("byte-level"), None, 40)
     decoder = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
-    plain = Decoder(target_model(), tiny_tokenizer(), method=AR())
     strange = next(id for id in range(1, 300) if id not in both.shared)
     forced = LogitsProcessorList([hf.SuppressTokensLogitsProcessor([id for id in range(300) if id != strange])])
     for processors, heat in ((None, 0.0), (forced, 0.0), (forced, 1.0)):
@@ -391,12 +396,10 @@ def test_the_drafts_context_may_be_short() -> None:
     """Where the draft's tokens fill it, nothing more is drafted; the target's may be fewer or more."""
     long = "caf\u00e9 " * 8
     plain = Decoder(target_model(), tiny_tokenizer(), method=AR()).generate(long, max_new_tokens=30)
-    for way in WAYS:
-        for context in (8, 56):
-            both = translation("pieces", way)
-            draft = draft_for("pieces", context)
-            found = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
-            assert found.generate(long, max_new_tokens=30).tokens == plain.tokens
+    for way, context in product(WAYS, (8, 56)):
+        draft, both = draft_for("pieces", context), translation("pieces", way)
+        found = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
+        assert found.generate(long, max_new_tokens=30).tokens == plain.tokens
 
 
 def test_steps_without_drafts_and_other_drafts_between() -> None:
@@ -426,7 +429,7 @@ def test_text_is_drafted_in_whole_words_of_the_target() -> None:
     table[:, 0, 1] = table[:, 1, 0] = 5.0  # abab...
     always = torch.zeros(3, 3, 3)
     always[:, :, 2] = 5.0
-    drafter = SD(6).build(Parts(TableLM(always), TableLM(table), translation=both))  # type: ignore[arg-type]
+    drafter = built(SD(6), always, table, both)
     assert isinstance(drafter, TextDrafter)
     (steps,) = decode(TableLM(always), drafter, [Request([2, 2], 20)])
     assert tokens_of(steps) == [2] * 20
@@ -462,35 +465,32 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
         decoder = forerun.load(folders / "target", draft=folders / "pieces", draft_tokens=way, method="cumulative")
         assert decoder.translation is not None and decoder.translation.way == way
         assert decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
-    assert not caplog.records  # who names a way knows it
+    # Who names a way knows it; and the target's own tokenizer changes nothing.
+    target_model().save_pretrained(folders / "same")
+    tiny_tokenizer().save_pretrained(folders / "same")
+    for way in (None, "text"):
+        assert forerun.load(folders / "target", draft=folders / "same", draft_tokens=way).translation is None
+    assert not caplog.records
 
 
 def test_auto_goes_by_text_where_little_is_shared() -> None:
     target = tiny_tokenizer()
     assert translate(target, bytelevel(), "d").way == "shared"
-    few = of_letters("et", [("t", "e")])
-    both = translate(target, few, "d", "text")
-    assert both.overlap < 0.5
+    assert translate(target, of_letters("et", [("t", "e")]), "d", "text").overlap < 0.5
     with pytest.raises(ValueError, match="draft 'd': its tokenizer and the target's have no text in common"):
         translate(target, of_letters("\u0142\u0143"), "d")
     assert translate(target, of_letters("thean"), "d").way == "text"
 
 
-def test_the_targets_own_tokenizer_changes_nothing(folders: Path) -> None:
-    target_model().save_pretrained(folders / "same")
-    tiny_tokenizer().save_pretrained(folders / "same")
-    for way in (None, "text"):
-        assert forerun.load(folders / "target", draft=folders / "same", draft_tokens=way).translation is None
-
-
 def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"target": folders / "target", "draft": folders / "pieces"}
     monkeypatch.setattr("forerun.api.load.load_model", lambda *_, **__: pytest.fail("weights loaded"))
-    for name in ("ouroboros", "oracle", "seeing-oracle"):
-        with pytest.raises(ValueError, match=f"method '{name}' needs a draft with the target's tokenizer.*pieces"):
-            forerun.load(**pair, method=BASELINES.get(name, name))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="method 'hybrid' needs a draft with the target's tokenizer"):
-        forerun.load(**pair, method="hybrid", other="ouroboros")  # type: ignore[arg-type]
+    strict: list[dict[str, Any]] = [{"method": "hybrid", "other": name} for name in ("pacer", "ouroboros")]
+    strict += [{"method": name} for name in ("pacer", "ouroboros", "pacer-ouroboros")]
+    strict += [{"method": BASELINES[name]} for name in ("oracle", "seeing-oracle")]
+    for options in strict:
+        with pytest.raises(ValueError, match=r"needs a draft with the target's tokenizer.*pieces"):
+            forerun.load(**pair, **options)
     with pytest.raises(ValueError, match="draft_tokens must be auto, shared or text, not 'bytes'"):
         forerun.load(**pair, draft_tokens="bytes")  # type: ignore[arg-type]
     for file in (folders / "pieces").glob("tokenizer*"):
@@ -501,27 +501,16 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         forerun.load(target_model(), draft=target_model(), draft_tokens="shared")
 
 
-def test_which_methods_need_the_targets_tokenizer() -> None:
-    strict = {name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer}
-    assert strict == {"pacer", "ouroboros", "pacer-ouroboros"}
-    assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
-
-
 def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folders)
     Path("texts.jsonl").write_text('{"prompt": "the cat sat"}\n{"prompt": "a dog ran"}\n')
     pair = ("--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8")
 
-    def run(*own: str) -> CompletedProcess[str]:
-        return commands.run(*own, *pair)
-
     one, bench = ("generate", "the cat"), ("bench", "--dataset", "texts.jsonl", "--rounds", "1", "--json")
-    plain = run(*one, "--method", "ar")
-    assert plain.returncode == 0 and run(*one, "--draft-tokens", "text").stdout == plain.stdout
-    found = json.loads(run(*bench, "--draft-tokens", "text", "--methods", "ar,sd").stdout)
-    (part,) = found["datasets"].values()
-    own = part["methods"]["sd"]
-    assert own["exact_match"] == 1.0 and own["acceptance_by_position"]
+    plain, text = (commands.run(*one, *how, *pair) for how in (("--method", "ar"), ("--draft-tokens", "text")))
+    assert plain.returncode == 0 and text.stdout == plain.stdout
+    found = json.loads(commands.run(*bench, *pair, "--draft-tokens", "text", "--methods", "ar,sd").stdout)
+    assert found["methods"]["sd"]["exact_match"] == 1.0 and found["methods"]["sd"]["acceptance_by_position"]
     assert found["arguments"]["draft_tokens"] == "text"
     strict = "method 'ouroboros' needs a draft with the target's tokenizer"
     for command, message in (
@@ -529,7 +518,7 @@ def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ((*one, "--method", "ouroboros"), strict),
         ((*bench, "--draft-tokens", "text", "--methods", "ar,ouroboros"), strict),
     ):
-        done = run(*command)
+        done = commands.run(*command, *pair)
         assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
 
 
