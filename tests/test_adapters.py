@@ -74,13 +74,6 @@ def check(model: PeftModelForCausalLM, answer: Answer) -> None:
     assert len({tuple(tokens) for tokens in said.values()}) == len(said) == 8
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_custom_generate_answers_with_the_adapter_that_is_on(drafts: bool) -> None:
-    model = adapted()
-    base, draft = model.get_base_model(), noisy_copy(tiny("llama"), 0.03) if drafts else None
-    check(model, lambda prompt: plainly(base, prompt, **FAST, draft=draft))
-
-
 def test_custom_generate_answers_through_the_model_that_peft_wraps_around() -> None:
     model = adapted()
     for name in ("first", "second"):
@@ -102,10 +95,11 @@ def test_an_adapted_draft_costs_no_wrong_token() -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_decoder_answers_with_the_adapter_that_is_on(drafts: bool) -> None:
-    model = adapted()
-    draft = noisy_copy(tiny("llama"), 0.03) if drafts else None
-    decoder = Decoder(model.get_base_model(), draft=draft, method=SD(3) if drafts else AR(), guard=False)
+def test_answers_are_of_the_adapter_that_is_on(drafts: bool) -> None:
+    """Those of `custom_generate` and of a decoder, after a stream that was given up."""
+    model, draft = adapted(), noisy_copy(tiny("llama"), 0.03) if drafts else None
+    base = model.get_base_model()
+    decoder = Decoder(base, draft=draft, method=SD(3) if drafts else AR(), guard=False)
 
     def answer(prompt: list[int]) -> list[int]:
         abandoned = decoder.stream(prompt, max_new_tokens=NEW)
@@ -113,6 +107,7 @@ def test_a_decoder_answers_with_the_adapter_that_is_on(drafts: bool) -> None:
         abandoned.close()
         streamed = [token for chunk in decoder.stream(prompt, max_new_tokens=NEW) for token in chunk.step.tokens]
         assert decoder.generate(prompt, max_new_tokens=NEW).tokens == streamed
+        assert plainly(base, prompt, **FAST, draft=draft) == streamed
         return streamed
 
     check(model, answer)

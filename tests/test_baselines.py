@@ -12,14 +12,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from commands import run
+from hypothesis import given
+from hypothesis import strategies as st
 from languages import SIZE, VOCAB, cycle, model, moves
 from toys import BASELINES, LAYERS, noisy_copy, random_layer, tiny
 
 import forerun
-from benchmarks.baselines.lookup import Lookup
+from benchmarks.baselines.lookup import Lookup, LookupDrafter
 from benchmarks.baselines.medusa import Medusa, MedusaConfig, MedusaHead
 from forerun import Decoder
 from forerun.bench.plan import parse_methods
+from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter
 from forerun.methods import METHODS, Method, Parts, method, parse_value
 from forerun.model.causal_lm import CausalLM
@@ -27,13 +30,13 @@ from forerun.model.causal_lm import CausalLM
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
 
 
-def greedy(chosen: Method, **parts: Any) -> Any:
+def greedy(chosen: Method, **parts: Any) -> None:
     target = tiny("llama")
     plain = Decoder(target).generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
     decoder = Decoder(target, None, parts.pop("draft", None), chosen, False, **parts)
     done = decoder.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
     assert [row.tokens for row in done] == [row.tokens for row in plain]
-    return done
+    assert sum(row.stats.drafted for row in done) > 0
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -43,8 +46,7 @@ def test_greedy_output_is_the_targets(name: str) -> None:
     layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
     chosen = method(BASELINES[name])
     assert chosen.name == name and name not in METHODS
-    done = greedy(chosen, draft=draft, pre_verifier=layer)
-    assert sum(row.stats.drafted for row in done) > 0
+    greedy(chosen, draft=draft, pre_verifier=layer)
 
 
 @torch.no_grad()
@@ -80,8 +82,7 @@ def test_a_medusas_places(tmp_path: Path) -> None:
 def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
     target = tiny("llama")
     folder = medusa(tmp_path, target, [{i: i + 1 for i in range(20)}] * 3, vocab=40, size=32)
-    done = greedy(Medusa(width=width, folder=folder))
-    assert sum(row.stats.drafted for row in done) > 0
+    greedy(Medusa(width=width, folder=folder))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_settings_out_of_range(name: str, options: dict[str, Any], message: str)
 OWN = '''
     """A method of a user's, in one file."""
 
-    from dataclasses import dataclass
+    from dataclasses import dataclass, field
     from typing import ClassVar
 
     from forerun.engine.draft import Draft
@@ -159,29 +160,14 @@ OWN = '''
             return Proposal([Draft.chain(seq.tokens[-1], chain) for seq, chain in zip(seqs, chains, strict=True)])
 
 
-    @dataclass(frozen=True)
-    class Nameless(Method):
-        def build(self, parts: Parts) -> Drafter:
-            return AgainDrafter(1)
+    Nameless = dataclass(frozen=True)(type("Nameless", (Method,), {"build": Again.build}))
+    Unbuilt = dataclass(frozen=True)(type("Unbuilt", (Method,), {"name": "unbuilt"}))
+    Bare = dataclass(frozen=True)(type("Bare", (), {"name": "bare"}))
 
 
     @dataclass(frozen=True)
-    class Unbuilt(Method):
-        name: ClassVar[str] = "unbuilt"
-
-
-    @dataclass(frozen=True)
-    class Bare:
-        name: ClassVar[str] = "bare"
-
-
-    @dataclass(frozen=True)
-    class Needy(Method):
-        size: int
-        name: ClassVar[str] = "needy"
-
-        def build(self, parts: Parts) -> Drafter:
-            return AgainDrafter(self.size)
+    class Needy(Again):
+        size: int = field(kw_only=True)
 
 
     NUMBER = 3
@@ -201,22 +187,15 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_method_from_outside_decodes(outside: str) -> None:
-    done = greedy(method(outside, count=6))
-    assert sum(row.stats.drafted for row in done) > 0
+    greedy(method(outside, count=6))
     target = tiny("llama")
-    sampled = [
-        Decoder(target, method=chosen).generate(PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3).tokens
-        for chosen in (METHODS["ar"](), method(outside))
-    ]
-    assert sampled[0] == sampled[1]
-
-
-def test_load_takes_its_name_and_the_object(outside: str) -> None:
-    named = forerun.load(tiny("llama"), method=outside, count=3)
-    assert (named.method.name, named.method.count) == ("again", 3)  # type: ignore[attr-defined]
-    given = forerun.load(tiny("llama"), method=method(outside, count=2))
-    assert given.generate([5, 6, 7], max_new_tokens=9, ignore_eos=True).stats.drafted > 0
-    assert forerun.load(tiny("llama"), method=Lookup(4)).method == Lookup(4)
+    named, given = forerun.load(target, method=outside, count=3), forerun.load(target, method=Lookup(4))
+    assert named.method == method(outside, count=3) and given.method == Lookup(4)
+    found, plain = (
+        decoder.generate(PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3)
+        for decoder in (named, Decoder(target, method=METHODS["ar"]()))
+    )
+    assert found.tokens == plain.tokens
 
 
 def test_the_command_line_takes_it(outside: str) -> None:
@@ -260,6 +239,51 @@ def test_objects_that_are_no_methods_are_refused() -> None:
         def build(self, parts: Parts) -> Drafter:
             raise AssertionError
 
-    for given, message in ((Half(), "it lacks needs_draft"), (Lookup, r"as Lookup\(\), not as a class"), (3, "frozen")):
+    for wrong, message in ((Half(), "it lacks needs_draft"), (Lookup, r"as Lookup\(\), not as a class"), (3, "frozen")):
         with pytest.raises(ValueError, match=message):
-            forerun.load(tiny("llama"), method=given)  # type: ignore[arg-type]
+            forerun.load(tiny("llama"), method=wrong)  # type: ignore[arg-type]
+
+
+# Prompt lookup.
+
+
+def proposed(tokens: list[int], room: int = 20, ngram: int = 3) -> list[int]:
+    seq = Sequence(Request(tokens, room))
+    drafter = LookupDrafter(6, ngram)
+    drafter.admit(seq, None, 8)
+    return drafter.propose([seq]).drafts[0].tokens[1:]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 20, [4, 5, 6, 7, 8, 9]),
+        ([1, 2, 3], 20, []),  # nothing stood here before
+        ([1, 2, 9, 4, 2, 7, 1, 2], 20, [9, 4, 2, 7, 1, 2]),  # the longer match, though a shorter one is nearer
+        ([5, 1, 5, 2, 5], 20, [2, 5, 2, 5, 2, 5]),  # the later of two matches; what follows is a period
+        ([7, 7, 7], 20, [7] * 6),
+        ([7, 7, 7], 3, [7, 7]),
+        ([7, 7, 7], 1, []),
+    ],
+)
+def test_copies_from_the_latest_longest_match(tokens: list[int], room: int, draft: list[int]) -> None:
+    assert proposed(tokens, room) == draft
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 4))
+def test_indexing_token_by_token_equals_indexing_at_once(tokens: list[int], begin: int, ngram: int) -> None:
+    """Beside another sequence, which comes and goes."""
+    seq, other = Sequence(Request(tokens[:begin], 100), 0), Sequence(Request([3, 2, 1, 0], 9), 1)
+    drafter = LookupDrafter(6, ngram)
+    drafter.admit(seq, None, 8)
+    for count, token in enumerate(tokens[begin:]):
+        if count % 3 == 0:
+            drafter.admit(other, None, 8)
+        drafter.propose([[seq], [other, seq], [seq, other]][count % 3])
+        if count % 3 == 2:
+            drafter.drop(other)
+        seq.tokens.append(token)
+    assert drafter.propose([seq]).drafts[0].tokens[1:] == proposed(seq.tokens, ngram=ngram)
+    for each in (seq, other):
+        drafter.drop(each)
+    assert not drafter._of

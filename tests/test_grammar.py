@@ -114,12 +114,11 @@ class Blind(ChainDrafter):
         for seq in seqs:
             seq.sampler = Sampler(False)
         drafts = super().propose(seqs).drafts
-        for seq, sampler in zip(seqs, samplers, strict=True):
+        for at, (seq, sampler, own) in enumerate(zip(seqs, samplers, drafts, strict=True)):
             seq.sampler = sampler
-        if self.cut:
-            kept = [len(seq.sampler.fitting(seq.tokens, own.tokens[1:])) for seq, own in zip(seqs, drafts, strict=True)]
-            cut = zip(drafts, kept, strict=True)
-            drafts = [Draft.chain(own.tokens[0], own.tokens[1 : n + 1], own.q[:n] if n else None) for own, n in cut]
+            if self.cut:
+                kept = sampler.fitting(seq.tokens, own.tokens[1:])
+                drafts[at] = Draft.chain(own.tokens[0], kept, own.q[: len(kept)] if kept else None)
         return Proposal(drafts)
 
 

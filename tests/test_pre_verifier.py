@@ -351,22 +351,21 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
     layer = random_layer(draft_size=4)
     costs = replace(COSTS, policy=50.0, glance=0.01)
 
-    def more(
-        survival: abc.Sequence[float], samplers: abc.Sequence[Sampler], rows: int = 4, **settings: Any
-    ) -> list[bool]:
-        block = None if cheap and "costs" in settings else 1
-        policy = PacerStop(layer, block, 9, **settings)
+    def more(survival: abc.Sequence[float], samplers: list[Sampler], rows: int = 4, **settings: Any) -> list[bool]:
+        by_products = cheap and "costs" in settings
+        policy = PacerStop(layer, None if by_products else 1, 9, **settings)
         seqs = [Sequence(Request([1], 9, sampler), id) for id, sampler in enumerate(samplers)]
         for seq in seqs:
             policy.admit(seq)
         rule = policy.begin(seqs, rows)
-        values = dict(zip([seq.id for seq in seqs], survival, strict=True))
+
+        def ask(state: DraftState) -> Array:
+            alive = np.array([[survival[seq.id]] for seq in state.seqs])
+            return np.log(alive / (1 - alive))
+
         for each in rule.rules.values() if hasattr(rule, "rules") else [rule]:
-            each.threshold = 0.5
-            assert isinstance(each, ProductRule if cheap and "costs" in settings else BlockRule)
-            if isinstance(each, BlockRule):
-                alive = lambda state: np.array([[values[seq.id]] for seq in state.seqs])  # noqa: E731
-                each._ask = lambda state, alive=alive: np.log(alive(state) / (1 - alive(state)))  # type: ignore[method-assign]
+            assert isinstance(each, ProductRule if by_products else BlockRule)
+            each.threshold, each._ask = 0.5, ask
         return rule.more(DraftState(seqs, [[1]] * len(seqs), scores_of(survival)))
 
     greedy, sampled = Sampler(), Sampler(greedy=False)
@@ -378,10 +377,9 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
         assert more(survival, [greedy] * count, threshold=0.5) == alone
         assert more(survival, [sampled] * count, **given) == alone
     # In one draft: the greedy rows by their own mean, of which there are two, or three with one that has no draft.
-    mixed = [greedy, sampled, greedy, sampled]
-    assert more([0.7, 0.9, 0.35, 0.2], mixed, **given) == [True, True, True, False]
-    assert more([0.7, 0.9, 0.25, 0.2], mixed, **given) == [False, True, False, False]
-    assert more([0.7, 0.9, 0.35, 0.2], mixed, 5, **given) == [False, True, False, False]
+    for third, rows, going in ((0.35, 4, True), (0.25, 4, False), (0.35, 5, False)):
+        found = more([0.7, 0.9, third, 0.2], [greedy, sampled] * 2, rows, **given)
+        assert found == [going, True, going, False]
 
 
 def test_files_come_back_and_each_mistake_has_its_own_message(tmp_path: Path) -> None:

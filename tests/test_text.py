@@ -55,20 +55,6 @@ def push(stream: TextStream, ids: Sequence[int], finished: bool) -> str:
     return "".join(text for text, _ in pieces)
 
 
-@given(chunked(), texts)
-def test_all_text_comes_in_whole_characters(chunks: tuple[str, list[list[int]]], prompt: str) -> None:
-    text, parts = chunks
-    stream = TextStream(tiny_tokenizer(), tiny_tokenizer().encode(prompt))
-    seen: list[int] = []
-    for i, ids in enumerate(parts, 1):
-        piece = push(stream, ids, finished=i == len(parts))
-        seen += ids
-        assert ODD not in piece
-        # Nothing that is certain is held back.
-        assert stream.text == known(seen)
-    assert stream.text == text and not stream.stopped
-
-
 def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
     class Loud(PreTrainedTokenizerFast):
         def _decode(self, *given: Any, **more: Any) -> str:
@@ -80,72 +66,57 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
         assert push(stream, ids, finished=True) == ("the cat" if kind is PreTrainedTokenizerFast else "THE CAT")
 
 
-@given(chunked(), stops)
-def test_nothing_of_a_stop_string_leaks(chunks: tuple[str, list[list[int]]], stop: list[str]) -> None:
+@given(chunked(), stops, texts)
+def test_all_text_comes_in_whole_characters_and_nothing_of_a_stop_string(
+    chunks: tuple[str, list[list[int]]], stop: list[str], prompt: str
+) -> None:
     text, parts = chunks
-    stream, seen, emitted = TextStream(tiny_tokenizer(), [], stop), [], ""
+    before = [] if stop else tiny_tokenizer().encode(prompt)  # where a stop string might begin
+    stream, seen, emitted = TextStream(tiny_tokenizer(), before, stop), [], ""
     for i, ids in enumerate(parts, 1):
         finished = i == len(parts)
         emitted += push(stream, ids, finished)
         seen += ids
         whole = known(seen)
-        assert stream.text == emitted
+        assert stream.text == emitted and ODD not in emitted
         found = [whole.find(s) for s in stop if s in whole]
         if found:
             assert stream.stopped and emitted == whole[: min(found)]
             # Whatever comes after it is not text any more.
             assert push(stream, tiny_tokenizer().encode("abc"), True) == ""
             return
-        # What only looked like a stop string is out again as soon as that is known.
+        # What only looked like a stop string is out again as soon as that is known, and nothing else is held back.
         assert emitted == whole[: len(whole) - (0 if finished else beginning(whole, stop))]
     assert emitted == text and not stream.stopped
 
 
 def test_pieces_carry_the_origin_of_the_token_that_completed_them() -> None:
     tokenizer = tiny_tokenizer()
-    letters, smile = tokenizer.encode("x"), tokenizer.encode("\U0001f600")
+    x, y, q, smile = (tokenizer.encode(letter) for letter in ("x", "y", "q", "\U0001f600"))
     assert len(smile) == 4
     stream = TextStream(tokenizer, [])
-    assert stream.push(letters + smile[:2], ["draft"] * 3, False) == [("x", "draft")]
-    assert stream.push(smile[2:] + letters, ["lookup", "bonus", "draft"], False) == [
-        ("\U0001f600", "bonus"),
-        ("x", "draft"),
-    ]
-
-
-def test_a_false_alarm_is_released_with_its_origins() -> None:
-    tokenizer = tiny_tokenizer()
+    assert stream.push(x + smile[:2], ["draft"] * 3, False) == [("x", "draft")]
+    found = stream.push(smile[2:] + x, ["lookup", "bonus", "draft"], False)
+    assert found == [("\U0001f600", "bonus"), ("x", "draft")]
+    # So does what only looked like a stop string.
     stream = TextStream(tokenizer, [], ["xyz"])
-    x, y, q = (tokenizer.encode(letter) for letter in "xyq")
-    assert stream.push(x, ["draft"], False) == []
-    assert stream.push(y, ["bonus"], False) == []
+    assert stream.push(x, ["draft"], False) == stream.push(y, ["bonus"], False) == []
     assert stream.push(q, ["draft"], False) == [("x", "draft"), ("y", "bonus"), ("q", "draft")]
     # At the end, half a stop string is text.
     assert stream.push(x + y, ["draft"] * 2, True) == [("x", "draft"), ("y", "draft")]
 
 
-def test_a_broken_character_comes_out_at_the_end() -> None:
+def test_characters_that_are_broken_by_the_prompt_or_the_end() -> None:
     tokenizer = tiny_tokenizer()
-    ids = tokenizer.encode("a\u6f22")[:-1]
+    ids, end = tokenizer.encode("a\u6f22"), [tokenizer.eos_token_id]  # which is no text
     stream = TextStream(tokenizer, [])
-    assert push(stream, ids[:-1], False) == "a"
-    push(stream, ids[-1:], True)
-    assert stream.text == tokenizer.decode(ids) and ODD in stream.text
-
-
-@pytest.mark.parametrize("split", [1, 2])
-def test_a_prompt_that_ends_inside_a_character(split: int) -> None:
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer.encode("\u6f22")
-    stream = TextStream(tokenizer, tokenizer.encode("ab") + ids[:split])
-    push(stream, [*ids[split:], *tokenizer.encode("ab")], True)
-    assert stream.text.endswith("ab") and stream.text.strip(ODD) == "ab"
-
-
-def test_the_end_token_is_no_text() -> None:
-    tokenizer = tiny_tokenizer()
-    stream = TextStream(tokenizer, [])
-    assert push(stream, [*tokenizer.encode("ab"), tokenizer.eos_token_id], True) == "ab"
+    assert push(stream, ids[:-2], False) == "a"
+    push(stream, ids[-2:-1] + end, True)
+    assert stream.text == tokenizer.decode(ids[:-1]) and ODD in stream.text
+    for split in (2, 3):
+        stream = TextStream(tokenizer, ids[:split])
+        push(stream, [*ids[split:], *tokenizer.encode("ab"), *end], True)
+        assert stream.text.endswith("ab") and stream.text.strip(ODD) == "ab"
 
 
 # Stop strings
@@ -226,8 +197,7 @@ def test_a_stop_string_ends_in_the_last_token_wherever_it_begins(tokenizer: Any)
     assert stop(whole) and not stop(whole + ids("c")[-1:])  # it stands wholly in the prompt
     split = ids("a\u6f22")
     assert [stop(split[:n]) for n in range(1, len(split) + 1)] == [False] * (len(split) - 1) + [True]
-    many = StopStrings(tokenizer(), [])
-    assert not many(whole)
+    assert not StopStrings(tokenizer(), [])(whole)
 
 
 def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
@@ -240,11 +210,9 @@ def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
 
 def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, asked = embedded(), []
-    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: pytest.fail("the vocabulary was read"))
-    plain = type(tokenizer).convert_tokens_to_string
-    monkeypatch.setattr(
-        type(tokenizer), "convert_tokens_to_string", lambda self, each: asked.append(each) or plain(self, each)
-    )
+    kind, plain = type(tokenizer), type(tokenizer).convert_tokens_to_string
+    monkeypatch.setattr(kind, "get_vocab", lambda self: pytest.fail("the vocabulary was read"))
+    monkeypatch.setattr(kind, "convert_tokens_to_string", lambda self, each: asked.append(each) or plain(self, each))
     stop = StopStrings(tokenizer, ["return"])
     ids = tokenizer.encode("def add(a, b):\n    return a + b\n") * 3
     for n in range(1, len(ids) + 1):
@@ -271,14 +239,13 @@ def test_text_ends_with_tokens(prompt: list[int], tokens: list[int], stop: list[
 
 def test_a_stop_string_that_began_in_the_prompt_is_cut() -> None:
     tokenizer = tiny_tokenizer()
-    stream = TextStream(tokenizer, tokenizer.encode("xx ab"), ["abQRS", "zz"])
-    assert push(stream, tokenizer.encode("QR"), False) == ""
-    assert push(stream, tokenizer.encode("S"), True) == "" and stream.stopped
-    other = TextStream(tokenizer, tokenizer.encode("xx ab"), ["abQRS", "zz"])
-    assert push(other, tokenizer.encode("QR"), False) == "" and push(other, tokenizer.encode("x"), False) == "QRx"
+    prompt, more, s, x = (tokenizer.encode(text) for text in ("xx ab", "QR", "S", "x"))
+    for last, text in ((s, ""), (x, "QRx")):
+        stream = TextStream(tokenizer, prompt, ["abQRS", "zz"])
+        assert push(stream, more, False) == "" and push(stream, last, last == s) == text
+        assert stream.stopped == (last == s)
     # The longer stop string is held from the prompt on; the shorter one stands in it wholly and does not count.
-    third = TextStream(tokenizer, tokenizer.encode("xx ab"), ["abQ", "b", "ab"])
-    assert push(third, tokenizer.encode("x"), True) == "x"
+    assert push(TextStream(tokenizer, prompt, ["abQ", "b", "ab"]), x, True) == "x"
 
 
 def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:

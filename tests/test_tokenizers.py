@@ -14,7 +14,7 @@ from typing import Any
 import commands
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
@@ -42,7 +42,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.stats import summarise
 from forerun.engine.step import Drafter, Proposal, Step
-from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Parts
+from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
@@ -138,7 +138,6 @@ def test_what_is_cut_off_is_the_beginning_of_a_character(text: str, other: bytes
 ours = st.lists(st.integers(0, 299), max_size=24)
 
 
-@settings(max_examples=60, deadline=None)
 @given(tokens=ours, other=ours, cuts=st.lists(st.integers(0, 24), max_size=6), name=st.sampled_from(list(MAKERS)))
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_read_is_the_text(way: str, tokens: list[int], other: list[int], cuts: list[int], name: str) -> None:
@@ -149,12 +148,7 @@ def test_what_is_read_is_the_text(way: str, tokens: list[int], other: list[int],
         reader.read(tokens[:count] + other[count:] if count % 2 else tokens[:count])
     is_read = reader.read(tokens)
     text, found = both.target.spell(tokens), both.draft.spell(reader.tokens)
-    assert reader._ends[-1] == len(reader.tokens) and len(reader._ends) == len(reader._own) + 1
-    if is_read:
-        assert reader._own == tokens
-    try:
-        text.decode()
-    except UnicodeDecodeError:
+    if text.decode(errors="ignore").encode() != text:  # it is no text
         return
     assert is_read
     if name != "lower case":
@@ -163,7 +157,6 @@ def test_what_is_read_is_the_text(way: str, tokens: list[int], other: list[int],
         assert found.lower() == text.lower()
 
 
-@settings(max_examples=60, deadline=None)
 @given(before=st.text("the cat\n\u00e9\u6771", max_size=9), said=st.text("the cat\n\u00e9\u6771", max_size=9))
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_is_written_is_what_was_said(name: str, before: str, said: str) -> None:
@@ -179,34 +172,28 @@ def test_tokens_that_both_have_are_read_one_by_one_and_others_from_the_beginning
     target, draft = of_letters("ab cd"), of_letters("dcba", [("a", "b"), ("ab", "c")])
     both = translate(target, draft, "d", "shared")
     assert both.shared == {0: 3, 1: 2, 3: 1, 4: 0}
-    merging = translate(draft, target, "d", "shared")
-    reader = Reader(merging)
-    assert reader.read([3, 2]) and reader.tokens == [0, 1]
-    assert reader.read([3, 2, 5]) and reader.tokens == [0, 1, 0, 1, 3]  # abc is one of the draft's no more
-    back = Reader(both)
-    assert back.read([0, 1, 3]) and back.tokens == [3, 2, 1]  # not abc: as the draft has drafted them
-    by_text = Reader(translate(target, draft, "d", "text"))
-    assert by_text.read([0, 1]) and by_text.tokens == [4]
-    assert by_text.read([0, 1, 3]) and by_text.tokens == [5]
-    assert by_text.read([0, 1]) and by_text.tokens == [4]
+    merging, by_text = translate(draft, target, "d", "shared"), translate(target, draft, "d", "text")
+    for translation, *texts in (
+        (merging, ([3, 2], [0, 1]), ([3, 2, 5], [0, 1, 0, 1, 3])),  # abc is one of the draft's no more
+        (both, ([0, 1, 3], [3, 2, 1])),  # not abc: as the draft has drafted them
+        (by_text, ([0, 1], [4]), ([0, 1, 3], [5]), ([0, 1], [4])),
+    ):
+        reader = Reader(translation)
+        for tokens, found in texts:
+            assert reader.read(tokens) and reader.tokens == found
 
 
-def test_special_tokens_are_read_where_both_have_them() -> None:
-    target, draft = tiny_tokenizer(), pieces()
-    both = translate(target, draft, "d", "text")
-    reader = Reader(both)
-    assert reader.read([0, *target.encode("the"), 0]) and reader.tokens[0] == reader.tokens[-1] == 2
-    nobody = Reader(translate(target, of_letters("the "), "d", "text"))
-    assert nobody.read([0, *target.encode("the"), 0]) and nobody.tokens == [0, 1, 2]
-
-
-def test_half_a_character_waits_where_the_draft_has_no_bytes() -> None:
-    target = tiny_tokenizer()
-    reader = Reader(translate(target, of_letters("the "), "d", "shared"))
-    half = target.encode("he \u6771")
-    assert not reader.read(half[:-1]) and b"he ".startswith(reader.translation.draft.spell(reader.tokens))
-    assert reader.read([*half, *target.encode(" e")])
-    assert reader.translation.draft.spell(reader.tokens) == b"he  e"  # the draft has no such character
+def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_them() -> None:
+    target, letters = tiny_tokenizer(), of_letters("the ")
+    special, half = [0, *target.encode("the"), 0], target.encode("he \u6771")
+    reader = Reader(translate(target, pieces(), "d", "text"))
+    assert reader.read(special) and reader.tokens[0] == reader.tokens[-1] == 2
+    reader = Reader(translate(target, letters, "d", "text"))
+    assert reader.read(special) and reader.tokens == [0, 1, 2]
+    reader = Reader(translate(target, letters, "d", "shared"))
+    spell = reader.translation.draft.spell
+    assert not reader.read(half[:-1]) and b"he ".startswith(spell(reader.tokens))
+    assert reader.read([*half, *target.encode(" e")]) and spell(reader.tokens) == b"he  e"
 
 
 # Distributions.
@@ -368,16 +355,14 @@ def test_greedy_output_is_the_targets(name: str, way: str) -> None:
     plain = Decoder(target_model(), tokenizer, method=AR())
     wanted = [plain.generate(prompt, max_new_tokens=24).tokens for prompt in PROMPTS]
     for guard in (False, None) if name == "byte-level" else (False,):
-        decoder = Decoder(
-            target_model(), tokenizer, draft_for(name, 64), SD(3), guard, translation=translation(name, way), max_rows=2
-        )
+        how = {"translation": translation(name, way), "max_rows": 2}
+        decoder = Decoder(target_model(), tokenizer, draft_for(name, 64), SD(3), guard, **how)
         found = decoder.generate(PROMPTS, max_new_tokens=24)
         assert [each.tokens for each in found] == wanted
         if guard is False:
             assert sum(each.stats.drafted for each in found) > 20
-        sampled = decoder.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5)
-        also = plain.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5)
-        assert [each.tokens for each in sampled] == [each.tokens for each in also]
+        seeded, also = (each.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5) for each in (decoder, plain))
+        assert [each.tokens for each in seeded] == [each.tokens for each in also]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -485,10 +470,11 @@ def test_auto_goes_by_text_where_little_is_shared() -> None:
 def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"target": folders / "target", "draft": folders / "pieces"}
     monkeypatch.setattr("forerun.api.load.load_model", lambda *_, **__: pytest.fail("weights loaded"))
-    strict: list[dict[str, Any]] = [{"method": "hybrid", "other": name} for name in ("pacer", "ouroboros")]
-    strict += [{"method": name} for name in ("pacer", "ouroboros", "pacer-ouroboros")]
-    strict += [{"method": BASELINES[name]} for name in ("oracle", "seeing-oracle")]
-    for options in strict:
+    strict = {name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer}
+    assert strict == {"pacer", "ouroboros", "pacer-ouroboros"}
+    assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
+    refused: list[dict[str, Any]] = [{"method": "hybrid", "other": "ouroboros"}, {"method": "ouroboros"}]
+    for options in [*refused, *({"method": BASELINES[name]} for name in ("oracle", "seeing-oracle"))]:
         with pytest.raises(ValueError, match=r"needs a draft with the target's tokenizer.*pieces"):
             forerun.load(**pair, **options)
     with pytest.raises(ValueError, match="draft_tokens must be auto, shared or text, not 'bytes'"):

@@ -1,4 +1,4 @@
-"""Training: exact resume, texts, own output and its labels, drafts for any target."""
+"""Training: exact resume, texts, own output and its labels, drafts and heads for any target."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,26 @@ import commands
 import numpy as np
 import pytest
 import torch
-from recipes import losses, make_run, save_pair
+from recipes import TEXT, judge, losses, make_run, save_pair
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from toys import tiny, tiny_tokenizer
 
 import forerun
+from forerun import Decoder
+from forerun.api.layers import load_head
 from forerun.api.loading import load_tokenizer
+from forerun.heads.heads import HiddenDrafter
+from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.train import loop
 from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
+from forerun.train.head import HeadRecipe, train_head
 from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
 from forerun.train.loop import TrainConfig, train
+from forerun.train.run import Run
 from forerun.train.texts import Texts, joined, of_windows, read_texts, split_windows, tokenize
 
 
@@ -37,8 +44,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_pair(tmp_path_factory.mktemp("pair"))[0]
 
 
-def random_windows(rows: int, length: int, vocabulary: int = 60) -> np.ndarray:
-    return np.random.default_rng(0).integers(vocabulary, size=(rows, length))
+def random_windows(rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(60, size=(rows, length))
 
 
 # The loop.
@@ -241,8 +248,7 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
     assert moved[trained].all() and (tied or int(moved.sum()) == len(trained))
     with torch.no_grad():
         share = distillation_loss(CausalLM(draft), labels, every, chosen)[1]
-        best = draft(input_ids=texts.tokens).logits
-        best = best.argmax(-1) if chosen is None else chosen[best[..., chosen].argmax(-1)]
+        best = torch.arange(len(moved))[trained][among(draft).argmax(-1)]
         wanted = (best == target(input_ids=texts.tokens).logits.argmax(-1)).float().mean()
     torch.testing.assert_close(share, wanted, rtol=0, atol=0.05)  # one is in bfloat16
 
@@ -261,9 +267,9 @@ def test_a_draft_from_a_model_that_is_there(target: str, tmp_path: Path) -> None
     ):
         with pytest.raises(ValueError, match=message):
             train_draft(make_run(target, tmp_path / "no"), DraftRecipe(**changes))
+    shutil.copytree(target, tmp_path / "padded")
     tokenizer = load_tokenizer(target)
     tokenizer.add_special_tokens({"pad_token": "<unknown to the target>"})
-    shutil.copytree(target, tmp_path / "padded")
     tokenizer.save_pretrained(tmp_path / "padded")
     with pytest.raises(ValueError, match="pad_token_id must be below the target's 300 embeddings, not 300"):
         train_draft(make_run(str(tmp_path / "padded"), tmp_path / "no"), recipe)
@@ -274,12 +280,12 @@ def test_a_draft_from_a_model_that_is_there(target: str, tmp_path: Path) -> None
 def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
     """As if nothing had been: the weights are those of a run that was not killed."""
     text = tmp_path / "text.txt"
-    text.write_text("def add(a, b): return a + b\nthe cat sat on the mat\n" * 90)
+    text.write_text(TEXT)
 
     def command(out: str, sequences: int = 8) -> list[str]:
-        found = ["train", "draft", "--target", target, "--data", str(text), "--out", str(tmp_path / out)]
-        found += ["--layers", "1", "--width", "64", "--steps", "160", "--batch", "2", "--length", "16"]
-        return [*found, "--sequences", str(sequences), "--threads", "1", "--hot", "0.5"]
+        files = ["--target", target, "--data", str(text), "--out", str(tmp_path / out)]
+        sizes = f"--layers 1 --width 64 --steps 160 --batch 2 --length 16 --sequences {sequences} --threads 1 --hot 0.5"
+        return ["train", "draft", *files, *sizes.split()]
 
     checkpoint = tmp_path / "killed/work/training/killed/checkpoint.safetensors"
     process = subprocess.Popen(
@@ -296,7 +302,8 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
     assert "resuming killed at step" in killed.stdout and "greedy agreement" in whole.stdout
     one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("killed", "whole"))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert losses(make_run(target, tmp_path / "whole"))[-1] < losses(make_run(target, tmp_path / "whole"))[0]
+    found = losses(make_run(target, tmp_path / "whole"))
+    assert found[-1] < found[0]
     decoder = forerun.load(target, draft=tmp_path / "killed")
     assert decoder.draft is not None and len(decoder.draft.hot.tokens) == round(0.5 * decoder.target.vocab_size)
     result = decoder.generate("def alpha", max_new_tokens=30)
@@ -304,3 +311,95 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
     assert result.stats.drafted > 0 and result.tokens == plain.tokens
     other_run = commands.run(*command("killed", 10))
     assert other_run.returncode == 2 and "other settings" in other_run.stderr
+
+
+# Heads.
+
+
+RECIPE = HeadRecipe(sequences=32, prompt=8, output=24, steps=40, batch=4, unroll=3, lr=1e-2, held=0.2)
+
+
+def read(run: Run, kind: str = "lyanna") -> HiddenDrafter:
+    return load_head(run.out, judge(), kind)
+
+
+def same(one: HiddenDrafter, other: HiddenDrafter) -> bool:
+    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"rank": 0}, {"kind": "eagle"}, {"kind": "eagle", "rank": 0, "layers": 2}], ids=str
+)
+def test_a_head_learns_and_decodes(form: dict[str, Any], target: str, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, **form)
+    run = make_run(target, tmp_path / "head")
+    found = train_head(run, recipe)
+    assert losses(run)[-1] < losses(run)[0]
+    assert 0 < found["coverage"] <= 1 and found["survival"][0] >= found["survival"][-1]
+    made, model = read(run, recipe.kind), judge().model
+    assert made.config.hot_size == round(0.25 * made.config.vocab_size) and len(made.config.curves) == 3
+    assert hasattr(made, "embed") == (recipe.kind == "lyanna" and recipe.rank > 0)
+    assert (run.out / "README.md").read_text().count('"sequences": 32') == 1
+    decoder = Decoder(model, None, None, method(recipe.kind), guard=False, head=made)
+    plain = Decoder(model, None)
+    for prompt in ([5, 6, 7, 8], [9]):
+        done, wanted = (each.generate(prompt, max_new_tokens=20, ignore_eos=True) for each in (decoder, plain))
+        assert done.tokens == wanted.tokens and done.stats.drafted > 0
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_heads_of_both_kinds_are_of_one_size(rank: int, target: str, tmp_path: Path) -> None:
+    recipe = HeadRecipe(sequences=8, prompt=8, output=24, steps=1, unroll=2, held=0.5, rank=rank)
+    work = tmp_path / "work"
+    sizes = [
+        train_head(make_run(target, tmp_path / kind, work=work), replace(recipe, kind=kind))["parameters"]
+        for kind in ("lyanna", "eagle")
+    ]
+    assert max(sizes) - min(sizes) <= 0.02 * min(sizes)  # whole rows of an MLP
+
+
+def test_training_refuses_at_once(target: str, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"kind": "medusa"}, "kind must be one of lyanna, eagle, not 'medusa'"),
+        ({"rank": -1}, "rank must be at least 0, not -1"),
+        ({"hot": 0.0}, "hot must be above 0 and at most 1, not 0.0"),
+        ({"held": 0.9}, "held must be above 0 and at most 0.5, not 0.9"),
+        ({"unroll": 24}, "unroll must be 1 to 23, less than the output, not 24"),
+        ({"prompt": 400}, "a window is 424 tokens, more than the target's context of 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_head(make_run(target, tmp_path / "out"), replace(RECIPE, **changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_training_goes_on_from_a_head(kind: str, target: str, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, sequences=128, steps=4, unroll=2, held=0.5, kind=kind, rank=8, hot=0.5)
+    further = replace(recipe, steps=3, sequences=192)
+
+    def run(out: str, recipe: HeadRecipe, start: str | None = None) -> HiddenDrafter:
+        each = make_run(target, tmp_path / out, work=tmp_path / "work")
+        train_head(each, recipe, tmp_path / start if start is not None else None)
+        return read(each, recipe.kind)
+
+    turned = run("counted", recipe)
+    turned.hot.copy_(turned.hot.flip(0))  # no longer what the output's own counts give
+    turned.save_pretrained(tmp_path / "first")
+    assert same(turned, run("still", replace(further, lr=0.0), "first"))
+    after = run("further", further, "first")
+    assert torch.equal(turned.hot, after.hot) and not same(turned, after)
+    assert after.config.recipe["start"]["steps"] == recipe.steps
+    assert same(after, run("further", further, "first"))
+    for out, changed, start, message in (
+        ("further", further, "counted", "other settings"),
+        ("further", further, None, "other settings"),
+        ("counted", replace(recipe, unroll=3), None, "other settings"),
+        ("other", replace(further, rank=40), "first", "first' is of another form; give it the same layers"),
+        ("other", replace(further, kind="eagle" if kind != "eagle" else "lyanna"), "first", f"of the kind '{kind}'"),
+        ("other", further, "nothing", "there is no"),
+        ("first", further, "first", "start and out are one folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(out, changed, start)
+    assert not (tmp_path / "other").exists()
+    assert len(list((tmp_path / "work/own-output").glob("*.safetensors"))) == 3  # more of it, not all of it again

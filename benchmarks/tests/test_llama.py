@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from ggufs import small, write
-from transformers import PreTrainedModel
 
 from benchmarks import llama
 from benchmarks.llama import LlamaCpp
 from benchmarks.peers import Peers, check_llama, llama_mode, peer_settings
+from forerun.api.decoder import Decoder
 from forerun.bench import measure
 from forerun.bench.datasets import Prompt
-from forerun.bench.measure import Outcome, Run
+from forerun.bench.measure import Loaded, decoder_run
 from forerun.bench.plan import Plan, parse_methods
-from forerun.bench.report import differences
 from forerun.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
@@ -60,11 +61,10 @@ def test_it_decodes_to_the_end_token_with_its_own_drafts(peer: LlamaCpp) -> None
     assert peer.run("llama-cpp")([[3]], [0], 2).tokens == [[6, 1]]
 
 
-def test_its_errors_are_told_in_a_line(peer: LlamaCpp, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"llama\.cpp cannot decode: no room"):
-        peer.run("llama-cpp")([[7]], [0], None)
-    with pytest.raises(ValueError, match=r"llama\.cpp ended: `npm install node-llama-cpp`"):
-        peer.run("llama-cpp")([[0]], [0], None)
+def test_its_errors_are_one_line(peer: LlamaCpp, monkeypatch: pytest.MonkeyPatch) -> None:
+    for token, message in ((7, r"llama\.cpp cannot decode: no room"), (0, "ended: `npm install node-llama-cpp`")):
+        with pytest.raises(ValueError, match=message):
+            peer.run("llama-cpp")([[token]], [0], None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="there is no node"):
         LlamaCpp({}, SamplingParams(), set())
@@ -90,54 +90,20 @@ def test_names_say_how_it_drafts(tmp_path: Path) -> None:
             check_llama("llama-cpp-draft", target, draft, batch, device)
 
 
-class SecondChoice:
-    """Decodes as the model, but takes its second choice after five tokens of the first prompt."""
+def test_it_is_a_runner_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started once for all its methods. `test_bench.py` has what is counted of a runner's outputs."""
+    started: list[str] = []
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.margins = model, list[float]()
+    def load_llama(loaded: Loaded) -> Any:
+        started.append(loaded.plan.target)
+        return SimpleNamespace(run=lambda name: decoder_run(Decoder(loaded.target.model), loaded.plan.params()))
 
-    def run(self, name: str) -> Run:
-        def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
-            return Outcome([self._decode(list(prompt), warm_up or 6) for prompt in prompts], 1.0, 6, 0)
-
-        return run
-
-    @torch.inference_mode()
-    def _decode(self, tokens: list[int], most: int) -> list[int]:
-        begin = len(tokens)
-        for _ in range(most):
-            best = self.model(input_ids=torch.tensor([tokens])).logits[0, -1].topk(2)
-            second = tokens[0] == 5 and len(tokens) == 5
-            if second:
-                self.margins.append((best.values[0] - best.values[1]).item())
-            tokens.append(int(best.indices[int(second)]))
-        return tokens[begin:]
-
-
-def test_a_run_says_how_many_outputs_differ_and_by_how_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(write(tmp_path / "small.gguf", small()))
-    names = ["suffix", "llama-cpp", "llama-cpp-lookup"]
-    plan = Plan(parse_methods(names, [], None, {}, Peers()), target=path, max_new_tokens=6, weights="float32")
-    theirs: list[SecondChoice] = []
-    monkeypatch.setattr(
-        llama, "load_llama", lambda loaded: theirs.append(SecondChoice(loaded.target.model)) or theirs[0]
-    )
-    prompts = {"stdlib-test": [Prompt("a", tokens=(5, 6, 7)), Prompt("b", tokens=(6, 5, 6))]}
-    monkeypatch.setattr(measure, "load_prompts", lambda plan, files: (prompts, None))
-    found = measure.bench(plan, {})
-    methods = found["methods"]
-    assert methods["ar"]["differences"] is methods["suffix"]["differences"] is None
-    for name in ("llama-cpp", "llama-cpp-lookup"):
-        assert methods[name]["exact_match"] == 0.5 and methods[name]["tokens"] == 2 * 2 * 6
-        (mismatch,) = methods[name]["mismatches"]
-        assert (mismatch["prompt"], mismatch["position"], mismatch["times"]) == ("a", 2, 2)
-        apart = methods[name]["differences"]
-        assert (apart["outputs"], apart["differ"]) == (4, 2)
-        assert apart["margin_max"] == pytest.approx(theirs[0].margins[0], abs=1e-4)
-        assert methods[name]["time"] is None and methods[name]["alpha"] is None
-    lines = differences(found, methods)
-    assert len(lines) == 2
-    assert lines[0].startswith("llama-cpp: 2 of 4 outputs differ from ar's, at margins of at most")
+    monkeypatch.setattr(llama, "load_llama", load_llama)
+    monkeypatch.setattr(measure, "load_prompts", lambda *_: ({"own": [Prompt("a", tokens=(5, 6, 7))]}, None))
+    names, path = ["llama-cpp", "llama-cpp-lookup"], str(write(tmp_path / "small.gguf", small()))
+    methods = parse_methods(names, [], None, {}, Peers())
+    found = measure.bench(Plan(methods, target=path, max_new_tokens=6, weights="float32"), {})
+    assert started == [path] and {found["methods"][name]["exact_match"] for name in names} == {1.0}
 
 
 @pytest.mark.skipif(not (ROOT / "node_modules/node-llama-cpp").is_dir(), reason="node-llama-cpp is not installed")

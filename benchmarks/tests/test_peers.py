@@ -103,28 +103,20 @@ def test_settings_that_are_none(name: str, message: str) -> None:
         parse_methods([name], [], None, {}, Peers())
 
 
-def test_the_assistant_drafts_as_many_tokens_as_it_is_told(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
-    peers = Generate(pair[0], noisy_copy(pair[0], 0.0), SamplingParams(max_new_tokens=24, ignore_eos=True))
-    found = [peers.run(f"hf-assisted/{count}/0")(ROWS[:1], [0], None) for count in (1, 3, 7)]
-    # All is accepted: so many tokens and one more a forward.
-    assert [each.target_forwards for each in found] == [12, 6, 3]
-
-
-def test_its_threshold_adapts_unless_it_is_0(
+def test_the_assistant_drafts_by_its_settings(
     pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    peers = Generate(pair[0], noisy_copy(pair[0], 0.0), SamplingParams(max_new_tokens=24, ignore_eos=True))
+    found = [peers.run(f"hf-assisted/{count}/0")(ROWS[:1], [0], None) for count in (1, 3, 7)]
+    # All is accepted: N tokens and one more a forward.
+    assert [each.target_forwards for each in found] == [12, 6, 3]
+    # Its threshold adapts unless it is 0.
     asked, own = [], sklearn.metrics.roc_curve
-
-    def roc_curve(*arguments: Any) -> Any:
-        asked.append(len(arguments[0]))
-        return own(*arguments)
-
-    monkeypatch.setattr(sklearn.metrics, "roc_curve", roc_curve)
+    monkeypatch.setattr(sklearn.metrics, "roc_curve", lambda *given: asked.append(1) or own(*given))
     peers = Generate(pair[0], noisy_copy(pair[0], 0.05), SamplingParams(max_new_tokens=60, ignore_eos=True))
-    peers.run("hf-assisted/4/0")(ROWS[:1], [0], None)
-    assert asked == []
-    peers.run("hf-assisted/4")(ROWS[:1], [0], None)
-    assert asked
+    for name, adapts in (("hf-assisted/4/0", False), ("hf-assisted/4", True)):
+        peers.run(name)(ROWS[:1], [0], None)
+        assert bool(asked) == adapts
 
 
 @pytest.mark.parametrize("name", ["hf-ar", "hf-lookup/4", "hf-assisted/3", *ASSISTED])
@@ -171,11 +163,11 @@ def test_the_command(folder: Path) -> None:
 
 
 def test_an_assistant_needs_the_target_s_vocabulary_and_prompts_that_fit_it(folder: Path) -> None:
-    config = json.loads((folder / "draft" / "config.json").read_text())
-    shorter = config | {"max_position_embeddings": 40}
-    (folder / "draft" / "config.json").write_text(json.dumps(shorter))
+    path = folder / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"max_position_embeddings": 40}))
     assert plan_of(folder, "hf-assisted/3").context == 40 and plan_of(folder, "sd", "hf-ar").context is None
-    (folder / "draft" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 20}))
+    path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 20}))
     with pytest.raises(ValueError, match="hf-assisted needs vocabularies of one size"):
         plan_of(folder, "hf-assisted/3")
 
@@ -223,6 +215,10 @@ def test_a_schedule_carries_its_own_state_only(pair: tuple[PreTrainedModel, PreT
 
 def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
     names = ["sd", "hf-forward/ar", "hf-forward/sd", "hf-forward/pacer", "hf-forward/lyanna"]
+    with pytest.raises(ValueError, match="method 'hf-forward/sd' needs a draft model"):
+        plan_of(folder, "hf-forward/sd", draft=None)
+    with pytest.raises(ValueError, match="method 'hf-forward/pacer' needs a pre-verifier"):
+        run(plan_of(folder, "hf-forward/pacer"))
     layers = {"head": (str(folder / "head"),), "pre_verifier": (str(folder / "layer"),)}
     plan = plan_of(folder, *names, settings=("sd.gamma=3",), draft_weights="float32", **layers)
     found = run(plan, folder / "out")
@@ -244,17 +240,17 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
 def test_their_forwards_are_untouched(folder: Path) -> None:
     plan = plan_of(folder, "sd", "suffix")
     _, target, _ = load_decoders(plan, None)
-    theirs = load_on_their_forward(plan, None)
-    for decoder in theirs.values():
+    loaded = load_on_their_forward(plan, None)
+    for decoder in loaded.values():
         assert isinstance(decoder.target.backend, EagerForward) and decoder.target.model is not target.model
-    assert theirs["sd"].draft is not None and theirs["suffix"].draft is None
-    assert isinstance(theirs["sd"].draft.backend, EagerForward) and not is_stored(theirs["sd"].draft.model)
+    assert loaded["suffix"].draft is None is not loaded["sd"].draft
+    assert isinstance(loaded["sd"].draft.backend, EagerForward) and not is_stored(loaded["sd"].draft.model)
 
 
 def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> None:
     path = tmp_path / "small.gguf"
     write(path, small(), "Q4_1")
-    (tmp_path / "own.jsonl").write_text(json.dumps({"tokens": [5, 6, 7, 5, 6]}) + "\n")
+    save_lines(tmp_path / "own.jsonl", [{"tokens": ROWS[0]}])
     names = ["suffix", "hf-forward/ar", "hf-forward/suffix"]
     plan = plan_of(tmp_path, *names, target=str(path), draft=None)
     found = run(plan)
@@ -265,13 +261,6 @@ def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> No
     for name in names[1:]:  # rounding may differ, and then it is said how nearly the target chose otherwise
         differences = methods[name]["differences"]
         assert differences is None or differences["margin_max"] < 0.1
-
-
-def test_what_their_forward_needs(folder: Path) -> None:
-    with pytest.raises(ValueError, match="method 'hf-forward/sd' needs a draft model"):
-        plan_of(folder, "hf-forward/sd", draft=None)
-    with pytest.raises(ValueError, match="method 'hf-forward/pacer' needs a pre-verifier"):
-        run(plan_of(folder, "hf-forward/pacer"))
 
 
 def test_the_best_of_several_settings_has_a_row_and_ratios_are_to_every_method() -> None:
