@@ -15,19 +15,7 @@ import pytest
 import torch
 from recipes import judge, make_run, save_pair, tiny_target
 from torch import Tensor
-from toys import (
-    COSTS,
-    TableLM,
-    decode,
-    joint_distribution,
-    noisy_copy,
-    p_value,
-    random_layer,
-    random_table,
-    tiny,
-    tiny_tokenizer,
-    tokens_of,
-)
+from toys import COSTS, TableLM, decode, fit, noisy_copy, random_layer, random_table, tiny, tiny_tokenizer, tokens_of
 
 from benchmarks.baselines import specdec
 from forerun import Decoder
@@ -224,8 +212,7 @@ def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> Non
     requests = [Request(PROMPT, NEW, Sampler(False), seed=0, stream=row) for row in range(2000)]
     rows = decode(TableLM(TARGET), table_draft(policy), requests)
     assert len({step.drafted for steps in rows for step in steps}) > 1
-    joint = joint_distribution(TARGET, PROMPT, JOINT, None)
-    assert p_value([tokens_of(steps)[:JOINT] for steps in rows], joint) > 1e-4
+    assert fit(rows, TARGET, PROMPT, JOINT) > 1e-4
     assert not policy.past
 
 
@@ -441,6 +428,24 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
         assert found[::2] == alone[:3]
         plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), others)]
         assert [[token for _, *tokens in steps for token in tokens] for steps in found[1::2]] == plain
+
+
+def test_state_goes_with_its_sequence() -> None:
+    """Verdicts reach the right ones, whatever the order and whoever has left."""
+    policy = stop("fixed", 2)
+    seqs = {id: Sequence(Request([1, 2], 30), id) for id in (4, 7, 2)}
+    for seq in seqs.values():
+        policy.admit(seq)
+    for judged in (  # numbers of accepted tokens, and whether one was rejected
+        {4: (2, True), 7: (3, False), 2: (0, True)},
+        {2: (1, True), 7: (1, True)},
+        {7: (0, False), 2: (3, False)},
+    ):
+        for left in policy.past.keys() - judged.keys():
+            policy.drop(seqs[left])
+        verdicts = [Verdict([*range(count + 1)], 0, count + rejected, rejected) for count, rejected in judged.values()]
+        policy.observe([seqs[id] for id in judged], [Draft.chain(2, [0] * 3)] * len(judged), verdicts)
+    assert {id: past.runs for id, past in policy.past.items()} == {7: [1, 5, USUAL], 2: [4, 1, 0]}
 
 
 def test_training_resumes_and_its_layer_loads(tmp_path: Path) -> None:

@@ -18,18 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import (
-    BASELINES,
-    TableLM,
-    decode,
-    joint_distribution,
-    p_value,
-    pieces,
-    random_table,
-    tiny,
-    tiny_tokenizer,
-    tokens_of,
-)
+from toys import BASELINES, TableLM, decode, fit, pieces, random_table, tiny, tiny_tokenizer, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -239,11 +228,6 @@ def sampled(drafter: Drafter, processors: LogitsProcessorList | None, count: int
     return decode(TableLM(TARGET), drafter, [request] * count)
 
 
-def fit(rows: list[list[Step]], processors: LogitsProcessorList | None) -> float:
-    joint = joint_distribution(TARGET, PROMPT, JOINT, processors)
-    return p_value([tokens_of(steps)[:JOINT] for steps in rows], joint)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_sampling_follows_the_targets_distribution(case: str) -> None:
     chosen, way, processors = CASES[case]
@@ -251,7 +235,7 @@ def test_sampling_follows_the_targets_distribution(case: str) -> None:
     rows = sampled(drafter_of(chosen, way), processors, ROWS if processors is not AGAIN else ROWS // 3)
     found = summarise([step for row in rows for step in row], 1.0)
     assert found.drafted > found.accepted > 0.2 * len(rows)
-    assert fit(rows, processors) > FITS
+    assert fit(rows, TARGET, PROMPT, JOINT, processors) > FITS
 
 
 def test_a_wrong_distribution_is_seen() -> None:
@@ -267,7 +251,7 @@ def test_a_wrong_distribution_is_seen() -> None:
         return proposal
 
     drafter.propose = unnormalised  # type: ignore[method-assign]
-    assert fit(sampled(drafter, NONE, ROWS), NONE) < BROKEN
+    assert fit(sampled(drafter, NONE, ROWS), TARGET, PROMPT, JOINT) < BROKEN
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -498,14 +482,9 @@ def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = json.loads(commands.run(*bench, *pair, "--draft-tokens", "text", "--methods", "ar,sd").stdout)
     assert found["methods"]["sd"]["exact_match"] == 1.0 and found["methods"]["sd"]["acceptance_by_position"]
     assert found["arguments"]["draft_tokens"] == "text"
-    strict = "method 'ouroboros' needs a draft with the target's tokenizer"
-    for command, message in (
-        ((*one, "--draft-tokens", "x"), "draft_tokens must be auto, shared or text, not 'x'"),
-        ((*one, "--method", "ouroboros"), strict),
-        ((*bench, "--draft-tokens", "text", "--methods", "ar,ouroboros"), strict),
-    ):
-        done = commands.run(*command, *pair)
-        assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
+    done = commands.run(*bench, *pair, "--draft-tokens", "text", "--methods", "ar,ouroboros")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "method 'ouroboros' needs a draft with the target's tokenizer" in done.stderr
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -246,28 +246,30 @@ def test_a_profile_is_for_one_pair_on_one_machine(folder: Path, own_home: Path) 
     assert pair.target == "target"  # the name alone: a profile may be shown around
 
 
+def keep(folder: Path, **choices: Choice) -> tuple[str, str]:
+    """Store choices for the folder's pair, each by its mode; return the pair."""
+    pair = str(folder / "target"), str(folder / "draft")
+    for mode, choice in choices.items():
+        save(pair_of(*pair, ModelOptions()), mode, choice, COSTS, {})
+    return pair
+
+
 def test_load_uses_the_profile_of_its_pair_and_a_named_method_wins(folder: Path, own_home: Path) -> None:
-    target, draft = str(folder / "target"), str(folder / "draft")
+    target, draft = keep(folder)
     assert load(target, draft=draft).method == SD()
-    pair = pair_of(target, draft, ModelOptions())
-    save(pair, "greedy", a_choice(Cumulative(0.7)), COSTS, {})
+    keep(folder, greedy=a_choice(Cumulative(0.7)))
     tuned = load(target, draft=draft)
     assert tuned.method == Cumulative(0.7) and tuned.costs == COSTS
     assert tuned.method_for(greedy=False) == SD()  # sampling has not been tuned
-    assert load(target, draft=draft, method="sd").method == SD()
-    assert load(target, draft=draft, gamma=3).method == SD(3)
-    assert load(target, draft=folder / "other").method == SD()
-    assert load(target).method == Suffix()
-    assert load(target, draft=draft, fast=False).method == SD()
-    save(pair, "greedy", a_choice(Suffix(2.0)), COSTS, {})
-    save(pair, "sampling", a_choice(AR(), 1.0), COSTS, {})
+    for options, method in (({"method": "sd"}, SD()), ({"gamma": 3}, SD(3)), ({"fast": False}, SD())):
+        assert load(target, draft=draft, **options).method == method
+    assert load(target, draft=folder / "other").method == SD() and load(target).method == Suffix()
+    keep(folder, greedy=a_choice(Suffix(2.0)), sampling=a_choice(AR(), 1.0))
     assert load(target, draft=draft).draft is None  # nobody needs it
 
 
 def test_a_profile_says_which_layer_and_head_were_tried(folder: Path, own_home: Path) -> None:
-    pair = str(folder / "target"), str(folder / "draft")
-    choice = replace(a_choice(SD(4)), pre_verifier="own", head="top")
-    save(pair_of(*pair, ModelOptions()), "greedy", choice, COSTS, {})
+    pair = keep(folder, greedy=replace(a_choice(SD(4)), pre_verifier="own", head="top"))
     given: list[dict[str, Any]] = [{}, {"pre_verifier": "other"}, {"head": "mine"}, {"method": "sd"}]
     found = [resolve(*pair, **each, models=ModelOptions()) for each in given]
     parts = [(each.pre_verifier, each.head) for each in found]
@@ -275,10 +277,7 @@ def test_a_profile_says_which_layer_and_head_were_tried(folder: Path, own_home: 
 
 
 def test_greedy_and_sampling_have_methods_of_their_own(folder: Path, own_home: Path) -> None:
-    target, draft = str(folder / "target"), str(folder / "draft")
-    pair = pair_of(target, draft, ModelOptions())
-    save(pair, "greedy", a_choice(Suffix(2.0)), COSTS, {})
-    save(pair, "sampling", a_choice(SD(2), 1.0), COSTS, {})
+    target, draft = keep(folder, greedy=a_choice(Suffix(2.0)), sampling=a_choice(SD(2), 1.0))
     decoder = load(target, draft=draft, guard=False)
     assert decoder.method_for(greedy=True) == Suffix(2.0) and decoder.method_for(greedy=False) == SD(2)
     greedy = decoder.generate("the cat sat", max_new_tokens=12)

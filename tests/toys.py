@@ -406,6 +406,18 @@ def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
     return float(chisquare(bins[0], bins[1] * (bins[0].sum() / bins[1].sum())).pvalue)
 
 
+def fit(
+    rows: Iterable[Iterable[Step]],
+    table: Tensor,
+    prompt: Sequence[int],
+    length: int,
+    processors: LogitsProcessorList | None = None,
+) -> float:
+    """The `p_value` of the first `length` tokens of rows of steps after the prompt, where a TableLM is the target."""
+    joint = joint_distribution(table, prompt, length, processors)
+    return p_value([tokens_of(steps)[:length] for steps in rows], joint)
+
+
 def rows_of(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """What a hot head asks of a whole head's weight [V, d]."""
     bias = torch.zeros(len(weight)) if bias is None else bias

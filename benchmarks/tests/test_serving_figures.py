@@ -35,18 +35,15 @@ def test_figures_count_what_came_in_time_and_leave_failures_out() -> None:
 
 
 def test_texts_are_compared_with_plain_decoding_at_the_same_load() -> None:
+    texts = servers.questions()
+    asked = [servers.question(number, texts) for number in range(3 * len(texts))]
+    assert len(set(asked)) == len(asked) and asked[: len(texts)] == texts  # none comes twice
     cells = [
         {"system": "forerun-ar", "clients": 4, "round": 0, "texts": {"0": "a", "1": "b"}},
         {"system": "forerun", "clients": 4, "round": 0, "texts": {"0": "a", "1": "c", "2": "d"}},
         {"system": "forerun", "clients": 1, "round": 0, "texts": {"0": "a"}},
     ]
     assert [each["same_text"] for each in load.gather(cells)] == [1, 0.5, None]
-
-
-def test_no_question_comes_twice() -> None:
-    texts = servers.questions()
-    asked = [servers.question(number, texts) for number in range(3 * len(texts))]
-    assert len(set(asked)) == len(asked) and asked[: len(texts)] == texts
 
 
 def test_memory_growth_is_that_after_the_beginning() -> None:
