@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import FrozenInstanceError
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -16,7 +17,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
@@ -28,26 +28,25 @@ from forerun import Decoder, EngineOptions
 from forerun.methods import METHODS, method
 from forerun.sampling.params import SamplingParams
 
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return tiny_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    return tiny("llama", vocab=len(tokenizer), context=96)
+TOKENIZER = tiny_tokenizer()
+IDS = TOKENIZER("def add")["input_ids"]
+Decoders = dict[str, Decoder]
 
 
 @pytest.fixture(scope="module")
-def decoders(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Decoder]:
+def target() -> PreTrainedModel:
+    return tiny("llama", vocab=len(TOKENIZER), context=96)
+
+
+@pytest.fixture(scope="module")
+def decoders(target: PreTrainedModel) -> Decoders:
     draft = noisy_copy(target, 0.02)
-    return {name: Decoder(target, tokenizer, draft, method(name), **parts_of(name, target, draft)) for name in METHODS}
+    return {name: Decoder(target, TOKENIZER, draft, method(name), **parts_of(name, target, draft)) for name in METHODS}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_stream_gives_what_generate_gives(decoders: dict[str, Decoder], name: str, temperature: float) -> None:
+def test_stream_gives_what_generate_gives(decoders: Decoders, name: str, temperature: float) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=7, ignore_eos=True)
     prompts = ["def add", "for i in", "class"]
     results = decoders[name].generate(prompts, params)
@@ -63,7 +62,7 @@ def test_stream_gives_what_generate_gives(decoders: dict[str, Decoder], name: st
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_streams_of_one_decoder_may_be_interleaved(decoders: dict[str, Decoder], name: str) -> None:
+def test_streams_of_one_decoder_may_be_interleaved(decoders: Decoders, name: str) -> None:
     prompts = ["def add", "for i in range"]
     alone = [decoders[name].generate(prompt, max_new_tokens=30, ignore_eos=True).tokens for prompt in prompts]
     streams = [decoders[name].stream(prompt, max_new_tokens=30, ignore_eos=True) for prompt in prompts]
@@ -74,18 +73,17 @@ def test_streams_of_one_decoder_may_be_interleaved(decoders: dict[str, Decoder],
     assert tokens == alone
 
 
-def test_text_and_token_prompts_are_the_same(decoders: dict[str, Decoder], tokenizer: PreTrainedTokenizerBase) -> None:
-    ids, generate = tokenizer("def add")["input_ids"], decoders["sd"].generate
-    by_text = generate("def add", max_new_tokens=20)
-    by_ids = generate(ids, max_new_tokens=20), generate(torch.tensor(ids), max_new_tokens=20)
-    for result in (*by_ids, *generate([ids], max_new_tokens=20)):
+def test_text_and_token_prompts_are_the_same(decoders: Decoders) -> None:
+    generate = partial(decoders["sd"].generate, max_new_tokens=20)
+    by_text = generate("def add")
+    for result in (generate(IDS), generate(torch.tensor(IDS)), *generate([IDS])):
         assert result.tokens == by_text.tokens
-    assert by_text.text == tokenizer.decode(by_text.tokens, skip_special_tokens=True)
+    assert by_text.text == TOKENIZER.decode(by_text.tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_stop_strings_are_cut_from_the_text_and_end_where_transformers_ends(
-    decoders: dict[str, Decoder], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
+    decoders: Decoders, target: PreTrainedModel, name: str
 ) -> None:
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     whole = decoders["ar"].generate("def add", params).text
@@ -94,16 +92,14 @@ def test_stop_strings_are_cut_from_the_text_and_end_where_transformers_ends(
     stop = found.group()
     result = decoders[name].generate("def add", params, stop=stop)
     assert (result.text, result.finish_reason) == (whole[: whole.index(stop)], "stop")
-    ids = torch.tensor([tokenizer("def add")["input_ids"]])
+    ids = torch.tensor([IDS])
     options = {"do_sample": False, "max_new_tokens": 60, "stop_strings": [stop], "eos_token_id": None}
-    assert result.tokens == target.generate(ids, tokenizer=tokenizer, **options)[0, ids.shape[1] :].tolist()
+    assert result.tokens == target.generate(ids, tokenizer=TOKENIZER, **options)[0, ids.shape[1] :].tolist()
     assert "".join(chunk.text for chunk in decoders[name].stream("def add", params, stop=stop)) == result.text
 
 
-def test_users_own_processors_and_criteria(
-    decoders: dict[str, Decoder], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    ids = torch.tensor([tokenizer("def add")["input_ids"]])
+def test_users_own_processors_and_criteria(decoders: Decoders, target: PreTrainedModel) -> None:
+    ids = torch.tensor([IDS])
     processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(0, 300, 2)))])
 
     class Twelve(StoppingCriteria):
@@ -119,7 +115,7 @@ def test_users_own_processors_and_criteria(
         assert (result.tokens, result.finish_reason) == (theirs.tolist(), "stop")
 
 
-def test_criteria_are_given_the_scores_that_gave_the_token(decoders: dict[str, Decoder]) -> None:
+def test_criteria_are_given_the_scores_that_gave_the_token(decoders: Decoders) -> None:
     seen: list[tuple[int, int]] = []
 
     class Sees(StoppingCriteria):
@@ -136,20 +132,20 @@ def test_criteria_are_given_the_scores_that_gave_the_token(decoders: dict[str, D
             assert seen == [(token, token) for token in result.tokens]
 
 
-def test_processors_with_a_state_of_their_own_are_refused(decoders: dict[str, Decoder]) -> None:
+def test_processors_with_a_state_of_their_own_are_refused(decoders: Decoders) -> None:
     marks = SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 64, 0, 64, torch.device("cpu"))
     with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor is not supported: it keeps state"):
         decoders["sd"].generate("def add", logits_processor=LogitsProcessorList([marks]))
 
 
-def test_sampling_params_stand_alone(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_sampling_params_stand_alone(target: PreTrainedModel) -> None:
     model = copy.deepcopy(target)
     model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=17)
-    own, plain = Decoder(model, tokenizer, method=method("ar")), Decoder(target, tokenizer, method=method("ar"))
+    own, plain = Decoder(model, TOKENIZER, method=method("ar")), Decoder(target, TOKENIZER, method=method("ar"))
     assert own.generate("def add", max_new_tokens=30).tokens == plain.generate("def add", max_new_tokens=30).tokens
 
 
-def test_a_seed_repeats_and_no_seed_follows_torch(decoders: dict[str, Decoder]) -> None:
+def test_a_seed_repeats_and_no_seed_follows_torch(decoders: Decoders) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
     for name, decoder in decoders.items():
         assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
@@ -163,11 +159,10 @@ def test_a_seed_repeats_and_no_seed_follows_torch(decoders: dict[str, Decoder]) 
         assert decoder.generate("def", params).tokens == first != second
 
 
-def test_the_context_ends_a_sequence(decoders: dict[str, Decoder], tokenizer: PreTrainedTokenizerBase) -> None:
-    ids = tokenizer("def add")["input_ids"]
+def test_the_context_ends_a_sequence(decoders: Decoders) -> None:
     for decoder in decoders.values():
-        result = decoder.generate(ids, max_new_tokens=1000, ignore_eos=True)
-        assert (len(ids) + len(result.tokens), result.finish_reason) == (96, "length")
+        result = decoder.generate(IDS, max_new_tokens=1000, ignore_eos=True)
+        assert (len(IDS) + len(result.tokens), result.finish_reason) == (96, "length")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +179,7 @@ def test_the_context_ends_a_sequence(decoders: dict[str, Decoder], tokenizer: Pr
     ],
 )
 def test_mistakes_are_named_before_any_work(
-    decoders: dict[str, Decoder], prompts: object, options: dict[str, object], message: str
+    decoders: Decoders, prompts: object, options: dict[str, object], message: str
 ) -> None:
     for run in (decoders["sd"].generate, decoders["sd"].stream):
         with pytest.raises(ValueError, match=message):

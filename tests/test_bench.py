@@ -35,6 +35,7 @@ from forerun.methods import AR, SD, Method, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 
+Pair = tuple[PreTrainedModel, PreTrainedModel]
 FACTS = {"prompts": 1, "cut": 0, "sha256": ""}
 PROMPTS = ["def add(a, b):", "the cat sat on", "for i in range(10): print(i) for i in range(10):"]
 
@@ -44,13 +45,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair() -> Pair:
     target = tiny("llama", 3, vocab=len(tiny_tokenizer()), context=96)
     return target, noisy_copy(target, 0.02)
 
 
 @pytest.fixture(scope="module")
-def folder(pair: tuple[PreTrainedModel, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Target, draft and a file of prompts, as a user has them."""
     path = save_models(tmp_path_factory.mktemp("bench"), target=pair[0], draft=pair[1])
     save_lines(path / "own.jsonl", [*({"prompt": text} for text in PROMPTS), {"tokens": [5, 6, 7, 5, 6]}])
@@ -239,13 +240,7 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
         (["--dataset", "specbench", "--data", "nothing"], "no file or folder nothing: dataset 'specbench' is in"),
         (["--dataset", "nothing.jsonl"], "cannot read nothing.jsonl"),
         (["--dataset", "stdlib-test,stdlib-test"], "dataset 'stdlib-test' is given twice"),
-        (["--dataset", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
-        (["--dataset", "number.jsonl"], "number.jsonl, line 1: 'prompt' must be a string that is not empty, not 3"),
-        (["--dataset", "floats.jsonl"], "floats.jsonl, line 1: 'tokens' must be a list of token ids"),
-        (["--dataset", "empty.jsonl"], "empty.jsonl has no prompts"),
         (["--dataset", "vocabulary.jsonl"], "prompt '1' has token ids outside 0.."),
-        (["--dataset", "surrogate.jsonl"], "surrogate.jsonl, line 1: 'prompt' holds half of a surrogate pair"),
-        (["--dataset", "deep.jsonl"], "deep.jsonl, line 1: not JSON"),
         (["--max-new-tokens", "2000"], "leaves no room for a prompt in the context of"),
         (["--target", "./nothing"], "no model folder './nothing' for the target"),
         (["--target", "some/model"], "method 'sd' needs a draft model: give --draft"),
@@ -254,21 +249,26 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
 def test_mistakes_are_one_line_and_exit_2(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contents = {
-        "broken": '{"prompt": "x"}\n{"prompt": \n',
-        "number": '{"prompt": 3}\n',
-        "floats": '{"tokens": [1, 2.5]}\n',
-        "empty": "\n",
-        "surrogate": '{"prompt": "a\\ud800"}\n',
-        "deep": '{"tokens": ' + "[" * 100_000 + "\n",
-        "vocabulary": '{"tokens": [99999999]}\n',
-    }
-    for name, content in contents.items():
-        (tmp_path / f"{name}.jsonl").write_text(content)
+    (tmp_path / "vocabulary.jsonl").write_text('{"tokens": [99999999]}\n')
     monkeypatch.chdir(tmp_path)
     done = run(*arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("forerun: ") and message in done.stderr
+
+
+def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    for content, message in (
+        ('{"prompt": "x"}\n{"prompt": \n', "own.jsonl, line 2: not JSON"),
+        ('{"tokens": ' + "[" * 100_000 + "\n", "own.jsonl, line 1: not JSON"),
+        ('{"prompt": 3}\n', "own.jsonl, line 1: 'prompt' must be a string that is not empty, not 3"),
+        ('{"prompt": "a\\ud800"}\n', "own.jsonl, line 1: 'prompt' holds half of a surrogate pair"),
+        ('{"tokens": [1, 2.5]}\n', "own.jsonl, line 1: 'tokens' must be a list of token ids"),
+        ("\n", "own.jsonl has no prompts"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(str(path), None, None)
 
 
 def test_public_datasets(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_stored_settings_give_way_to_given_ones() -> None:
     assert list(parse_methods(["sd", "ar"], [], None, {})) == ["sd", "ar"]
 
 
-def test_margins_are_the_target_s_at_the_first_difference(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_margins_are_the_target_s_at_the_first_difference(pair: Pair) -> None:
     prompt = Prompt("a", tokens=(3, 4, 5))
     right = Decoder(pair[0]).generate([3, 4, 5], max_new_tokens=4).tokens
     wrong, other = ([*right[:2], (right[2] + more) % 10, right[3]] for more in (1, 2))
@@ -425,9 +425,7 @@ def test_speedups_are_paired() -> None:
     assert both["methods"]["suffix"]["speedup"] == 3.0 and json.loads(json.dumps(both)) == both
 
 
-def test_prefill_is_part_of_the_time(
-    pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_is_part_of_the_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on in prefill alone: 5 s a prompt."""
     decoder = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False, prefix_bytes=0)
     now, prefill = [0.0], decoder.engine.target.prefill
@@ -448,7 +446,7 @@ def test_prefill_is_part_of_the_time(
     assert found.stats.seconds == 10.0
 
 
-def test_a_row_is_sampled_by_its_own_seed(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_a_row_is_sampled_by_its_own_seed(pair: Pair) -> None:
     decoder = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False, prefix_bytes=0)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True))
     together = run([[3, 4], [5, 6, 7], [3, 4]], [7, 8, 9], None).tokens
@@ -456,7 +454,7 @@ def test_a_row_is_sampled_by_its_own_seed(pair: tuple[PreTrainedModel, PreTraine
     assert together[0] != together[2]
 
 
-def test_a_prompt_that_comes_again_finds_no_phrases(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_a_prompt_that_comes_again_finds_no_phrases(pair: Pair) -> None:
     """Its second run takes as many steps as the first; with the phrases of the first, fewer."""
     decoder = Decoder(pair[0], method=method("suffix"), guard=False, prefix_bytes=0)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=40, ignore_eos=True))

@@ -325,6 +325,10 @@ def test_the_automatic_block_is_the_best() -> None:
         block, threshold, _ = policy.settings(mode, 1, True)
         assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
     assert stop("fixed", None).settings("greedy", 1, True) == (4, 0.45, False)
+    for count in range(1, 65):  # few numbers of rows are priced
+        policy.settings("greedy", count, False)
+    counts = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8)]
+    assert [count for _, count, is_alone in policy._settings if not is_alone] == counts
 
 
 def scores_of(survival: abc.Sequence[float]) -> Tensor:

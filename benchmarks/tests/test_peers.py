@@ -34,18 +34,19 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import EagerForward
 from forerun.sampling.params import SamplingParams
 
+Pair = tuple[PreTrainedModel, PreTrainedModel]
 ASSISTED = [f"hf-assisted/{schedule}" for schedule in SCHEDULES]
 ROWS = [[5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 9, 8]]
 
 
 @pytest.fixture
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair() -> Pair:
     target = tiny("llama", 3, vocab=len(tiny_tokenizer()), context=96)
     return target, noisy_copy(target, 0.02)
 
 
 @pytest.fixture
-def folder(pair: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> Path:
+def folder(pair: Pair, tmp_path: Path) -> Path:
     """Target, draft, a head and a pre-verifier for them, and prompts."""
     save_models(tmp_path, target=pair[0], draft=pair[1])
     random_head(CausalLM(pair[0])).save_pretrained(tmp_path / "head")
@@ -103,9 +104,7 @@ def test_settings_that_are_none(name: str, message: str) -> None:
         parse_methods([name], [], None, {}, Peers())
 
 
-def test_the_assistant_drafts_by_its_settings(
-    pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_assistant_drafts_by_its_settings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Generate(pair[0], noisy_copy(pair[0], 0.0), SamplingParams(max_new_tokens=24, ignore_eos=True))
     found = [peers.run(f"hf-assisted/{count}/0")(ROWS[:1], [0], None) for count in (1, 3, 7)]
     # All is accepted: N tokens and one more a forward.
@@ -120,7 +119,7 @@ def test_the_assistant_drafts_by_its_settings(
 
 
 @pytest.mark.parametrize("name", ["hf-ar", "hf-lookup/4", "hf-assisted/3", *ASSISTED])
-def test_peers_sample_with_top_p_and_seeds(name: str, pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_peers_sample_with_top_p_and_seeds(name: str, pair: Pair) -> None:
     sampled = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.5, top_p=0.95)
     run = Generate(*pair, sampled).run(name)
     outputs = [run(ROWS[:1], [seed], None).tokens for seed in (1, 1, 2)]
@@ -174,7 +173,7 @@ def test_an_assistant_needs_the_target_s_vocabulary_and_prompts_that_fit_it(fold
 
 @pytest.mark.parametrize("name", ["hf-ar", "hf-lookup", "hf-lookup/4/3", "hf-assisted/heuristic/2/0", *ASSISTED])
 @pytest.mark.parametrize("ignore", [True, False])
-def test_peers_say_what_the_target_says(name: str, ignore: bool, pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_peers_say_what_the_target_says(name: str, ignore: bool, pair: Pair) -> None:
     prompts = [list(range(3, 3 + length)) for length in (5, 9, 7)]
     plain = Decoder(pair[0]).generate(prompts, max_new_tokens=20)
     for model in pair:  # both end at a token that does come, and not at once
@@ -191,7 +190,7 @@ def test_peers_say_what_the_target_says(name: str, ignore: bool, pair: tuple[Pre
         assert 3 <= outcome.target_forwards <= sum(map(len, wanted))
 
 
-def test_a_schedule_carries_its_own_state_only(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_a_schedule_carries_its_own_state_only(pair: Pair) -> None:
     own, seen = pair[1].generation_config, {}
     peers = Generate(*pair, SamplingParams(max_new_tokens=24, ignore_eos=True))
     original = peers._generate
