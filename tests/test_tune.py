@@ -6,8 +6,7 @@ import json
 import os
 import re
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
@@ -29,7 +28,6 @@ from forerun.backends.costs import measure_costs
 from forerun.bench import tune
 from forerun.bench.measure import Outcome, Run
 from forerun.bench.tune import candidates, finalists, new_tokens, rate, screen
-from forerun.cli import main
 from forerun.engine.costs import Costs, costs_of
 from forerun.engine.engine import Step
 from forerun.methods import AR, SD, Confidence, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
@@ -326,28 +324,17 @@ def forerun(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return commands.run(*arguments, env=os.environ | {"FORERUN_HOME": str(home)})
 
 
-@pytest.fixture
-def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
-    """Runs a command in this process, which has imported everything; returns the JSON that it printed."""
-    threads = torch.get_num_threads()
-
-    def run(*arguments: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["forerun", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        return json.loads(capsys.readouterr().out)
-
-    yield run
-    torch.set_num_threads(threads)
+def printed(home: Path, *arguments: str) -> Any:
+    """The JSON of a command."""
+    done = forerun(home, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path, inside: Callable[..., Any]) -> None:
+def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path) -> None:
     pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1"]
-    done = forerun(own_home, "tune", *pair, "--data", str(folder / "own.jsonl"), "--budget", "2", "--json")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    found = json.loads(done.stdout)
+    found = printed(own_home, "tune", *pair, "--data", str(folder / "own.jsonl"), "--budget", "2", "--json")
     (path,) = (own_home / "profiles").iterdir()
     assert found["profile"] == str(path) and str(folder) not in path.read_text()
     profile = read(path)
@@ -364,14 +351,14 @@ def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path, inside:
     save(profile.pair, "greedy", replace(profile.greedy, method="suffix", settings={"most": 4, "width": 2}),
          profile.costs, profile.versions)  # fmt: skip
     asked = ["generate", "the cat sat on the", *pair, "--max-new-tokens", "8", "--json"]
-    tuned, named = inside(*asked), inside(*asked, "--method", "sd")
-    sampled = inside(*asked, "--temperature", "1", "--seed", "0")
+    tuned, named = printed(own_home, *asked), printed(own_home, *asked, "--method", "sd")
+    sampled = printed(own_home, *asked, "--temperature", "1", "--seed", "0")
     assert [each["method"] for each in (tuned, named, sampled)] == ["suffix", "sd", "sd"]
     assert tuned["tokens"] == named["tokens"]
-    shown = inside("info", *pair, "--json")["profile"]
+    shown = printed(own_home, "info", *pair, "--json")["profile"]
     assert shown["file"] == str(path) and shown["greedy"]["method"] == "suffix" and shown["sampling"] is None
     bench = ["bench", *pair, "--dataset", str(folder / "own.jsonl"), "--limit", "1", "--rounds", "1", "--json"]
-    ran = inside(*bench, "--max-new-tokens", "4", "--methods", "sd,suffix", "--method-arg", "suffix.most=9")
+    ran = printed(own_home, *bench, "--max-new-tokens", "4", "--methods", "sd,suffix", "--method-arg", "suffix.most=9")
     used = ran["arguments"]["methods"]
     assert used["sd"] == found["tuned"]["sd"]
     assert used["suffix"] == found["tuned"]["suffix"] | {"most": 9}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,16 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
+from benchmarks.embedded import pair
 from forerun.train.corpus import split_of
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "embedded"))
-    yield importlib.import_module("pair")
-    sys.modules.pop("pair")
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -33,7 +23,7 @@ def small_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=True, **sizes))
 
 
-def test_windows_cover_every_token_once_an_epoch_and_are_repeatable(pair: ModuleType) -> None:
+def test_windows_cover_every_token_once_an_epoch_and_are_repeatable() -> None:
     stream = np.arange(1000, dtype=np.uint16)
     windows = pair.Windows(stream, 10, seed=3)
     first = [windows.batch(step, 7) for step in range(windows.per_epoch // 7)]
@@ -45,7 +35,7 @@ def test_windows_cover_every_token_once_an_epoch_and_are_repeatable(pair: Module
         pair.Windows(stream[:20], 10)
 
 
-def test_a_deeper_model_begins_as_the_shallow_one_and_can_learn_everywhere(pair: ModuleType) -> None:
+def test_a_deeper_model_begins_as_the_shallow_one_and_can_learn_everywhere() -> None:
     shallow = small_llama()
     deep = pair.deepen(shallow)
     tokens = torch.randint(300, (2, 12))
@@ -55,7 +45,7 @@ def test_a_deeper_model_begins_as_the_shallow_one_and_can_learn_everywhere(pair:
     assert all(layer.self_attn.o_proj.weight.grad.abs().sum() > 0 for layer in deep.model.layers)
 
 
-def test_the_best_place_between_two_models_is_found_and_taken(pair: ModuleType) -> None:
+def test_the_best_place_between_two_models_is_found_and_taken() -> None:
     model = small_llama()
     end = {name: value.clone() for name, value in model.state_dict().items()}
     wanted = {name: value + 0.4 for name, value in end.items()}  # three fifths of the way
@@ -69,7 +59,7 @@ def test_the_best_place_between_two_models_is_found_and_taken(pair: ModuleType) 
         torch.testing.assert_close(value, wanted[name])
 
 
-def test_distinct_share(pair: ModuleType) -> None:
+def test_distinct_share() -> None:
     assert pair.distinct_share([1, 2] * 20) == pytest.approx(2 / 37) and pair.distinct_share(list(range(40))) == 1.0
 
 
@@ -88,7 +78,7 @@ def small_tree(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_pair_is_made_and_goes_on(pair: ModuleType, tmp_path: Path) -> None:
+def test_a_pair_is_made_and_goes_on(tmp_path: Path) -> None:
     sizes = {"target_width": 64, "target_layers": 2, "target_heads": 1, "target_mlp": 64, "target_steps": 6}
     sizes |= {"draft_width": 64, "draft_layers": 1, "draft_heads": 1, "draft_mlp": 64, "draft_steps": 5}
     recipe = pair.PairRecipe(320, 128, 2, 32, **sizes, grown_steps=4, own_sequences=64, distill_steps=5)
