@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Iterable
 from functools import cache
 from itertools import product
 from random import Random
@@ -70,10 +71,12 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
+def compiled(form: dict[str, Any], tokenizer: Any, ends: Iterable[int] = (0,), start: int = 0) -> Any:
+    return grammar.compiled(formats.form_of(form), tokenizer, frozenset(ends))(start)
+
+
 def of_letters(start: int = len(PROMPT)) -> Any:
-    form = formats.form_of(regex("|".join(LANGUAGE)))
-    assert form is not None
-    return grammar.compiled(form, letters(), frozenset([END]))(start)
+    return compiled(regex("|".join(LANGUAGE)), letters(), [END], start)
 
 
 def follows(text: str) -> list[int]:
@@ -276,15 +279,12 @@ def test_requests_of_one_batch_have_their_own_grammars() -> None:
 
 def test_states_do_not_depend_on_the_way_there() -> None:
     # Texts in any order, allowed and forbidden ones, more than are remembered.
-    def schema() -> Any:
-        return grammar.compiled(formats.form_of(JSON), tiny_tokenizer(), frozenset([0]))(1)
-
     whole, pick = [reference(text) for text in TEXTS], Random(2).randrange
-    used, seen = schema(), set()
+    used, seen = compiled(JSON, tiny_tokenizer(), start=1), set()
     for _ in range(150):
         text = whole[pick(3)]
         ids = torch.tensor([[5, *text[: pick(len(text) + 1)], *([pick(300)] if pick(3) == 0 else [])]])
-        found, fresh = used(ids, torch.zeros(1, VOCAB)), schema()(ids, torch.zeros(1, VOCAB))
+        found, fresh = (each(ids, torch.zeros(1, VOCAB)) for each in (used, compiled(JSON, tiny_tokenizer(), start=1)))
         assert found.equal(fresh)
         assert found.isfinite().all() or not found[0, 300:].isfinite().any()
         seen.add(tuple(ids[0].tolist()))
@@ -307,7 +307,7 @@ def test_an_open_text_ends_where_the_model_ends_it() -> None:
 
     table = torch.zeros(6, 6, 6)
     table[..., END], table[..., 1] = 9.0, 5.0  # the end is best wherever it may stand, then a
-    own = grammar.compiled(formats.form_of(regex("a{2,9}")), letters(), frozenset([END]))(1)
+    own = compiled(regex("a{2,9}"), letters(), [END], 1)
     request = Request([3], 20, Sampler(True, LogitsProcessorList([own])), frozenset([END]), own.stop(None))
     for drafter in (PlainDrafter(), EndsSoon()):
         ((*_, last),) = steps = decode(TableLM(table), drafter, [request])
@@ -318,10 +318,10 @@ def test_an_open_text_ends_where_the_model_ends_it() -> None:
 def test_special_tokens_are_no_text_and_all_ends_may_end() -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    own = grammar.compiled(formats.form_of(regex("(?s:.*)")), tokenizer, frozenset([0, 301]))(0)
+    own = compiled(regex("(?s:.*)"), tokenizer, [0, 301])
     scores = own(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, VOCAB))[0]
     assert scores[[0, 301]].isfinite().all() and scores[300].isinf() and scores[302:].isinf().all()
-    closed = grammar.compiled(formats.form_of(regex("x.*y")), tokenizer, frozenset([0, 301]))(0)
+    closed = compiled(regex("x.*y"), tokenizer, [0, 301])
     for text in ("", "x", "x<|im_"):
         ids = torch.tensor([tokenizer.encode(text)], dtype=torch.long)
         assert closed(ids, torch.zeros(1, VOCAB))[0, [0, 300, 301]].isinf().all()
@@ -403,7 +403,7 @@ def test_a_dead_end_ends_one_request_alone() -> None:
     steps = drain(shared.engine)
     assert [steps[id][-1].finish_reason for id in (bad, good)] == ["error", "stop"]
     assert str(steps[bad][-1].error).startswith("the response_format cannot be kept after 1 tokens: no token")
-    own = grammar.compiled(formats.form_of(regex("a|b")), tokenizer, frozenset([0]))(0)
+    own = compiled(regex("a|b"), tokenizer)
     assert own.complete(tokenizer.encode("a"))
     with pytest.raises(ValueError, match="after 1 tokens: the grammar forbids that text"):
         own.complete(tokenizer.encode("z"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -382,9 +381,8 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path: Path) -> None:
-    command = [sys.executable, str(path), "--max-new-tokens", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "target forward" in done.stdout
+    done = commands.run("--max-new-tokens", "6", program=path.read_text())
+    assert done.returncode == 0 and "target forward" in done.stdout, done.stderr
     assert len(path.read_text().splitlines()) < 40
     if path.name == "greedy.py":
         assert "same tokens as plain generate: True" in done.stdout
