@@ -104,6 +104,8 @@ def test_a_draft_folder_with_the_same_tokenizer_or_none_is_taken(own: bool, copi
         assert tokenizer.eos_token is None and tiny_tokenizer().eos_token is not None  # special roles do not count
         tokenizer.save_pretrained(copies / "draft")
     decoder = forerun.load(copies / "target", draft=copies / "draft", guard=False)
+    names = [f"{part} {copies.name}/{part} in {kind}" for part, kind in (("target", "float32"), ("draft", "Q8_0"))]
+    assert repr(decoder) == f"Decoder({', '.join(names)}, method sd)"
     assert decoder.draft is not None
     plain = forerun.load(copies / "target", method="ar")
     done = decoder.generate(PROMPTS, max_new_tokens=12)

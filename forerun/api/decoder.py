@@ -78,8 +78,8 @@ class Decoder:
     options: EngineOptions
     translation: Translation | None
     pools: Pools | None  # phrases and outputs of earlier requests
-    _trackers: dict[tuple[Method, bool], SpeedTracker] = field(repr=False)
-    _state: _State = field(repr=False)
+    _trackers: dict[tuple[Method, bool], SpeedTracker]
+    _state: _State
     _is_adapted: bool
 
     def __init__(
@@ -142,6 +142,15 @@ class Decoder:
             _state=_State(costs),
             _is_adapted=has_foreign_layers(lm.model),
         )
+
+    def __repr__(self) -> str:
+        shown = []
+        for part, model in (("target", self.target), ("draft", self.draft)):
+            if model is not None:
+                name = model.model.config.name_or_path or type(model.model).__name__
+                shown.append(f"{part} {'/'.join(Path(name).parts[-2:])} in {facts_of(model)['weights']}")
+        sampling = f" ({self.sampling_method.name} if sampled)" if self.sampling_method is not None else ""
+        return f"Decoder({', '.join(shown)}, method {self.method.name}{sampling})"
 
     def replace(self, **changes: Any) -> Decoder:
         """Return a decoder of the same models with other arguments of the constructor.

@@ -27,7 +27,7 @@ def unpack6(packed: Tensor) -> Tensor:
 
 def load_quantised(folder: Path) -> LlamaForCausalLM:
     """Return the float32 model of the stored weights. Tied weights are tied again."""
-    config = LlamaConfig.from_pretrained(folder)
+    config = LlamaConfig.from_pretrained(folder, name_or_path=str(folder))
     with torch.device("meta"):  # random numbers, which would be replaced, take as long as the weights themselves
         model: Any = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
