@@ -59,10 +59,15 @@ def decoder(name: str) -> Decoder:
     return Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts_of(name, target, draft))
 
 
-def engine_of(name: str) -> Engine:
+def opened(name: str) -> Decoder:
+    """A decoder with an engine that is new."""
     made = decoder(name)
     made.close()
-    return made.engine
+    return made
+
+
+def engine_of(name: str) -> Engine:
+    return opened(name).engine
 
 
 def alone(name: str, request: Request) -> list[int]:
@@ -148,37 +153,26 @@ class Panic(BaseException):
     """As pyo3's PanicException, which a library in Rust raises: no handler of exceptions catches it."""
 
 
-class Fails(LogitsProcessor):
-    """A user's processor that raises after `length` tokens; without an error it leaves no token to sample."""
+class Fails(LogitsProcessor, StoppingCriteria):
+    """A user's processor or criterion that raises after `length` tokens; without an error it leaves none to sample."""
 
-    def __init__(self, length: int, error: type[BaseException] | None) -> None:
-        self.length, self.error = length, error
+    def __init__(self, length: int, error: type[BaseException] | None, is_criterion: bool = False) -> None:
+        self.length, self.error, self.is_criterion = length, error, is_criterion
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] < self.length:
-            return scores
+            return torch.zeros(len(input_ids), dtype=torch.bool) if self.is_criterion else scores
         if self.error is None:
             return torch.full_like(scores, -torch.inf)
         raise self.error("of the user")
 
 
-class NeverStops(StoppingCriteria):
-    """The same as a criterion."""
-
-    def __init__(self, length: int, error: type[BaseException] | None) -> None:
-        self.processor = Fails(length, error)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.processor(input_ids, scores)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 def failing(prompt: abc.Sequence[int], how: str = "processor", greedy: bool = True) -> Request:
     error = {"panic": Panic, "nothing": None}.get(how.split()[0], ZeroDivisionError)
-    if how.endswith("criterion"):
-        criteria = StoppingCriteriaList([NeverStops(len(prompt) + 6, error)])
-        return Request(prompt, 20, Sampler(greedy), criteria=criteria, seed=1)
-    return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([Fails(len(prompt) + 6, error)])), seed=1)
+    fails = Fails(len(prompt) + 6, error, how.endswith("criterion"))
+    if fails.is_criterion:
+        return Request(prompt, 20, Sampler(greedy), criteria=StoppingCriteriaList([fails]), seed=1)
+    return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([fails])), seed=1)
 
 
 FAILURES = [(name, how) for name in METHODS for how in ("processor", "criterion", "nothing to sample")]
@@ -434,8 +428,7 @@ def test_what_no_request_is_to_blame_for_is_raised_at_once(place: str) -> None:
 
 
 def test_the_error_of_a_step_is_raised_to_its_cause_alone() -> None:
-    made = decoder("sd")
-    made.close()
+    made = opened("sd")
     wanted = made.generate(PROMPTS[0], max_new_tokens=30).tokens
     stream = made.stream(PROMPTS[0], max_new_tokens=30)
     found = [next(stream)]
@@ -448,8 +441,7 @@ def test_the_error_of_a_step_is_raised_to_its_cause_alone() -> None:
 
 
 def test_what_progress_raises_is_raised_once() -> None:
-    made, reports = decoder("sd"), []
-    made.close()
+    made, reports = opened("sd"), []
 
     def progress(read: int, total: int) -> None:
         reports.append(read)
@@ -462,8 +454,7 @@ def test_what_progress_raises_is_raised_once() -> None:
 
 
 def test_a_draft_that_shows_its_states_finds_its_prefixes() -> None:
-    made = decoder("pacer")
-    made.close()
+    made = opened("pacer")
     first = made.generate(PROMPTS[2], max_new_tokens=20)
     model = made.engine.drafter.model
     before = model.prefilled
@@ -472,8 +463,7 @@ def test_a_draft_that_shows_its_states_finds_its_prefixes() -> None:
 
 
 def test_threads_that_share_a_decoder_get_their_own_output() -> None:
-    made = decoder("sd")
-    made.close()
+    made = opened("sd")
     options: list[dict[str, Any]] = [
         {"max_new_tokens": 6 + 3 * i} | ({"temperature": 1.0, "seed": i} if i % 2 else {}) for i in range(8)
     ]
@@ -501,18 +491,19 @@ def test_threads_that_share_a_decoder_get_their_own_output() -> None:
     assert not made.engine.target.cache.ids
 
 
-def test_a_stream_that_is_let_go_frees_its_rows() -> None:
-    made = decoder("sd")
-    made.close()
-    engine = made.engine
+def test_a_stream_that_is_let_go_frees_its_rows_and_others_go_on() -> None:
+    made = opened("sd")
+    engine, wanted = made.engine, made.generate(PROMPTS[0], max_new_tokens=30).tokens
+    kept = made.stream(PROMPTS[0], max_new_tokens=30)
+    found = [next(kept)]
     for _ in range(5):
         stream = made.stream(PROMPTS[:3], max_new_tokens=30)
         next(stream)
         del stream
         made.stream(PROMPTS[:2], max_new_tokens=30)  # never begun
-    assert made.engine is engine
-    assert made.generate(PROMPTS[0], max_new_tokens=5).tokens
-    assert not engine.target.cache.ids and not engine.busy
+    gc.collect()
+    assert [token for chunk in [*found, *kept] for token in chunk.step.tokens] == wanted
+    assert made.engine is engine and not engine.target.cache.ids and not engine.busy
 
 
 def test_a_prefix_that_requests_share_is_computed_once() -> None:
@@ -528,6 +519,10 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
         assert [row.tokens for row in made.generate(prompts, max_new_tokens=8)] == wanted
         assert 600 < made.engine.target.prefilled <= 1.2 * 600
         assert 600 < made.engine.drafter.model.prefilled <= 1.2 * 600
+        before = made.engine.target.prefilled  # several sequences of one prompt need one prefill, or with a store none
+        rows = made.generate([prompts[0]] * 5, max_new_tokens=8, temperature=1.0, seed=3)
+        assert len({tuple(row.tokens) for row in rows}) == 5
+        assert made.engine.target.prefilled - before == (0 if prefix_bytes else len(prompts[0]) - 1)
     # What a finished request said is a prefix too.
     made = Decoder(target, method=method("ar"))
     said = made.generate(prompts[0], max_new_tokens=30).tokens
@@ -535,18 +530,6 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
     turn = [*prompts[0], *said, 5, 6]
     assert made.generate(turn, max_new_tokens=8).tokens == plain.generate(turn, max_new_tokens=8).tokens
     assert made.engine.target.prefilled - before <= 4
-
-
-def test_several_sequences_of_one_prompt_need_one_prefill() -> None:
-    target = tiny("llama")
-    engine = Decoder(target, method=method("ar"), prefix_bytes=0).engine
-    ids = [engine.add(Request(PROMPTS[2], 6, Sampler(False), seed=3, stream=i)) for i in range(5)]
-    found = {id: tokens_of(steps) for id, steps in drain(engine).items()}
-    assert engine.target.prefilled == len(PROMPTS[2]) - 1
-    assert len({tuple(found[id]) for id in ids}) == 5
-    again = engine.add(Request(PROMPTS[2], 6, Sampler(False), seed=3, stream=2))
-    assert tokens_of(drain(engine)[again]) == found[ids[2]]
-    assert engine.target.prefilled == 2 * (len(PROMPTS[2]) - 1)  # nothing is kept without a prefix store
 
 
 def test_the_kv_budget_holds_and_a_request_that_can_never_fit_is_refused() -> None:
@@ -612,8 +595,7 @@ def test_mistakes_are_refused_when_they_are_added() -> None:
 
 
 def test_buffers_are_allocated_once() -> None:
-    made = decoder("sd")
-    made.close()
+    made = opened("sd")
     made.generate(PROMPTS * 2, max_new_tokens=30)
     models = made.engine.target, made.engine.drafter.model
     caches = [each for model in models for each in (model.cache, model.prompts.cache)]
@@ -663,14 +645,3 @@ def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(
         for index, step in run.take():
             found[first + index] += step.tokens
     assert found == wanted
-
-
-def test_a_run_that_is_let_go_of_is_aborted_and_others_go_on() -> None:
-    session = Session(Engine(CausalLM(tiny("llama")), PlainDrafter()))
-    kept, gone = session.add([Request(PROMPTS[0], 9)]), session.add([Request(PROMPTS[1], 90)])
-    next(gone)
-    del gone
-    gc.collect()
-    assert session.runs() == {kept}
-    assert sum(len(step.tokens) for step in kept.collect()[0]) == 9
-    assert not session.engine.busy and not session.runs()
