@@ -8,18 +8,9 @@ from math import log, prod, sqrt
 
 import pytest
 import torch
-from torch import Tensor
-from toys import (
-    BASELINES,
-    TableLM,
-    decode,
-    joint_distribution,
-    p_value,
-    random_table,
-    tiny,
-    tokens_of,
-)
-from transformers import LogitsProcessor, LogitsProcessorList
+from test_engine import Fails
+from toys import BASELINES, TableLM, decode, joint_distribution, p_value, random_table, tiny, tokens_of
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from benchmarks.baselines import oracle
@@ -66,10 +57,6 @@ def requests(sampler: Sampler, limits: abc.Sequence[int] = LIMITS, **options) ->
         )
         for i, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
     ]
-
-
-def sequences(count: int) -> list[Sequence]:
-    return [Sequence(Request(prompt, 30), id) for id, prompt in enumerate(PROMPTS[:count])]
 
 
 def plain(asked: Iterable[Request]) -> list[list[int]]:
@@ -128,9 +115,7 @@ class Watched(LengthPolicy):
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         rule = self.policy.begin(seqs, rows)
-        if not self.hasty:
-            return Slow(rule)
-        return rule
+        return rule if self.hasty else Slow(rule)
 
     def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         self.policy.observe(seqs, drafts, verdicts)
@@ -214,23 +199,24 @@ def test_drafts_end_where_the_rule_says(name: str, mode: str) -> None:
     assert len(lengths) >= 3  # it does depend
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_sequences_of_all_modes_join_and_leave_between_steps(name: str) -> None:
-    """Two rows at a time, six prompts in three modes: drafts and output of each are what they are alone."""
+@pytest.mark.parametrize("name", ALL)
+def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(name: str) -> None:
+    """Two rows at a time, six prompts in three modes: drafts and output of each; greedy output is the target's."""
+    samplers = [SAMPLERS["greedy"]] * 6 if name in ORACLES else [*SAMPLERS.values()] * 2
 
     def asked() -> list[Request]:
-        samplers = [Sampler(), Sampler(False), Sampler(False, TOP_P)] * 2
         return [
-            Request(prompt, limit, sampler, seed=None if sampler.greedy else 5, stream=i)
+            Request(prompt, limit, sampler, frozenset({4}), seed=None if sampler.greedy else 5, stream=i)
             for i, (prompt, limit, sampler) in enumerate(zip(PROMPTS, LIMITS, samplers, strict=True))
         ]
 
-    drafter = built(RULES[name])
-    together = decode(TableLM(TARGET), drafter, asked(), max_rows=2)
+    together = decode(TableLM(TARGET), built(ALL[name]), asked(), max_rows=2)
     assert len({row[0].number for row in together}) >= 4 and max(step.rows for row in together for step in row) == 2
-    for row, request in zip(together, asked(), strict=True):
-        (alone,) = run(built(RULES[name]), [request])
+    assert {row[-1].finish_reason for row in together} == {"stop", "length"}
+    for row, request, wanted in zip(together, asked(), plain(asked()), strict=True):
+        (alone,) = run(built(ALL[name]), [request])
         assert [(step.drafted, step.tokens) for step in row] == [(step.drafted, step.tokens) for step in alone]
+        assert not request.sampler.greedy or tokens_of(row) == wanted
 
 
 @pytest.mark.parametrize("processors", [None, TOP_P], ids=["none", "top-p"])
@@ -247,50 +233,15 @@ def test_rules_keep_the_distribution_in_a_batch_of_different_rows(
         assert p_value(outputs[start::3], joint) > FITS
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_greedy_output_is_the_targets_in_a_batch_and_alone(name: str) -> None:
-    asked = requests(Sampler(), eos=frozenset({4}))
-    rows = run(built(ALL[name]), asked)
-    assert [tokens_of(steps) for steps in rows] == plain(asked)
-    assert {steps[-1].finish_reason for steps in rows} == {"stop", "length"}
-    for request, steps in zip(asked, rows, strict=True):
-        # What a row drafts does not depend on its neighbours either.
-        (alone,) = run(built(ALL[name]), [request])
-        assert [(step.drafted, step.tokens) for step in steps] == [(step.drafted, step.tokens) for step in alone]
-
-
-class Raises(LogitsProcessor):
-    """A user's processor that fails for texts of some length."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] == self.at:
-            raise ArithmeticError("of the user")
-        return scores
-
-
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_processor_that_raises_while_drafting_ends_its_own_sequence(greedy: bool) -> None:
-    fails = Sampler(greedy, LogitsProcessorList([Raises(8)]))
-    others = requests(Sampler(False))[:2]
-    asked = [others[0], Request([1, 2, 3], 20, fails, seed=1), others[1]]
-    rows = run(built(SD(4)), asked)
+    fails = Sampler(greedy, LogitsProcessorList([Fails(8, ArithmeticError)]))
+    first, last, *_ = requests(Sampler(False))
+    rows = run(built(SD(4)), [first, Request([1, 2, 3], 20, fails, seed=1), last])
     assert isinstance(rows[1][-1].error, ArithmeticError) and rows[1][-1].finish_reason == "error"
     assert len(tokens_of(rows[1])) < 8
-    for request, steps in zip(requests(Sampler(False))[:2], (rows[0], rows[2]), strict=True):
+    for request, steps in zip(requests(Sampler(False))[:2], rows[::2], strict=True):
         assert tokens_of(steps) == tokens_of(run(built(SD(4)), [request])[0])
-
-
-def verdict(accepted: int, drafted: int) -> Verdict:
-    return Verdict(list(range(accepted + 1)), 0, min(accepted + 1, drafted), accepted < drafted)
-
-
-def judged(policy: LengthPolicy, seqs: abc.Sequence[Sequence], *rows: tuple[int, int]) -> None:
-    """Verdicts (accepted, drafted) of each sequence."""
-    drafts = [Draft.chain(0, [0] * drafted) for _, drafted in rows]
-    policy.observe(seqs, drafts, [verdict(*row) for row in rows])
 
 
 CERTAIN = {"sd": SD(4), "heuristic": Heuristic(3)}
@@ -330,10 +281,10 @@ def test_greedy_rows_are_hasty_again_when_sampled_ones_have_stopped() -> None:
 
 
 def test_what_is_certain_is_that_of_the_shortest_that_still_drafts() -> None:
-    policy, seqs = HeuristicSchedule(2), sequences(2)
+    policy, seqs = HeuristicSchedule(2), [Sequence(Request(PROMPTS[id], 30), id) for id in range(2)]
     for seq in seqs:
         policy.admit(seq)
-    judged(policy, [seqs[0]], (2, 2))
+    policy.observe([seqs[0]], [Draft.chain(0, [0, 0])], [Verdict([0, 1, 2], 0, 2, False)])
     assert [policy.begin(seqs, 2).min_more(depth) for depth in range(4)] == [2, 1, 2, 1]
 
 
@@ -358,12 +309,9 @@ def test_oracles_accept_all_that_any_length_could(name: str, eos: frozenset[int]
         assert summarise([step for steps in rows for step in steps], 1.0).utilisation == 1.0 and waste(rows) == {0}
     else:
         assert waste(rows) == {0, 1}
-
-
-def test_an_oracle_runs_no_draft_where_nothing_will_be_accepted() -> None:
-    drafter = Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET)))
-    rows = decode(TableLM(TARGET), drafter, requests(Sampler()))
-    assert {(step.drafted, step.draft_forwards) for steps in rows for step in steps} == {(0, 0)}
+    # No draft runs where nothing will be accepted.
+    never = decode(TableLM(TARGET), Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET))), requests(Sampler()))
+    assert {(step.drafted, step.draft_forwards) for steps in never for step in steps} == {(0, 0)}
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -403,6 +351,7 @@ def test_the_truth_is_what_the_processors_make_of_it(name: str) -> None:
     truth = known()
     run(built(ALL[name], truth), requests(Sampler()))
     before = dict(truth.outputs)
+    assert list(before.values()) == plain(requests(Sampler()))
     penalised = Sampler(True, LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(2.5)]))
     expected = plain(requests(penalised))
     assert expected != list(before.values())
@@ -410,13 +359,9 @@ def test_the_truth_is_what_the_processors_make_of_it(name: str) -> None:
     assert [tokens_of(steps) for steps in rows] == expected and truth.outputs == before
     assert max(waste(rows)) == (0 if name == "oracle" else 1)
     assert summarise([step for steps in rows for step in steps], 1.0).tau > 1.2
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_a_wrong_truth_costs_time_and_changes_nothing(name: str) -> None:
+    # A wrong truth costs time and changes nothing.
     truth = known({tuple(prompt): [0, 1] * 20 for prompt in PROMPTS})
-    rows = run(built(ALL[name], truth), requests(Sampler()))
-    assert [tokens_of(steps) for steps in rows] == plain(requests(Sampler()))
+    assert [tokens_of(steps) for steps in run(built(ALL[name], truth), requests(Sampler()))] == list(before.values())
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -441,12 +386,7 @@ def test_a_benchmark_tells_oracles_the_truth_before_it_measures(monkeypatch: pyt
     monkeypatch.setattr("forerun.bench.measure.measure", lambda *given: asked.append("measure") or [])
     monkeypatch.setattr("forerun.bench.measure.results", lambda *given: {})
     prompts = [Prompt(str(i), None, [7 + i, 8, 9]) for i in range(3)]
-    plan = Plan(
-        parse_methods([BASELINES.get(name, name) for name in ALL], [], None, {}),
-        ("own.jsonl",),
-        draft="embedded",
-        max_new_tokens=12,
-        batch=2,
-    )
+    methods = parse_methods([BASELINES.get(name, name) for name in ALL], [], None, {})
+    plan = Plan(methods, ("own.jsonl",), draft="embedded", max_new_tokens=12, batch=2)
     bench(plan, {"own.jsonl": prompts})
     assert asked == [*["plain"] * 6, "measure"]  # three prompts, once for each oracle

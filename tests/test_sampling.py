@@ -163,12 +163,7 @@ MUTATIONS = {
     "one number for all nodes": ("_accept_sampled", "u[child] *", "u[0] *", "sampled chain"),
     "p of the wrong node": ("_read", "max(parent, 0)", "(parent + 1)", "sampled chain"),
     "correction from p": ("_accept_sampled", "_residual(draft, p[node], rejected), ", "p[node], ", "sampled chain"),
-    "no residual of siblings": (
-        "_accept_sampled",
-        "_residual(draft, p[node], rejected)[",
-        "p[node][",
-        "sampled tree",
-    ),
+    "no residual of siblings": ("_accept_sampled", "_residual(draft, p[node], rejected)[", "p[node][", "sampled tree"),
     "residual of the last sibling only": ("_residual", "in rejected:", "in rejected[-1:]:", "sampled tree"),
     "negative residual": ("_residual", ".clamp_(min=0.0)", ".abs_()", "sampled tree"),
     "points never leave": ("_residual", "rest[draft.tokens[child]] = 0.0", "pass", "point tree"),
