@@ -95,6 +95,8 @@ def test_panels_hold_the_files_values_and_take_at_most_a_twentieth_more(name, in
     rows = random_rows(name, 11, inputs, inputs)
     expected, matrix = dequantize(rows, kind(name)).view(np.uint32), packed(name, rows)
     assert (matrix.floats().numpy().view(np.uint32) == expected).all()
+    for some in (matrix.floats([10, 3]), Rows(rows, kind(name)).chosen([10, 3]).floats()):
+        assert (some.numpy().view(np.uint32) == expected[[10, 3]]).all()
     values = np.zeros(inputs, dtype=np.float32)
     for row, wanted in zip(rows, expected, strict=True):
         assert not library().fr_values(FORMATS.index(name), row.ctypes.data, row.nbytes, inputs, values.ctypes.data)

@@ -18,7 +18,7 @@ from forerun import load
 from forerun.api.loading import load_model
 from forerun.backends import prepare, warn_without_kernels
 from forerun.backends.facts import facts_of
-from forerun.backends.panels import Dense, Panels, Rows, quantise
+from forerun.backends.panels import Dense, Rows, quantise
 from forerun.backends.quantised import QuantisedForward, lay_out
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear, is_stored, store
 from forerun.csrc.library import library
@@ -46,16 +46,6 @@ def test_quantising_loses_half_a_step_at_most(kind: str, steps: int) -> None:
     apart = (quantise(weight, FORMATS[kind]).floats() - weight).abs().unflatten(1, (-1, 32))
     assert (apart <= size[..., None] / steps * 0.51 + 1e-3 * blocks.abs()).all()
     assert torch.equal(quantise(torch.zeros(3, 32), FORMATS[kind]).floats(), torch.zeros(3, 32))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packing_changes_no_weight(kind: str) -> None:
-    torch.manual_seed(0)
-    rows = Rows.quantised(torch.randn(70, 96) * torch.logspace(-3, 1, 70)[:, None], FORMATS[kind])
-    packed = Panels(rows)
-    assert torch.equal(packed.floats(), rows.floats())
-    assert torch.equal(packed.floats([69, 3]), rows.floats([69, 3]))
-    assert torch.equal(packed.floats([69, 3]), rows.chosen([69, 3]).floats())
 
 
 @pytest.mark.parametrize("kind", KINDS)
