@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
@@ -82,8 +82,6 @@ def test_bad_fields_are_named(server: Live, path: str, param: str, values: list[
     for value in values:
         field, _, inner = param.partition(".")
         assert refusal(sent(server, path, base | {field: {inner: value} if inner else value}))["param"] == param
-    if param == "n":
-        assert refusal(post(server, path, {"prompt": ["a", "b", "c"], "n": 128}))["param"] == "n"
 
 
 def sent(server: Live, path: str, body: Any) -> httpx.Response:
@@ -105,6 +103,7 @@ def test_bodies_that_are_no_requests(server: Live, body: bytes) -> None:
 
 def test_other_refusals(server: Live) -> None:
     assert refusal(post(server, PLAIN, {"prompt": "a", "model": "gpt"}), 404)["param"] == "model"
+    assert refusal(post(server, PLAIN, {"prompt": ["a", "b", "c"], "n": 128}))["param"] == "n"
     assert refusal(post(server, PLAIN, {"prompt": "a" * 2**21}), 413)
     assert refusal(post(server, "/v1/nothing", {}), 404)
     assert refusal(get(server, PLAIN), 405)
@@ -133,26 +132,16 @@ def test_a_full_queue_answers_at_once() -> None:
                 assert [line for line in each.iter_lines() if line][-1] == "data: [DONE]"
 
 
-def test_a_form_for_the_answer(server: Live) -> None:
+def test_a_form_for_the_answer(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "mat"]}}}
     body = {"messages": HELLO, "response_format": form, "max_tokens": 40, "seed": 1}
     (choice,) = post(server, CHAT, body).json()["choices"]
     assert json.loads(choice["message"]["content"]) in ("cat", "mat") and choice["finish_reason"] == "stop"
-    form = {"type": "regex", "regex": "(a"}
-    assert refusal(post(server, CHAT, {"messages": HELLO, "response_format": form}))["param"] == "response_format"
-
-
-def test_a_form_that_cannot_be_kept_up(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows only when there are tokens, and is the request's fault."""
-    pytest.importorskip("llguidance")
-
-    def complete(self: Grammar, ids: Any) -> bool:
-        raise FormError("the response_format cannot be kept")
-
-    monkeypatch.setattr(Grammar, "complete", complete)
-    body = {"messages": HELLO, "response_format": {"type": "json_object"}}
-    assert refusal(post(server, CHAT, body))["param"] == "response_format"
+    # One that cannot be kept may show only after some tokens, and is the request's fault too.
+    monkeypatch.setattr(Grammar, "complete", Mock(side_effect=FormError("the response_format cannot be kept")))
+    for form in ({"type": "regex", "regex": "(a"}, {"type": "json_object"}):
+        assert refusal(post(server, CHAT, {"messages": HELLO, "response_format": form}))["param"] == "response_format"
 
 
 def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
@@ -178,24 +167,17 @@ class Panic(BaseException):
     """As a library's in Rust: no handler of exceptions catches it."""
 
 
-def together(server: Live, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-    """Ask for many answers at once; the engine's first step has all of them queued."""
-    with held(server.worker.engine) as go, ThreadPoolExecutor(len(bodies)) as pool:
-        found = [pool.submit(post, server, PLAIN, body) for body in bodies]
-        until(lambda: len(server.worker.engine.waiting) == len(bodies))
-        go.set()
-        return [each.result() for each in found]
-
-
 MARK = 299  # a token that only the culprit's prompt has
 
 
-ALONE = [(place, how) for place in ("forward", "prefill", "observe") for how in ("whole", "streamed")]
-ONCE = [(place, "once") for place in ("forward", "commit", "prefill", "join")]
-
-
 @pytest.mark.parametrize("error", [RuntimeError("broken"), Panic("broken")], ids=["exception", "panic"])
-@pytest.mark.parametrize(("place", "how"), [*ALONE, *ONCE])
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        *((place, how) for place in ("forward", "prefill", "observe") for how in ("whole", "streamed")),
+        *((place, "once") for place in ("forward", "commit", "prefill", "join")),
+    ],
+)
 def test_a_failing_step_costs_nobody_but_its_culprit(
     monkeypatch: pytest.MonkeyPatch, place: str, how: str, error: BaseException
 ) -> None:
@@ -225,7 +207,11 @@ def test_a_failing_step_costs_nobody_but_its_culprit(
             return real(given, *args, **kwargs)
 
         monkeypatch.setattr(owner, place, fails)
-        found = together(server, bodies)
+        with held(engine) as go, ThreadPoolExecutor(len(bodies)) as pool:  # the first step has all of them queued
+            asked = [pool.submit(post, server, PLAIN, body) for body in bodies]
+            until(lambda: len(engine.waiting) == len(bodies))
+            go.set()
+            found = [each.result() for each in asked]
         if how != "once":
             bad = found.pop(7)
             del wanted[7]
@@ -235,13 +221,9 @@ def test_a_failing_step_costs_nobody_but_its_culprit(
         assert post(server, PLAIN, more | {"prompt": "a"}).status_code == 200 and not server.rows
 
 
-def test_a_panic_while_a_body_is_read_ends_that_request_alone(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def panics(*args: Any) -> Any:
-        raise Panic
-
-    monkeypatch.setattr("forerun.server.requests.encode_prompts", panics)
-    assert refusal(post(server, PLAIN, {"prompt": "a"}), 500)
-    monkeypatch.undo()
+def test_a_panic_while_a_body_is_read_ends_that_request_alone(server: Live) -> None:
+    with patch("forerun.server.requests.encode_prompts", side_effect=Panic):
+        assert refusal(post(server, PLAIN, {"prompt": "a"}), 500)
     assert post(server, PLAIN, {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
@@ -277,15 +259,15 @@ def test_a_body_that_never_ends(limit: int, seconds: float, status: int) -> None
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_goes_ends_its_request(server: Live, stream: bool) -> None:
-    def tokens() -> float:
-        return figures(server)["forerun:generation_tokens_total"]
-
-    body = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "stream": stream}
-    before = tokens()
+    body, name = (
+        {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "stream": stream},
+        "forerun:generation_tokens_total",
+    )
+    before = figures(server)[name]
     with held(server.worker.engine), pytest.raises(httpx.ReadTimeout):
         try:
             httpx.post(server.url + PLAIN, json=body, timeout=2, trust_env=False)
         finally:
             until(lambda: not server.service.open)  # the abort is with the engine before its next step
     until(lambda: not server.rows)
-    assert tokens() - before < 40
+    assert figures(server)[name] - before < 40

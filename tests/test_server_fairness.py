@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -40,44 +41,31 @@ def server() -> Iterator[Live]:
         yield found
 
 
-class Reading:
-    """Holds up the reading of heavy prompts until it is let go; notes what is read."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.go, self.read = threading.Event(), list[Any]()
-        self._ask = requests.prepare_completion
-        patch.setattr(requests, "prepare_completion", self)
-
-    def __call__(self, body: Any, decoder: Any) -> Any:
-        self.read.append(body.prompt)
-        if body.prompt == "heavy":
-            assert self.go.wait(120)
-        return self._ask(body, decoder)
-
-
 @pytest.fixture
-def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
-    found = Reading(monkeypatch)
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Holds up the reading of heavy prompts until it is let go; notes what is read."""
+    found, prepare = SimpleNamespace(go=threading.Event(), read=[]), requests.prepare_completion
+
+    def hold(body: Any, decoder: Any) -> Any:
+        found.read.append(body.prompt)
+        assert body.prompt != "heavy" or found.go.wait(120)
+        return prepare(body, decoder)
+
+    monkeypatch.setattr(requests, "prepare_completion", hold)
     yield found
     found.go.set()
 
 
-def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading: Reading) -> None:
+def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading: Any) -> None:
+    readers = server.service.readers
     with ThreadPoolExecutor(READERS) as pool:
         heavy = [pool.submit(post, server, PLAIN, HEAVY) for _ in range(READERS - 1)]
         until(lambda: reading.read.count("heavy") == READERS - 1)
         found = httpx.post(server.url + PLAIN, json={"prompt": "light", "max_tokens": 2}, timeout=60, trust_env=False)
         assert found.status_code == 200 and not any(each.done() for each in heavy)
-        reading.go.set()
-        assert all(each.result().status_code == 200 for each in heavy)
-
-
-def test_what_nobody_waits_for_any_more_is_not_read(server: Live, reading: Reading) -> None:
-    readers = server.service.readers
-    with ThreadPoolExecutor(READERS) as pool:
-        heavy = [pool.submit(post, server, PLAIN, HEAVY) for _ in range(READERS)]
+        heavy.append(pool.submit(post, server, PLAIN, HEAVY))
         until(lambda: reading.read.count("heavy") == READERS)
-        for path in (PLAIN, "/tokenize"):
+        for path in (PLAIN, "/tokenize"):  # what nobody waits for any more is not read
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(server.url + path, json={"prompt": "gone"}, timeout=0.5, trust_env=False)
             until(lambda: readers.calls == READERS)
@@ -87,7 +75,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(server: Live, reading: Readi
     assert "gone" not in reading.read and not server.service.open
 
 
-def test_times_and_their_limit_count_from_when_a_request_came(server: Live, reading: Reading) -> None:
+def test_times_and_their_limit_count_from_when_a_request_came(server: Live, reading: Any) -> None:
     with live(max_seconds=0.3) as hasty:
         for stream in (False, True):
             found = post(hasty, PLAIN, HEAVY | {"stream": stream})
@@ -214,7 +202,8 @@ def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_job_loses_nothing() -> None:
     """Its steps come in order, its error after them, and a caller that stops waiting takes none along."""
-    first, second = ((index, Step(id=0, number=0, rows=1), 0.0) for index in (0, 1))
+    step = Step(id=0, number=0, rows=1)
+    first, second = ((index, step, 0.0) for index in (0, 1))
 
     async def run() -> None:
         job = Job(0.0)
@@ -238,21 +227,13 @@ def test_a_job_loses_nothing() -> None:
         with pytest.raises(ApiError, match="an end"):
             await job.wait(60)
 
-    asyncio.run(run())
-
-
-def test_what_came_in_time_is_given_out_late() -> None:
-    step = Step(id=0, number=0, rows=1)
-    last = replace(step, finish_reason="stop")
-
-    async def run() -> None:
-        job = Job(0.0)
-        job.put(0, last, 0.0)
-        assert [found async for found in answers._steps(job, 0.0)] == [[(0, last, 0.0)]]
+        job = Job(0.0)  # what came in time is given out late
+        job.put(0, replace(step, finish_reason="stop"), 0.0)
+        assert [len(found) async for found in answers._steps(job, 0.0)] == [1]
         job.open = {7: 0}
-        job.put(0, step, 0.0)
+        job.put(*first)
         given = answers._steps(job, 0.0)  # the rest has not come in time
-        assert await anext(given) == [(0, step, 0.0)]
+        assert await anext(given) == [first]
         with pytest.raises(ApiError, match="took too long"):
             await anext(given)
 

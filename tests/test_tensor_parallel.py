@@ -34,7 +34,6 @@ METHODS: dict[str, dict[str, Any]] = {
 TOKENS = 24
 COMMAND = ["def add(a, b):", "--method", "sd", "--gamma", "3", "--max-new-tokens", "100", "--temperature", "1"]
 COMMAND += ["--draft-weights", "float32", "--no-guard"]
-KILLED = "forerun: tensor parallel rank 0 of 2 stops: "
 
 pytestmark = pytest.mark.timeout(900)  # the job starts three processes that import torch
 
@@ -88,15 +87,19 @@ def rank(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from toys import noisy_copy, random_head, random_layer, tiny, tiny_tokenizer  # the ranks are quicker without
+    from toys import (  # the ranks are quicker without
+        noisy_copy,
+        random_head,
+        random_layer,
+        save_models,
+        tiny,
+        tiny_tokenizer,
+    )
 
     path = tmp_path_factory.mktemp("split")
-    vocabulary = len(tiny_tokenizer())
-    target = tiny("llama", 3, vocab=vocabulary)
+    target = tiny("llama", 3, vocab=len(tiny_tokenizer()))
     draft = noisy_copy(target, 0.02)
-    for name, model in (("target", target), ("draft", draft), ("odd", target)):
-        model.save_pretrained(path / name)
-        tiny_tokenizer().save_pretrained(path / name)
+    save_models(path, target=target, draft=draft, odd=target)
     config = path / "odd" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 1}))
     random_layer(target, draft).save_pretrained(path / "layer")
@@ -104,23 +107,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def job(folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.mark.slow
+def test_two_ranks_say_what_one_process_says(folder: Path) -> None:
+    """A command prints its answer once, and a killed rank ends the job with one line."""
     pytest.importorskip("accelerate", reason="accelerate, by which transformers splits weights, is not installed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.test_tensor_parallel", str(folder)]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]])}
-    return subprocess.run(
-        [*command, "-m", "tests.test_tensor_parallel", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        env=variables,
-        cwd=Path(__file__).parent.parent,
-    )
-
-
-@pytest.mark.slow
-def test_two_ranks_say_what_one_process_says(folder: Path, job: subprocess.CompletedProcess[str]) -> None:
+    root = Path(__file__).parent.parent
+    job = subprocess.run(command, capture_output=True, text=True, timeout=800, env=variables, cwd=root)
     found = [folder / f"rank{number}.json" for number in (0, 1)]
     assert all(path.exists() for path in found), job.stderr
     first, second = (json.loads(path.read_text()) for path in found)
@@ -134,21 +129,12 @@ def test_two_ranks_say_what_one_process_says(folder: Path, job: subprocess.Compl
             assert not fixed or first[key] == alone[key] == first[f"ar {way}"], key
             assert all(len(tokens) == TOKENS for tokens in first[key])
     assert all(first[f"{name} drafted"] > 0 for name in ("pacer", "lyanna"))
-
-
-@pytest.mark.slow
-def test_a_command_prints_once(folder: Path, job: subprocess.CompletedProcess[str]) -> None:
     (line,) = job.stdout.splitlines()
-    decoder = forerun.load(folder / "target", method="ar", fast=False)
-    alone = decoder.generate(COMMAND[0], max_new_tokens=100, temperature=1.0, seed=3)
-    assert json.loads(line)["tokens"] == alone.tokens
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_job_with_one_line(job: subprocess.CompletedProcess[str]) -> None:
+    plain = forerun.load(folder / "target", method="ar", fast=False)
+    assert json.loads(line)["tokens"] == plain.generate(COMMAND[0], max_new_tokens=100, temperature=1.0, seed=3).tokens
     assert job.returncode != 0
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("forerun:")]
-    assert line.startswith(KILLED), line
+    assert line.startswith("forerun: tensor parallel rank 0 of 2 stops: "), line
 
 
 def test_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,20 +174,12 @@ def test_errors_of_the_network_are_told_apart(error: Exception, is_lost: bool) -
     assert not is_lost or str(caught.value).endswith(str(error).split("] ", 1)[-1])
 
 
-@pytest.mark.parametrize(
-    ("accelerate", "gpus", "message"),
-    [
-        (False, 0, "needs the package accelerate"),
-        (True, 1, "2 ranks on this machine need a GPU each; there are 1"),
-    ],
-)
-def test_what_a_machine_lacks_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, accelerate: bool, gpus: int, message: str
-) -> None:
+@pytest.mark.parametrize(("gpus", "message"), [(0, "needs the package accelerate"), (1, "a GPU each; there are 1")])
+def test_what_a_machine_lacks_is_reported_once(monkeypatch: pytest.MonkeyPatch, gpus: int, message: str) -> None:
     store, before = torch.distributed.HashStore(), signal.getsignal(signal.SIGTERM)
     names = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "") | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     monkeypatch.setattr(tensor_parallel, "_store", None)
-    monkeypatch.setattr(tensor_parallel, "is_accelerate_available", lambda: accelerate)
+    monkeypatch.setattr(tensor_parallel, "is_accelerate_available", lambda: gpus > 0)
     monkeypatch.setattr(tensor_parallel.distributed, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
