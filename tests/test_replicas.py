@@ -4,7 +4,6 @@ in this process, which are lost on purpose; the last ones on Ray."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import NAME, make_decoder
+from serving import NAME, events, make_decoder
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
@@ -102,20 +101,6 @@ def answers(worker: Backend, bodies: list[tuple[str, dict[str, Any]]]) -> list[A
     return ask(worker, act)
 
 
-def chunks(text: str) -> list[Any]:
-    """The events of a stream; the last one is [DONE]."""
-    found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    assert found[-1] == "[DONE]"
-    return [json.loads(each) for each in found[:-1]]
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses come thick and fast."""
-    for name, value in (("LOSSES", 1000), ("AWAY", 0.02), ("LOOK", 0.01)):
-        monkeypatch.setattr(fleets, name, value)
-
-
 def same(one: Any, other: Any) -> None:
     """Log probabilities are computed in other shapes when a text goes on elsewhere."""
     if isinstance(one, dict | list):
@@ -126,8 +111,7 @@ def same(one: Any, other: Any) -> None:
         assert one == (pytest.approx(other, abs=1e-3) if isinstance(one, float) else other)
 
 
-SAMPLED = LONG | {"temperature": 1.0, "seed": 7}
-PARAMETERS = {
+PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 7, "top_p": 0.9},
     "penalties": {"temperature": 1.0, "seed": 8, "presence_penalty": 1.5, "frequency_penalty": 1.0},
@@ -139,9 +123,17 @@ PARAMETERS = {
 }
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses come thick and fast."""
+    for name, value in (("LOSSES", 1000), ("AWAY", 0.02), ("LOOK", 0.01)):
+        monkeypatch.setattr(fleets, name, value)
+
+
 def test_answers_that_lose_their_replicas_are_those_of_one_engine(quick: None) -> None:
     bodies = [(PLAIN, LONG | {"prompt": "the cat sat on"} | each) for each in PARAMETERS.values()]
-    bodies.append((CHAT, SAMPLED | {"messages": [{"role": "user", "content": "mat"}], "logprobs": True}))
+    chat = {"messages": [{"role": "user", "content": "mat"}], "logprobs": True}
+    bodies.append((CHAT, LONG | PARAMETERS["seeded"] | chat))
     if find_spec("llguidance"):
         form = {"type": "regex", "regex": "(cat|mat|sat){9}"}
         bodies.append((PLAIN, LONG | {"prompt": "the", "ignore_eos": False, "response_format": form}))
@@ -169,17 +161,13 @@ def test_answers_that_lose_their_replicas_are_those_of_one_engine(quick: None) -
     assert all(each.own["seed"] is not None for _, parts in engines.asked for each in parts if each.params.temperature)
 
 
-async def streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
-    return chunks((await http.post(PLAIN, json=body | {"stream": True})).text)
-
-
 def test_without_a_seed_it_goes_on_as_well_with_one_that_was_drawn(quick: None) -> None:
     engines = Engines(lists=2)
     fleet, usage = Fleet(engines), {"stream_options": {"include_usage": True}}
     body = LONG | usage | {"prompt": "the cat", "temperature": 1.0, "n": 2}
-    *events, last = ask(fleet, lambda http: streamed(http, body))
+    *chunks, last = events(ask(fleet, lambda http: http.post(PLAIN, json=body | {"stream": True})))
     assert last["usage"]["completion_tokens"] == 2 * body["max_tokens"]
-    assert [each["choices"][0]["finish_reason"] for each in events].count("length") == 2
+    assert [each["choices"][0]["finish_reason"] for each in chunks].count("length") == 2
     seeds = {(each.own["seed"], each.own["stream"]) for _, sent in engines.asked for each in sent}
     assert len(seeds) == 2 and None not in {seed for seed, _ in seeds}
     assert len(fleet.recovered) == fleet.resumed > 0
@@ -190,10 +178,13 @@ def test_an_answer_that_loses_every_replica_ends_with_an_error(monkeypatch: pyte
     engines, body = Engines(lists=0), LONG | {"prompt": "the cat"}
 
     async def act(http: httpx.AsyncClient) -> Any:
-        return await streamed(http, body), await http.post(PLAIN, json=body)
+        return [await http.post(PLAIN, json=body | {"stream": stream}) for stream in (True, False)]
 
-    (*_, last), whole = ask(Fleet(engines), act)
-    assert last["error"]["code"] == whole.json()["error"]["code"] == "replica_lost" and whole.status_code == 500
+    streamed, whole = ask(Fleet(engines), act)
+    assert (
+        events(streamed)[-1]["error"]["code"] == whole.json()["error"]["code"] == "replica_lost"
+        and whole.status_code == 500
+    )
     assert len(engines.asked) == 2 * (fleets.LOSSES + 1)
 
 
@@ -308,14 +299,6 @@ def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.
     asyncio.run(main())
 
 
-def application(status: str, message: str = "", running: int = 0) -> Any:
-    """What Serve answers about the application "one"."""
-    states = {"RUNNING": running}
-    engine = SimpleNamespace(message=message, replica_states=states)
-    found = SimpleNamespace(status=status, message="", deployments={"Engine": engine})
-    return SimpleNamespace(applications={"one": found})
-
-
 def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a replica is tried again, and nothing else."""
     pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
@@ -335,6 +318,12 @@ def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPat
         return answer()
 
     handle = SimpleNamespace(model=SimpleNamespace(remote=remote))
+
+    def application(status: str, message: str = "", running: int = 0) -> Any:
+        engine = SimpleNamespace(message=message, replica_states={"RUNNING": running})
+        found = SimpleNamespace(status=status, message="", deployments={"Engine": engine})
+        return SimpleNamespace(applications={"one": found})
+
     monkeypatch.setattr(replicas, "LOOK", 0.0)
     monkeypatch.setattr(replicas.serve, "start", lambda **options: None)
     monkeypatch.setattr(replicas.serve, "run_many", lambda *targets, **options: [handle])
@@ -398,13 +387,8 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_decoder() -> Any:
     """One whose answers take seconds, so that there is a middle to be killed in."""
     decoder = make_decoder(kv_memory=2**28)  # else a worker would replace it
-    engine, advance = decoder.engine, decoder.engine.advance
-
-    def slowly() -> Any:
-        time.sleep(0.03)
-        return advance()
-
-    engine.advance = slowly
+    advance = decoder.engine.advance
+    decoder.engine.advance = lambda: time.sleep(0.03) or advance()
     return decoder
 
 
@@ -493,13 +477,13 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
         for each in ray_cluster.util.list_named_actors(all_namespaces=True):
             if victim in each["name"]:
                 ray_cluster.kill(ray_cluster.get_actor(each["name"], namespace=each["namespace"]))
-        found = [chunks(each.text) for each in await asyncio.gather(*streams)]
+        found = [events(each) for each in await asyncio.gather(*streams)]
         assert victim not in worker.available()
         return found
 
     found = ask(worker, act)
     assert worker.resumed >= 3 and len(worker.recovered) == worker.resumed
-    for events, other in zip(found, wanted, strict=True):
-        assert "error" not in events[-1]
-        assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert "".join(each["choices"][0]["text"] for each in events) == other["choices"][0]["text"]
+    for chunks, other in zip(found, wanted, strict=True):
+        assert "error" not in chunks[-1]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert "".join(each["choices"][0]["text"] for each in chunks) == other["choices"][0]["text"]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import NAME, TEMPLATE, models, tiny_tokenizer, until
+from serving import NAME, make_decoder, models, until
 from test_server_process import health, started
 
 CLIENTS = Path(sys.prefix) / "clients"
@@ -32,10 +32,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server's, with the path that clients are given."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    folder = tmp_path_factory.mktemp("model")
     models()[0].save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    make_decoder().tokenizer.save_pretrained(folder)
     options = ("--target", str(folder), "--method", "suffix", "--model-name", NAME, "--threads", "1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
@@ -64,17 +63,12 @@ class Animal(BaseModel):
 
 def test_openai_gets_what_its_schema_says(client: openai.OpenAI) -> None:
     pytest.importorskip("llguidance")
-    found = client.chat.completions.parse(
-        model=NAME,
-        messages=HELLO,
-        response_format=Animal,
-        max_tokens=400,
-        seed=1,  # type: ignore[arg-type]
-    )
+    asked: dict[str, Any] = {"model": NAME, "messages": HELLO}
+    found = client.chat.completions.parse(**asked, response_format=Animal, max_tokens=400, seed=1)
     assert isinstance(found.choices[0].message.parsed, Animal) and found.choices[0].finish_reason == "stop"
     form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=NAME, messages=HELLO, response_format=form)  # type: ignore[call-overload]
+        client.chat.completions.create(**asked, response_format=form)
     assert caught.value.param == "response_format"
 
 
@@ -82,18 +76,14 @@ def test_openai_gets_what_its_schema_says(client: openai.OpenAI) -> None:
 def test_langchain(url: str, expected: str) -> None:
     from langchain_openai import ChatOpenAI
 
-    def chat(tokens: int) -> Any:
-        return ChatOpenAI(
-            base_url=url, api_key="none", model=NAME, max_completion_tokens=tokens, temperature=0, max_retries=0
-        )
-
-    answer = chat(TOKENS).invoke("hello")
+    asked: dict[str, Any] = {"base_url": url, "api_key": "none", "model": NAME, "temperature": 0, "max_retries": 0}
+    chat = ChatOpenAI(**asked, max_completion_tokens=TOKENS)
+    answer = chat.invoke("hello")
     assert answer.content == expected and answer.usage_metadata["output_tokens"] == TOKENS
     assert answer.response_metadata["finish_reason"] == "length"
-    chunks = list(chat(TOKENS).stream("hello"))
-    assert "".join(chunk.content for chunk in chunks) == expected
+    assert "".join(chunk.content for chunk in chat.stream("hello")) == expected
     with pytest.raises(openai.BadRequestError) as caught:  # it raises those of OpenAI's client
-        chat(0).invoke("hello")
+        ChatOpenAI(**asked, max_completion_tokens=0).invoke("hello")
     assert caught.value.status_code == 400
 
 
@@ -143,9 +133,8 @@ def test_node(url: str, expected: str) -> None:
 def script(expected: str, program: str | None, path: Path, url: str, env: dict[str, str]) -> None:
     """Run a client, and check the answers that it prints."""
     assert program is not None
-    done = subprocess.run(
-        [program, str(path), url, NAME], capture_output=True, text=True, env=os.environ | env, timeout=250
-    )
+    command = [program, str(path), url, NAME]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=250)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["answer"] == found["streamed"] == expected and found["reason"] == "length"

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from toys import noisy_copy, p_value, random_head, tiny
+from toys import noisy_copy, p_value, random_head, tiny, tokens_of
 
 from forerun import Decoder
-from forerun.engine.engine import Step
-from forerun.engine.sequence import Request
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
@@ -28,10 +26,6 @@ def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
     return Decoder(model, None, draft, method(name), False, head=head, **options)
 
 
-def run(decoder: Decoder, requests: list[Request]) -> list[list[Step]]:
-    return decoder.session.add(requests).collect()
-
-
 def test_openais_penalties() -> None:
     ids, scores = torch.tensor([[3, 3, 1, 1, 2], [3, 3, 2, 2, 2]]), torch.zeros(2, 4)
     assert Penalties(0.5, 0.25, 2)(ids, scores).tolist() == [[0, -1.0, -0.75, 0], [0, 0, -1.25, 0]]
@@ -39,16 +33,6 @@ def test_openais_penalties() -> None:
     assert beyond.tolist() == [[0] * 4]
     assert Penalties(0.5, 0.25, 2)(ids[:, :2], scores) is scores
     assert LogitBias({1: 2.0, 9: 5.0})(ids, scores).tolist() == [[0, 2, 0, 0]] * 2 and not scores.any()
-
-
-def test_bad_penalties_are_refused() -> None:
-    biases: list[Any] = [{5: 101}, {"5": 1}, {-1: 1}, [1]]
-    bad = [("presence_penalty", 2.5), ("frequency_penalty", "1"), *(("logit_bias", each) for each in biases)]
-    for name, value in bad:
-        with pytest.raises(ValueError, match=name):
-            SamplingParams(**{name: value})
-    with pytest.raises(ValueError, match=r"logit_bias has token ids outside 0..63"):
-        made().request(PROMPT, logit_bias={64: 1})
 
 
 @pytest.mark.parametrize("name", ["sd", "suffix", "lyanna"])
@@ -84,9 +68,9 @@ def test_sampling_with_penalties_follows_their_law() -> None:
 def test_plain_rows_among_drafted_ones(name: str) -> None:
     decoder = made(name)
     asked = [decoder.request(PROMPT[:size], max_new_tokens=30) for size in (3, 4, 5, 6)]
-    alone = [[token for step in steps for token in step.tokens] for steps in run(made("ar"), asked)]
-    steps = run(decoder, [replace(each, plain=bool(at % 2)) for at, each in enumerate(asked)])
-    assert [[token for step in each for token in step.tokens] for each in steps] == alone
+    alone = [tokens_of(steps) for steps in made("ar").session.add(asked).collect()]
+    steps = decoder.session.add([replace(each, plain=bool(at % 2)) for at, each in enumerate(asked)]).collect()
+    assert [tokens_of(each) for each in steps] == alone
     assert [len(each) == 30 for each in steps][1::2] == [True, True]
     assert not any(step.drafted for each in steps[1::2] for step in each)
     assert any(step.drafted for each in steps[::2] for step in each)
@@ -95,18 +79,15 @@ def test_plain_rows_among_drafted_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ["ar", "sd", "hybrid"])
 def test_log_probabilities_are_the_models_own(name: str) -> None:
     decoder = made(name)
-    (plain,) = run(decoder, [decoder.request(PROMPT, max_new_tokens=5)])  # which asks for none
+    (plain,) = decoder.session.add([decoder.request(PROMPT, max_new_tokens=5)]).collect()  # which asks for none
     assert all(step.logprobs == () and step.prompt_logprobs is None and step.waited >= 0 for step in plain)
+    how = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1} | PENALTIES
     asked = [
-        replace(
-            decoder.request(prompt, max_new_tokens=20, temperature=0.8, seed=1, **PENALTIES),
-            logprobs=top,
-            prompt_logprobs=bool(top),
-        )
+        replace(decoder.request(prompt, **how), logprobs=top, prompt_logprobs=bool(top))
         for prompt, top in ((PROMPT, 3), (PROMPT[:3] * 50, 2), (PROMPT, 0), (PROMPT[:1], 1))
     ]
-    for request, steps in zip(asked, run(decoder, asked), strict=True):
-        tokens = [*request.tokens, *(token for step in steps for token in step.tokens)]
+    for request, steps in zip(asked, decoder.session.add(asked).collect(), strict=True):
+        tokens = [*request.tokens, *tokens_of(steps)]
         with torch.inference_mode():
             law = decoder.target.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
         before = steps[0].prompt_logprobs
@@ -120,6 +101,16 @@ def test_log_probabilities_are_the_models_own(name: str) -> None:
             assert each.logprob == pytest.approx(float(law[at - 1, each.token]), abs=1e-4)
             best = law[at - 1].topk(request.logprobs).values.tolist() if request.logprobs else []
             assert [value for _, value in each.top] == pytest.approx(best, abs=1e-4)
+
+
+def test_bad_penalties_are_refused() -> None:
+    biases: list[Any] = [{5: 101}, {"5": 1}, {-1: 1}, [1]]
+    bad = [("presence_penalty", 2.5), ("frequency_penalty", "1"), *(("logit_bias", each) for each in biases)]
+    for name, value in bad:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+    with pytest.raises(ValueError, match=r"logit_bias has token ids outside 0..63"):
+        made().request(PROMPT, logit_bias={64: 1})
 
 
 def test_parameters_can_be_keys() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import TEMPLATE, live
-from toys import noisy_copy, tiny, tiny_tokenizer
+from serving import live, make_decoder
+from toys import noisy_copy, tiny
 
 from forerun.api.decoder import Decoder
 
@@ -28,9 +27,8 @@ COMMAND = [sys.executable, *OPTIONS.split()]
 
 def short() -> Any:
     """A model whose context is short, so that no answer takes long."""
-    target, tokenizer = tiny("llama", vocab=300, context=48), copy.deepcopy(tiny_tokenizer())
-    tokenizer.chat_template = TEMPLATE
-    return Decoder(target, tokenizer, noisy_copy(target, 0.02), guard=False)
+    target = tiny("llama", vocab=300, context=48)
+    return Decoder(target, make_decoder().tokenizer, noisy_copy(target, 0.02), guard=False)
 
 
 @pytest.mark.slow
@@ -40,13 +38,9 @@ def test_nothing_that_a_client_sends_breaks_it(tmp_path: Path) -> None:
     as token ids that there are not: that is no failure."""
     report = tmp_path / "report.json"
     with live(short) as server:
-        done = subprocess.run(
-            [*COMMAND, f"{server.url}/openapi.json", "--report-json-path", str(report)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | {"NO_PROXY": "127.0.0.1", "COLUMNS": "200"},
-        )
+        command = [*COMMAND, f"{server.url}/openapi.json", "--report-json-path", str(report)]
+        env = os.environ | {"NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
         assert not server.rows
     assert json.loads(report.read_text())["test_cases"]["generated"] >= CASES

@@ -16,7 +16,8 @@ from pathlib import Path
 import commands
 import httpx
 import pytest
-from serving import models, tiny_tokenizer, until
+from serving import models, until
+from toys import save_models
 
 from forerun import cli
 
@@ -25,15 +26,7 @@ COMMAND = [sys.executable, "-m", "forerun", "serve"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("model")
-    models()[0].save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
-    return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return save_models(tmp_path_factory.mktemp("models"), target=models()[0]) / "target"
 
 
 @contextmanager
@@ -41,7 +34,10 @@ def started(
     *options: str, port: int | None = None, folder: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server, and its address. `folder`: where it works and puts what is temporary."""
-    port, env = port or free_port(), os.environ | ({} if folder is None else {"TMPDIR": str(folder)})
+    env = os.environ | ({} if folder is None else {"TMPDIR": str(folder)})
+    if port is None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
     process = subprocess.Popen(
         [*COMMAND, "--port", str(port), *options], stderr=subprocess.PIPE, text=True, cwd=folder, env=env
     )
@@ -148,33 +144,24 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
             assert sorted(tmp_path.iterdir()) == there == []
 
 
-def run_here(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["forerun", "serve", "--target", "embedded", *options])
-    return cli._run()
-
-
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
+    ("options", "words"),
     [
-        ("--method", "nonsense", "nonsense"),
-        ("--log-level", "loud", "loud"),
-        ("--drain", "-1", "--drain"),
-        ("--max-seconds", "0", "--max-seconds"),
-        ("--api-key", "two words ", "--api-key"),
-        ("--host", "256.0.0.1", "cannot listen on 256.0.0.1"),
+        (["--method", "nonsense"], "nonsense"),
+        (["--log-level", "loud"], "loud"),
+        (["--drain", "-1"], "--drain"),
+        (["--max-seconds", "0"], "--max-seconds"),
+        (["--api-key", "two words "], "--api-key"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        ([], "pip install 'forerun[serve]'"),
     ],
 )
 def test_mistakes_are_one_line(
-    option: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(monkeypatch, option, value) == 2
+    if not options:
+        monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr(sys, "argv", ["forerun", "serve", "--target", "embedded", *options])
+    assert cli._run() == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
-
-
-def test_without_the_extra_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "uvicorn" else object())
-    assert run_here(monkeypatch) == 2
-    assert "pip install 'forerun[serve]'" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,6 @@ from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.scale.messages import SentRequest, rebuild
-from forerun.server.requests import prepare_completion
-from forerun.server.schemas import CompletionBody
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(5, 65))
@@ -44,9 +43,8 @@ def spent(server: Live, path: str, body: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("path", [PLAIN, CHAT])
 def test_requests_share_with_those_of_their_salt_only(server: Live, path: str) -> None:
-    body: dict[str, Any] = {"prompt": PROMPT}
-    if path == CHAT:
-        body = {"messages": [{"role": "user", "content": "the cat sat on the mat " * 5}]}
+    chat = [{"role": "user", "content": "the cat sat on the mat " * 5}]
+    body: dict[str, Any] = {"messages": chat} if path == CHAT else {"prompt": PROMPT}
     whole = spent(server, path, body)
     assert min(whole[0], whole[2]) > 30 and whole[1::2] == [0, 0]
     for salt in ("one", "other", "One"):
@@ -57,10 +55,8 @@ def test_requests_share_with_those_of_their_salt_only(server: Live, path: str) -
 
 def test_what_was_answered_is_shared_in_the_same_way(server: Live) -> None:
     prompt = [each + 100 for each in PROMPT]
-    body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "cache_salt": "one", "forerun": True}
-    decoder = make_decoder()
-    answer = decoder.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
-    assert post(server, PLAIN, body | {"prompt": prompt}).status_code == 200
+    answer = make_decoder().generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+    spent(server, PLAIN, {"prompt": prompt, "max_tokens": 20, "cache_salt": "one", "forerun": True})
     turn = {"prompt": [*prompt, *answer, 7, 8, 9]}
     assert spent(server, PLAIN, turn | {"cache_salt": "other"})[0] == len(turn["prompt"]) - 1
     assert spent(server, PLAIN, turn | {"cache_salt": "one"})[0] < 6
@@ -122,6 +118,6 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
 
 def test_a_salt_goes_along_to_replicas() -> None:
     decoder = make_decoder()
-    ((asked,), _) = prepare_completion(CompletionBody(prompt="the cat", cache_salt="one"), decoder)
+    asked = replace(decoder.request("the cat"), salt="one")
     (found,) = rebuild([SentRequest.of(asked, 1)], decoder)
     assert asked.salt == found.salt == "one"
