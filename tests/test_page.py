@@ -59,26 +59,6 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-class Stream(StreamingResponse):
-    """Notes that a client went away in mid-stream. The generator itself may rest at a `yield` then and not notice."""
-
-    def __init__(self, left: threading.Event, events: AsyncIterator[str]) -> None:
-        super().__init__(self.to_the_end(events), media_type="text/event-stream")
-        self.left, self.ended = left, False
-
-    async def to_the_end(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
-        async for event in events:
-            yield event
-        self.ended = True
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            if not self.ended:
-                self.left.set()
-
-
 def refused(status: int, message: str, retry: int = 0, **more: str) -> Response:
     return JSONResponse({"error": {"message": message, **more}}, status, {"Retry-After": str(retry)} if retry else None)
 
@@ -90,7 +70,7 @@ class Stub:
         self.bodies: list[dict[str, Any]] = []
         self.not_ready = 0  # times that /health is still 503
         self.key = ""
-        self.left = threading.Event()  # a client went away in mid-stream
+        self.left = threading.Event()  # a client went away in mid-stream, or that ended
         self.app = FastAPI()
         self.app.get("/health")(self.health)
         self.app.get("/v1/models")(self.models)
@@ -120,7 +100,8 @@ class Stub:
             return refused(400, "top_p is <b>bad</b>", param="top_p")
         if script == "full":
             return refused(503, "the queue is full", 7)
-        return Stream(self.left, self.stream(script, body.get("forerun_method") == "ar"))
+        stream = self.stream(script, body.get("forerun_method") == "ar")
+        return StreamingResponse(stream, media_type="text/event-stream")
 
     async def stream(self, script: str, plain: bool) -> AsyncIterator[str]:
         import anyio
@@ -133,9 +114,12 @@ class Stub:
 
         yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) + ": keep-alive\n\n"
         if script in ("slow", "broken", "cut"):
-            for number in range(10_000 if script == "slow" else 1):
-                yield chunk(f"{number} ", step([(f"{number} ", "bonus")], []))
-                await anyio.sleep(0.02)
+            try:
+                for number in range(10_000 if script == "slow" else 1):
+                    yield chunk(f"{number} ", step([(f"{number} ", "bonus")], []))
+                    await anyio.sleep(0.02)
+            finally:
+                self.left.set()
             if script == "broken":
                 yield event({"error": {"message": "a processor raised"}}) + "data: [DONE]\n\n"
             return
@@ -232,13 +216,8 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
 def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> None:
     ask(page, "hello")
     page.click("summary")
-    for name, value in {
-        "system": "Be brief.",
-        "temperature": "0.7",
-        "max_tokens": "9",
-        "top_p": "0.5",
-        "seed": "3",
-    }.items():
+    settings = {"system": "Be brief.", "temperature": "0.7", "max_tokens": "9", "top_p": "0.5", "seed": "3"}
+    for name, value in settings.items():
         page.fill(f"#{name}", value)
     page.fill("#question", "one")
     page.press("#question", "Shift+Enter")
@@ -259,7 +238,7 @@ def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> No
     assert len(stub.bodies) == 2 and page.locator("article").count() == 0
 
 
-def test_the_legend_hides_and_shows_an_origin(page: Any) -> None:
+def test_the_legend_hides_an_origin_and_arrows_walk_the_steps(page: Any) -> None:
     answer = ask(page, "hello")
     entry, drafted = page.locator("#legend button").first, answer.locator(".draft")
     line = "e => getComputedStyle(e).textDecorationLine + getComputedStyle(e).backgroundColor"
@@ -272,10 +251,6 @@ def test_the_legend_hides_and_shows_an_origin(page: Any) -> None:
     entry.press("Enter")
     expect(entry).to_have_attribute("aria-pressed", "true")
     assert drafted.evaluate(line) == marked
-
-
-def test_arrows_walk_the_steps(page: Any) -> None:
-    answer = ask(page, "hello")
     strip, line = page.locator("#steps"), page.locator("#step")
     expect(strip.locator("[role=option]")).to_have_count(4)
     expect(line).to_contain_text("Step 4 of 4: 1 drafted, 1 tested, 0 accepted, 1 rejected.")
@@ -332,7 +307,7 @@ def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) 
     assert stub.bodies[2]["messages"][1]["content"].startswith("0 1 2 ")  # what was written stays
 
 
-def test_errors_are_shown_as_text(page: Any, stub: Stub) -> None:
+def test_errors_and_what_the_model_writes_are_shown_as_text(page: Any, stub: Stub) -> None:
     for script, shown in {
         "refused": "400: top_p is <b>bad</b> (top_p).",
         "full": "503: the queue is full. Try again in 7 s.",
@@ -347,9 +322,6 @@ def test_errors_are_shown_as_text(page: Any, stub: Stub) -> None:
     ask(page, "hello")
     said = [message["content"] for message in stub.bodies[-1]["messages"]]
     assert said == ["broken", "0 ", "cut", "0 ", "hello"]  # what had no answer is no part of the conversation
-
-
-def test_what_the_model_writes_stays_text(page: Any) -> None:
     answer = ask(page, "html")
     assert answer.locator(".text").text_content() == HTML + "!"
     assert answer.locator(".text *:not(span)").count() == 0

@@ -1,25 +1,42 @@
-"""The server before its model is there, at its end, and beside readers that are not as they should be."""
+"""The server before its model is there, at its end, and beside readers that are not as they should be.
+
+Anything a client may send gives no 5xx, and no answer that /openapi.json does not promise."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import httpx
 import pytest
 from serving import NAME, held, live, make_decoder, post
+from toys import noisy_copy, tiny
 
+from forerun.api.decoder import Decoder
 from forerun.failures import TargetLostError
 from forerun.server import answers, run
 from forerun.server.app import STATIC, Settings, create_app
 from forerun.server.errors import ApiError
 from forerun.server.run import Protocol
-from forerun.server.schemas import CompletionBody
 from forerun.server.worker import Worker
+
+CASES = 500  # at least
+OPTIONS = (
+    "-m schemathesis.cli run --phases examples,coverage,fuzzing --max-examples 40 --seed 1 --generation-deterministic "
+    "--no-shrink --continue-on-failure --exclude-checks positive_data_acceptance --workers 1 --request-timeout 60 "
+    "--warnings off --no-color"
+)
+COMMAND = [sys.executable, *OPTIONS.split()]
 
 
 def inside(app: Any) -> httpx.AsyncClient:
@@ -55,21 +72,15 @@ def test_nothing_is_answered_before_the_model_is_there_and_while_it_goes() -> No
     asyncio.run(ask())
 
 
-def cannot_load() -> Any:
-    raise ValueError("no such model")
+@pytest.mark.parametrize("message", ["no such model", "the device is gone"])
+def test_a_model_that_cannot_be_used(message: str) -> None:
+    def make() -> Any:
+        if "model" in message:
+            raise ValueError(message)
+        decoder = make_decoder()
+        decoder.target.forward = Mock(side_effect=RuntimeError(message))  # type: ignore[method-assign]
+        return decoder
 
-
-def cannot_decode() -> Any:
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("the device is gone")
-
-    decoder = make_decoder()
-    decoder.target.forward = broken  # type: ignore[method-assign]
-    return decoder
-
-
-@pytest.mark.parametrize(("make", "message"), [(cannot_load, "no such model"), (cannot_decode, "the device is gone")])
-def test_a_model_that_cannot_be_used(make: Any, message: str) -> None:
     async def ask() -> None:
         worker, ended = Worker(make), asyncio.Event()
         worker.on_failure = ended.set
@@ -138,26 +149,34 @@ def test_the_page_may_load_nothing_from_elsewhere() -> None:
     asyncio.run(ask())
 
 
-def test_fields_that_ask_for_nothing_are_fine() -> None:
-    fine = {"best_of": 1, "length_penalty": 1.0, "tools": [], "suffix": None, "min_tokens": 0, "strange": 5}
-    assert CompletionBody(prompt="a", **fine).unknown() == ["strange"]  # type: ignore[arg-type]
-    for name, value in (("best_of", True), ("best_of", 2), ("tools", [1]), ("prompt_logprobs", 0), ("audio", {})):
-        with pytest.raises(ApiError) as caught:
-            CompletionBody(prompt="a", **{name: value}).unknown()  # type: ignore[arg-type]
-        assert caught.value.param == name
-
-
 @pytest.mark.parametrize("kind", [SystemExit, TargetLostError])
 def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
     """Requests that wait get the error."""
     failed = threading.Event()
     with live() as server:
         server.worker.on_failure = failed.set
-
-        def broken() -> list[Any]:
-            raise kind
-
-        monkeypatch.setattr(server.worker.engine, "advance", broken)
+        monkeypatch.setattr(server.worker.engine, "advance", Mock(side_effect=kind))
         answer = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4})
         assert answer.status_code == 500 and kind.__name__ in answer.json()["error"]["message"]
         assert failed.wait(30) and isinstance(server.worker.failed, kind)
+
+
+def short() -> Any:
+    """A model whose context is short, so that no answer takes long."""
+    target = tiny("llama", vocab=300, context=48)
+    return Decoder(target, make_decoder().tokenizer, noisy_copy(target, 0.02), guard=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed")
+def test_nothing_that_a_client_sends_breaks_it(tmp_path: Path) -> None:
+    """Schemathesis makes the same cases in each run. It also sends what the schema allows and the server refuses, such
+    as token ids that there are not: that is no failure."""
+    report = tmp_path / "report.json"
+    with live(short) as server:
+        command = [*COMMAND, f"{server.url}/openapi.json", "--report-json-path", str(report)]
+        env = os.environ | {"NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        assert not server.rows
+    assert json.loads(report.read_text())["test_cases"]["generated"] >= CASES
