@@ -44,22 +44,11 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def small(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model with nothing at its initial value: biases and gains are numbers too."""
     config_class, model_class, own = ARCHITECTURES[architecture]
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    model = model_class(config_class(**{**sizes, **own, **changes})).eval()
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+    sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rms_norm_eps": 1e-5}
+    sizes |= {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = model_class(config_class(**sizes | own | changes)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,6 +141,11 @@ def write(
         f"{arch}.rope.dimension_count": size,
     }
     if tokenizer:
+        told |= {
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.chat_template": TEMPLATE,
+        }
         told |= _pieces(writer, config.vocab_size) if pre == "pieces" else _tokenizer(writer, config.vocab_size, pre)
     for key, value in {**told, **(metadata or {})}.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
@@ -185,11 +179,8 @@ def _tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": TEMPLATE,
     }
 
 
@@ -204,9 +195,6 @@ def _pieces(writer: gguf.GGUFWriter, size: int) -> dict[str, Any]:
     writer.add_token_scores(scores)
     return {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.chat_template": TEMPLATE,
     }

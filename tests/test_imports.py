@@ -21,11 +21,6 @@ ORDER = [
 ]
 
 
-def part(path: Path) -> str:
-    """Which part of the package a file belongs to: its folder, or its own name in the package's root."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
-
-
 def imported(path: Path) -> set[str]:
     """Parts of forerun that a file imports anywhere, in functions and under TYPE_CHECKING as well."""
     parts = set()
@@ -43,7 +38,7 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path: Path) -> None:
-    own = part(path)
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")  # its folder, or its name in the package's root
     assert own in ORDER, f"say in this test where {own} stands"
     assert imported(path) <= set(ORDER[: ORDER.index(own) + 1])
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -251,11 +252,9 @@ def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_the
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
-    class Failing(Engines):
-        async def model(self) -> ModelInfo:
-            raise ValueError("no such model")
-
-    fleet, failed = Fleet(Failing(0)), []
+    engines, failed = Engines(0), []
+    engines.model = AsyncMock(side_effect=ValueError("no such model"))  # type: ignore[method-assign]
+    fleet = Fleet(engines)
 
     async def main() -> None:
         fleet.on_failure = lambda: failed.append(fleet.failed)
@@ -426,11 +425,6 @@ def test_a_server_that_ends_before_its_replicas_start_takes_its_application_alon
 
     address = ray_cluster.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "forerun", "serve", "--port", "0", "--ray", address, "--target", "embedded"]
-    refused = subprocess.run([*command, "--replicas", "3"], capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 2
-    [line] = [each for each in refused.stderr.splitlines() if each.startswith("forerun: ")]
-    assert line == "forerun: --replicas 3 with 1 threads each do not fit into 2 cores"
-
     holder = Holder.remote()  # so that no replica finds room
     assert ray_cluster.get(holder.is_there.remote())
     server = subprocess.Popen([*command, "--replicas", "2"], stderr=subprocess.PIPE, text=True)

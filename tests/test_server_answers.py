@@ -1,10 +1,16 @@
-"""What clients get: the openai client against a server of this process; and what requests with salts share."""
+"""What clients get: OpenAI's and others against a server of this process; and what requests with salts share."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -201,6 +207,71 @@ def test_what_clients_send_along_is_understood(server: Live, caplog: pytest.LogC
     with caplog.at_level("INFO"):
         assert post(server, CHATS, body).status_code == 200
     assert "unknown fields: 'unknown'" in caplog.text
+
+
+# Clients that people use: an answer, the same streamed, and an error.
+
+
+@pytest.fixture
+def url(server: Live, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return f"{server.url}/v1"
+
+
+@pytest.fixture
+def expected(decoder: Any) -> str:
+    return str(decoder.chat([{"role": "user", "content": "hello"}], max_new_tokens=6).text)
+
+
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="langchain-openai is not installed")
+def test_langchain(url: str, expected: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    asked: dict[str, Any] = {"base_url": url, "api_key": "none", "model": NAME, "temperature": 0, "max_retries": 0}
+    chat = ChatOpenAI(**asked, max_completion_tokens=6)
+    answer = chat.invoke("hello")
+    assert answer.content == expected and answer.usage_metadata["output_tokens"] == 6
+    assert answer.response_metadata["finish_reason"] == "length"
+    assert "".join(chunk.content for chunk in chat.stream("hello")) == expected
+    with pytest.raises(openai.BadRequestError) as caught:  # it raises those of OpenAI's client
+        ChatOpenAI(**asked, max_completion_tokens=0).invoke("hello")
+    assert caught.value.status_code == 400
+
+
+@pytest.mark.skipif(find_spec("llm") is None, reason="llm is not installed")
+def test_llm(url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: forerun\n  model_name: {NAME}\n  api_base: {url}\n  can_stream: true\n"
+    )
+    import llm
+
+    asked: dict[str, Any] = {"prompt": "hello", "key": "none", "temperature": 0}
+    for stream in (False, True):
+        assert "".join(llm.get_model("forerun").prompt(**asked, max_tokens=6, stream=stream)) == expected
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        list(llm.get_model("forerun").prompt(**asked, max_tokens=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", ["litellm_client.py", "node_client.cjs"])
+def test_clients_in_processes_of_their_own(client: str, url: str, expected: str) -> None:
+    """LiteLLM may be in an environment of its own, OpenAI's client for Node is in node_modules: .ci/run."""
+    scripts, own = Path(__file__).parent / "clients", Path(sys.prefix) / "clients/bin/python"
+    program = str(own) if own.is_file() else sys.executable
+    wanted = [program, "-c", "from importlib.util import find_spec; find_spec('litellm').origin"]
+    if client == "node_client.cjs":
+        program = shutil.which("node") or "false"
+        wanted = [program, "-e", "require.resolve('openai')"]
+    if subprocess.run(wanted, cwd=scripts, capture_output=True).returncode:
+        pytest.skip("litellm, or node with npm's openai, is not installed; .ci/run says how")
+    env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    command = [program, str(scripts / client), url, NAME]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["answer"] == found["streamed"] == expected and found["reason"] == "length"
+    assert found["error"]["status"] == 400 and "max_tokens" in found["error"]["message"]
 
 
 # Salts: a request finds nothing that requests with another salt have left.

@@ -43,22 +43,19 @@ def test_penalties_are_part_of_the_law(name: str) -> None:
 
 
 def test_sampling_with_penalties_follows_their_law() -> None:
-    vocab, joint = 6, torch.ones(6, 6, 6)
-    decoder = made(vocab=vocab, max_rows=250)
-    penalties = Penalties(0.7, 0.9, len(PROMPT))
+    decoder = made(vocab=6, max_rows=250)
+    penalties, biases = Penalties(0.7, 0.9, len(PROMPT)), LogitBias(PENALTIES["logit_bias"])
 
-    def walk(prefix: tuple[int, ...]) -> None:
+    def probs(*prefix: int) -> torch.Tensor:
         ids = torch.tensor([[*PROMPT, *prefix]])
         with torch.no_grad():
             scores = decoder.target.model(ids).logits[:, -1].float()
-        law = penalties(ids, LogitBias(PENALTIES["logit_bias"])(ids, scores))[0].softmax(-1)
-        for token, probability in enumerate(law.tolist()):
-            joint[(*prefix, token)] *= probability
-            if len(prefix) < 2:
-                walk((*prefix, token))
+        return penalties(ids, biases(ids, scores))[0].softmax(-1)
 
-    walk(())
+    second = torch.stack([probs(a) for a in range(6)])
+    third = torch.stack([torch.stack([probs(a, b) for b in range(6)]) for a in range(6)])
     rows = decoder.generate([PROMPT] * 700, max_new_tokens=5, temperature=1.0, seed=5, **PENALTIES)
+    joint = probs()[:, None, None] * second[:, :, None] * third
     assert p_value([row.tokens[:3] for row in rows], joint) > 1e-4
     tested, accepted = (sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted"))
     assert 0 < accepted < tested

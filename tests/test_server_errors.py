@@ -136,13 +136,14 @@ def test_a_full_queue_answers_at_once() -> None:
 
 def test_a_form_for_the_answer(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "mat"]}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "mat"]}, "strict": True}}
     body = {"messages": HELLO, "response_format": form, "max_tokens": 40, "seed": 1}
     (choice,) = post(server, CHAT, body).json()["choices"]
     assert json.loads(choice["message"]["content"]) in ("cat", "mat") and choice["finish_reason"] == "stop"
     # One that cannot be kept may show only after some tokens, and is the request's fault too.
     monkeypatch.setattr(Grammar, "complete", Mock(side_effect=FormError("the response_format cannot be kept")))
-    for form in ({"type": "regex", "regex": "(a"}, {"type": "json_object"}):
+    nowhere = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}
+    for form in ({"type": "regex", "regex": "(a"}, nowhere, {"type": "json_object"}):
         assert refusal(post(server, CHAT, {"messages": HELLO, "response_format": form}))["param"] == "response_format"
 
 

@@ -24,11 +24,6 @@ from forerun import cli
 COMMAND = [sys.executable, "-m", "forerun", "serve"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_models(tmp_path_factory.mktemp("models"), target=models()[0]) / "target"
-
-
 @contextmanager
 def started(
     *options: str, port: int | None = None, folder: Path | None = None
@@ -57,7 +52,8 @@ def health(url: str) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.versions
-def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> None:
+def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
+    folder = save_models(tmp_path, target=models()[0]) / "target"
     options = ("--max-rows", "4", "--model-name", "named", "--drain", "1000")
     with started("--target", str(folder), "--method", "suffix", *options) as (process, url):
         seen = set()
@@ -103,23 +99,9 @@ def test_a_server_from_its_start_to_its_end(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_drain_that_takes_too_long_ends_what_runs(folder: Path) -> None:
-    with started("--target", str(folder), "--method", "ar", "--drain", "0") as (process, url):
-        until(lambda: health(url) == 200, 250)
-        body = {"prompt": "the cat", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 16}
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=100, trust_env=False) as response:
-            lines = response.iter_lines()
-            next(lines)
-            os.kill(process.pid, signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
-        assert process.wait(100) == 0
-
-
-@pytest.mark.slow
 def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Its reader sees that the stream broke off, and the next server has the same port at once."""
+    """Its reader sees that the stream broke off, and the next server has the same port at once. That one is terminated,
+    and ends what runs when its drain takes too long."""
     body = {"prompt": "the cat", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 128}
     options, lines = ("--target", "embedded", "--max-rows", "1"), list[str]()
     with started(*options, folder=tmp_path) as (process, url):
@@ -135,13 +117,20 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
                     os.kill(process.pid, signal.SIGKILL)
         assert lines[0].startswith("data: {") and "data: [DONE]" not in lines
         assert process.wait(60) == -signal.SIGKILL
-        with started(*options, port=int(url.rpartition(":")[2]), folder=tmp_path) as (other, again):
+        with started(*options, "--drain", "0", port=int(url.rpartition(":")[2]), folder=tmp_path) as (other, again):
             assert again == url
             until(lambda: other.poll() is not None or health(url) == 200, 250)
             asked = body | {"stream": False, "n": 1, "max_tokens": 5}
             found = httpx.post(url + "/v1/completions", json=asked, timeout=100, trust_env=False)
             assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 5
             assert sorted(tmp_path.iterdir()) == there == []
+            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=100, trust_env=False) as response:
+                rest = response.iter_lines()
+                next(rest)
+                os.kill(other.pid, signal.SIGTERM)
+                *_, error, done = [line for line in rest if line]
+            assert json.loads(error[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
+            assert other.wait(100) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,18 +195,15 @@ def test_what_a_machine_lacks_is_reported_once(monkeypatch: pytest.MonkeyPatch, 
 
 def test_ranks_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks see each other's place before anything is run."""
-    ranks = tensor_parallel.Ranks(0, 2, None)
+    ranks, other = tensor_parallel.Ranks(0, 2, None), 0
 
-    def gathered(other: int) -> Callable[..., None]:
-        def gather(found: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
-            found[0].copy_(own)
-            found[1].copy_(own + torch.tensor([other, 5]))
+    def gather(found: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
+        found[0].copy_(own)
+        found[1].copy_(own + torch.tensor([other, 5]))
 
-        return gather
-
-    monkeypatch.setattr(tensor_parallel.distributed, "all_gather", gathered(0))
+    monkeypatch.setattr(tensor_parallel.distributed, "all_gather", gather)
     assert ranks.clock() > 0
-    monkeypatch.setattr(tensor_parallel.distributed, "all_gather", gathered(1))
+    other = 1
     with pytest.raises(tensor_parallel.RankLostError, match="rank 1 was about to do something else"):
         ranks.clock()
 

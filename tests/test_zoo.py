@@ -120,16 +120,11 @@ def test_six_bits_hold_every_value() -> None:
 @pytest.fixture(scope="module")
 def greedy(pair: Decoder) -> tuple[list[list[int]], list[list[int]]]:
     """Ragged prompts and what transformers' own generate says to each alone."""
-    target = pair.target.model
-    prompts = [
-        prompt[: 128 - 30 * i] for i, prompt in enumerate(held_out_prompts(pair.tokenizer, "validation", count=4))
-    ]
-    prompts.append(prompts[0][:1])
-    theirs = []
-    for prompt in prompts:
-        output = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64)
-        theirs.append(output[0, len(prompt) :].tolist())
-    return prompts, theirs
+    prompts = held_out_prompts(pair.tokenizer, "validation", count=4)
+    prompts = [*(prompt[: 128 - 30 * i] for i, prompt in enumerate(prompts)), prompts[0][:1]]
+    how = {"do_sample": False, "max_new_tokens": 64}
+    outputs = [pair.target.model.generate(torch.tensor([prompt]), **how)[0].tolist() for prompt in prompts]
+    return prompts, [output[len(prompt) :] for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 @pytest.mark.slow
