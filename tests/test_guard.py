@@ -25,7 +25,7 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.methods.guard import CHECK, FIRST, LONGEST, Guarded, SpeedTracker
+from forerun.methods.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
 from forerun.methods.stop import LengthPolicy
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
@@ -97,7 +97,7 @@ def test_a_useless_draft_is_soon_left_out() -> None:
     # Two plain steps, drafting until more than the allowance of 2 is lost at 1 a step, then single trials.
     assert pauses(steps)[:6] == [2, 0, 0, CHECK, FIRST, 2 * FIRST]
     assert all(step.origins == ("bonus",) for step in steps if not step.drafted)
-    assert sum(step.drafted > 0 for step in steps) <= 8
+    assert sum(step.drafted > 0 for step in steps) <= 10
     # Pauses double, and are bounded by what trials cost: the draft's forwards.
     for each, gamma in ((0.25, 4), (0.5, 6)):
         found = [run for run in pauses(Bench(each=each, gamma=gamma).call(6000))[1:-1] if run > CHECK]
@@ -106,7 +106,7 @@ def test_a_useless_draft_is_soon_left_out() -> None:
         assert set(found[3:]) == {LONGEST * lost}
     # A draft that agrees is never left out, but for a look at plain steps now and then.
     steps = Bench(TARGET).call(1000)
-    assert 3 <= sum(not step.drafted for step in steps) < 0.03 * len(steps)
+    assert 3 <= sum(not step.drafted for step in steps) < 0.04 * len(steps)
 
 
 def test_never_slower_by_much_than_plain_decoding() -> None:
@@ -144,11 +144,9 @@ def test_state_survives_calls_and_a_new_text_waits_half_as_long() -> None:
     assert not any(step.drafted for step in steps)
     # The draft has not even run the prompt of that call.
     assert bench.draft.prompts == prompts and not bench.pace.paused
-    # The next one drafts at once, with nothing to learn, and pays for the draft's prompt with a longer pause.
-    failures = bench.pace.failures
+    # The next one drafts at once, with nothing to learn.
     steps = bench.call(100)
     assert [step.drafted > 0 for step in steps[:2]] == [True, False] and bench.draft.prompts == prompts + 1
-    assert bench.pace.failures == failures + 1
 
 
 def test_the_clock_is_read_again_when_the_machine_changes() -> None:
@@ -165,6 +163,14 @@ def test_the_clock_is_read_again_when_the_machine_changes() -> None:
     assert sum(step.drafted > 0 for step in bench.call(200)) < 10
 
 
+def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
+    bench = Bench(each=0.1)
+    bench.target.each = 1.75  # a plain step seems to take that long, a drafting one takes 1.4
+    bench.call(LOOKS)
+    bench.target.each = 1.0
+    assert sum(step.drafted > 0 for step in bench.call(100)) < 12
+
+
 def test_a_single_slow_step_decides_nothing() -> None:
     bench = Bench(TARGET)
     bench.call(60)
@@ -176,7 +182,7 @@ def test_a_single_slow_step_decides_nothing() -> None:
 
     bench.draft.extend = slow  # type: ignore[method-assign]
     steps = bench.call(200)
-    assert next(calls) > 20 and sum(not step.drafted for step in steps) <= 1
+    assert next(calls) > 20 and sum(not step.drafted for step in steps) <= 2  # looks at a plain step
 
 
 def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:
@@ -192,8 +198,8 @@ def test_rows_share_a_step_and_each_number_of_rows_has_its_plain_time() -> None:
     requests = [Request(prompt, 30 * (i + 1)) for i, prompt in enumerate([[0], [1, 2, 3], [3, 3]])]
     batches = by_number(decode(bench.target, bench.drafter(), requests))
     plain = [len(batch) for batch in batches if not any(step.drafted for step in batch)]
-    # Two for the first number, one for each that follows; the last may be a row's end.
-    assert plain[:4] == [3, 3, 2, 1]
+    # Two for the first number and an early look, one for each number that follows; the last may be a row's end.
+    assert plain[:5] == [3, 3, 3, 2, 1]
     assert len(batches) < 30
 
 
@@ -324,7 +330,7 @@ def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
         pace.record(1, 1, 1.0, drafted=False)
         pace.charge(1, late, late=True)
         pace.record(1, tokens, 1.0, drafted=True)
-        for seconds in (1.5, 9.0, 9.0):  # of which no more counts than twice what is usual
+        for seconds in (1.5, 9.0):  # of which no more counts than twice what is usual
             pace.record(1, 0, seconds, drafted=True)
         assert pace.paused
         return pace.failures

@@ -26,21 +26,22 @@ if TYPE_CHECKING:
 
 LOOKS = 2  # plain steps before anything else, as the very first one is slow
 # In plain steps, which are the unit of everything below.
-ALLOWANCE = 2.0  # what drafting may lose at the start
-MOST = 4.0  # what it may lose again of its earnings
+ALLOWANCE = 2.0  # what drafting may lose at the start, and of its earnings
+TRIAL = 0.5  # what it may lose in a trial that has earned nothing: one step says little
 CHECK = 4  # the first pause, which is there to see what a plain step costs now
-# A later pause is a multiple of what was lost, which doubles up to 128: failures cost 1/128 of the time.
-FIRST, LONGEST = 16, 128
+# A later pause is a multiple of what was lost, which doubles up to 64: failures cost 1/64 of the time.
+FIRST, LONGEST = 16, 64
 SHARE = 1 / 256  # of the time, for plain steps amid drafting
+SOON = 4.0  # after which the first of them comes, the next after twice that: a model's first steps are slow
 
 
 class SpeedTracker:
     """Tracks what the steps of an engine cost and bring, and decides which ones draft. It outlives sequences.
 
     A drafting step of B rows that commits T tokens in s seconds earns T / B - s / p, where p is the time of a plain
-    step of B rows: the median of the last three. Drafting goes on until it has lost `ALLOWANCE`, or what it had earned,
-    but no more than `MOST`, since its peak. Where it has lost before, the first step that leaves it below its peak ends
-    it. The time of drafts' prompts is a loss too, but for prompts that had to be run in a pause.
+    step of B rows: the median of the last three. Drafting goes on until it has lost `ALLOWANCE` since its peak; after a
+    failure, `TRIAL` or what it has earned. The time of drafts' prompts is a loss too, but for prompts that had to be
+    run in a pause.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -50,10 +51,11 @@ class SpeedTracker:
         self._spare = 0  # of the pause, what new texts may take off
         self._earned = self._peak = self._debt = 0.0
         self._plain: dict[int, deque[float]] = {}  # seconds by number of rows
+        self._begins = True  # whether the next drafting step is a trial's first
         self._looks = 0  # plain steps so far
         self._costs: deque[float] = deque(maxlen=5)  # of the last drafting steps
         self._brought = self._spent = 0.0  # of the last twenty or so
-        self._since = 0.0  # time since a plain step
+        self._since, self._soon = 0.0, SOON  # time since a plain step, and after which one is due at the latest
 
     @property
     def paused(self) -> bool:
@@ -81,7 +83,7 @@ class SpeedTracker:
     def _is_due(self) -> bool:
         """Return whether to measure a plain step now: more often if drafting gains little, as then it loses little."""
         gain = self._brought / self._spent if self._spent else 1.0
-        return self._since * SHARE > max(1 - 1 / gain, 0.05)
+        return self._since > min(self._soon, max(1 - 1 / gain, 0.05) / SHARE)
 
     def charge(self, rows: int, seconds: float, late: bool) -> None:
         """Charge the time of drafts' prompts. `late`: when a trial began, which may earn it before it is judged."""
@@ -98,33 +100,40 @@ class SpeedTracker:
         if not drafted:
             self._plain.setdefault(rows, deque(maxlen=3)).append(seconds)
             self._looks += 1
+            if self._since:
+                self._soon *= 2
             self.wait, self._since = max(self.wait - 1, 0), 0.0
             return
         cost = seconds / self._plain_seconds(rows)
         if self._costs:  # a step that the machine interrupted says little
             cost = min(cost, 2 * median(self._costs))
+            if self._begins:  # the draft's model reads what came in a pause: that is the trial's cost, not a step's
+                usual = min(cost, median(self._costs))
+                self._debt, cost = self._debt + cost - usual, usual
+        self._begins = False
         self._costs.append(cost)
         # A draft makes no step cheaper: if it seems to, plain steps are faster now than they were.
-        self._since += cost if cost > 0.75 else inf
+        self._since += cost if cost > 0.9 else inf
         self._brought = 0.95 * self._brought + tokens / rows
         self._spent = 0.95 * self._spent + cost
         self._earned += tokens / rows - cost
         self._peak = max(self._peak, self._earned)
-        least = ALLOWANCE if not self.failures else 0.0
-        if self._peak - self._earned > min(max(self._peak, least), MOST):
+        allowed = min(max(self._peak, TRIAL), ALLOWANCE) if self.failures else ALLOWANCE
+        if self._peak - self._earned > allowed:
             self._pause()
 
     def _pause(self) -> None:
         wait, earned = CHECK, self._earned - self._debt
         if earned > 0:
             # A trial that has earned little may have been lucky.
-            self.failures = 0 if earned > MOST else max(0, self.failures - 1)
+            self.failures = 0 if earned > 2 * ALLOWANCE else max(0, self.failures - 1)
         else:
             if self.failures:
                 wait = ceil(-earned * min(FIRST * 2 ** (self.failures - 1), LONGEST))
             self.failures += 1
         self.pause(wait)
         self._earned = self._peak = self._debt = 0.0
+        self._begins = True
 
     def _plain_seconds(self, rows: int) -> float:
         return max(median_low(self._plain[rows]), 1e-9)
