@@ -168,7 +168,7 @@ def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
     bench.target.each = 1.75  # a plain step seems to take that long, a drafting one takes 1.4
     bench.call(LOOKS)
     bench.target.each = 1.0
-    assert sum(step.drafted > 0 for step in bench.call(100)) < 12
+    assert sum(step.drafted > 0 for step in bench.call(100)) < 20
 
 
 def test_a_single_slow_step_decides_nothing() -> None:
