@@ -18,7 +18,7 @@ from forerun.heads.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.model.causal_lm import CausalLM
 from forerun.model.support import window_of
 from forerun.sampling.sampler import Sampler
-from forerun.train.loop import TrainConfig, save_card, train
+from forerun.train.loop import TrainConfig, fastest, save_card, train
 from forerun.train.rollout import Drafts, Kind, collect
 from forerun.train.run import Run, check_context
 from forerun.train.texts import SPLITS, Texts, of_chats, read_chats, split_windows
@@ -61,7 +61,7 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
     parts = None if run.chats is None else of_conversations(run.chats, recipe)
     every = None if parts is None else [part for each in parts.values() for part in each]
     length = recipe.prompt + recipe.output
-    models = {"target": run.load(run.target, "target"), "draft": run.load(draft, "draft")}
+    models = {part: fastest(run.load(name, part)) for part, name in (("target", run.target), ("draft", draft))}
     for name, model in models.items():
         check_context(model.config, every, length, name)
     target, drafter = (CausalLM(model) for model in models.values())
