@@ -45,6 +45,14 @@ class Costs:
             return self.chained
         return interpolated(self.draft, rows)
 
+    def rate(self, rows: int, tokens: float, drafted: int) -> float:
+        """Return the tokens a ms of a step whose rows commit `tokens` each after drafting `drafted` of them."""
+        return rows * tokens / (self.verify(rows * (drafted + 1)) + drafted * self.drafting(rows))
+
+    def marginal(self, rows: int) -> float:
+        """Return how probable a drafted token must be to be worth its place in a target forward of that many rows."""
+        return self.verify(2 * rows) / self.verify(rows) - 1
+
     def heading(self, rows: int) -> float:
         """Return ms of a head's next state for each of that many rows."""
         return interpolated(self.head, rows)

@@ -275,6 +275,7 @@ class Engine:
             if self._prefilling is None:
                 seq = self._begun[self.waiting[0].id] = self.waiting[0]
                 self.waiting.popleft()
+                seq.rows = min(len(self.running) + len(self.waiting) + 1, self.max_rows)
                 if seq.waited is None:
                     seq.waited = perf_counter() - seq.asked
                 self._prefilling = seq, self._prefill(seq, self._chunk())

@@ -73,6 +73,7 @@ class Sequence:
         error: what a user's processor or criterion raised, or a step of this sequence alone.
         suspect: whether it was part of a step that failed and has not been stepped alone since.
         waited: seconds in the queue; None while it is there.
+        rows: sequences that run or wait when it leaves the queue, itself counted.
         prompt_logprobs: of the prompt's tokens after the first, until its first step takes them.
     """
 
@@ -93,6 +94,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.asked = perf_counter()
         self.waited: float | None = None
+        self.rows = 1
         self.suspect = False
         self.prompt_logprobs: list[Logprob] | None = None
         self._error: BaseException | None = None

@@ -50,6 +50,10 @@ class Drafter(Protocol):
         [n - 1, d]: the target's states over all of its n tokens but the last, if they are wanted."""
         return ()
 
+    def pays(self, rows: int) -> bool:
+        """Return whether drafts can pay in a step of that many rows, even if nearly all of their tokens are right."""
+        return True
+
     def propose(self, seqs: list[Sequence]) -> Proposal:
         """Return a draft for each, at most `seq.remaining - 1` deep (the target adds one token itself)."""
         raise NotImplementedError

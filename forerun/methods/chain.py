@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
+from operator import mul
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,10 +21,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.engine.acceptance import Verdict
+    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.engine.target import Capture
     from forerun.model.causal_lm import CausalLM
     from forerun.sampling.sampler import Drafted
+
+USUAL = 5  # tokens of a draft if costs are not known
+MOST = 16  # of one whose length follows from costs
+PRIOR, WEIGHT, KEPT = 0.7, 4.0, 0.98
+CERTAIN = 0.9  # how often a token is accepted at best
 
 
 class Drafting(Method):
@@ -51,13 +59,20 @@ class Drafting(Method):
 
 @dataclass(frozen=True)
 class SD(Sampling, Drafting):
-    """Classic speculative decoding: a draft model proposes `gamma` tokens a step."""
+    """Classic speculative decoding: a draft model proposes `gamma` tokens a step. A gamma of None ("auto") is the best
+    length of each step (`BestLength`)."""
 
-    gamma: int = integer(5)
+    gamma: int | None = integer(None)
     name: ClassVar[str] = "sd"
 
+    @property
+    def needs_costs(self) -> bool:
+        return self.gamma is None
+
     def policy(self, parts: Parts) -> LengthPolicy:
-        return FixedLength(self.gamma)
+        if self.gamma is None and parts.costs is not None:
+            return BestLength(parts.costs)
+        return FixedLength(self.gamma or USUAL)
 
 
 class FixedLength(Fixed):
@@ -74,6 +89,44 @@ class FixedLength(Fixed):
 
     def min_more(self, depth: int) -> int:
         return self.gamma - depth
+
+
+class BestLength(LengthPolicy):
+    """The length with the most expected tokens a ms, by the table of costs, the number of rows, and how often tokens of
+    each place were accepted of late, greedily and in sampling. Ours.
+
+    An estimate is a mean in which each draft counts `KEPT` times as much as the one after it, and `PRIOR` as `WEIGHT`
+    drafts.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = {True: costs, False: costs.sampled}
+        # [2, MOST] by greediness: drafts in which a place was tested, and in which its token was accepted
+        self.seen = {greedy: [[WEIGHT] * MOST, [PRIOR * WEIGHT] * MOST] for greedy in self.costs}
+
+    def pays(self, rows: int) -> bool:
+        return best_length(self.costs[True], rows, [CERTAIN] * MOST) > 0
+
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
+        greedy = all(seq.greedy for seq in seqs)
+        tested, accepted = self.seen[greedy]
+        chances = [good / seen for good, seen in zip(accepted, tested, strict=True)]
+        return FixedLength(max(1, best_length(self.costs[greedy], rows, chances)))
+
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        for seq, verdict in zip(seqs, verdicts, strict=True):
+            tested, accepted = self.seen[seq.greedy]
+            for place in range(min(verdict.tested, MOST)):
+                tested[place] = KEPT * tested[place] + (1 - KEPT) * WEIGHT + 1
+                kept = place < verdict.accepted
+                accepted[place] = KEPT * accepted[place] + (1 - KEPT) * PRIOR * WEIGHT + kept
+
+
+def best_length(costs: Costs, rows: int, chances: abc.Sequence[float]) -> int:
+    """Return the number of drafted tokens, at most one for each of `chances` (that a token of this place is accepted if
+    those before it are), with the most expected tokens a ms."""
+    tokens = [1.0 + sum(accumulate(chances[:count], mul)) for count in range(len(chances) + 1)]
+    return max(range(len(tokens)), key=lambda count: costs.rate(rows, tokens[count], count))
 
 
 @dataclass
@@ -139,6 +192,9 @@ class ChainDrafter(Drafter):
         if (not context or len(tokens) <= context) and self._knows(tokens):
             yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
+
+    def pays(self, rows: int) -> bool:
+        return self.policy.pays(rows)
 
     def drop(self, seq: Sequence) -> None:
         if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:

@@ -163,7 +163,8 @@ class Guarded(Drafter):
         self._inside[seq.id] = False
         pace = self.paces[seq.greedy]
         pace.begin(len(self._inside))
-        pays = not pace.paused  # in a pause the time is spent whether drafting is tried again or not
+        # In a pause the time is spent whether drafting is tried again or not.
+        pays = not pace.paused and self.drafter.pays(seq.rows)
         if self.wants_hidden or pays:
             self._admitting, seconds, begun = True, 0.0, pace.clock()
             try:
@@ -190,6 +191,7 @@ class Guarded(Drafter):
         is_judged = among is None or (among == len(seqs) and not pace.paused)
         self._judge = pace if is_judged else None
         drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
+        drafts = drafts and self.drafter.pays(len(seqs) if among is None else among)
         if self._judge is None and not drafts:
             pace.tick()
         asked = list(seqs) if drafts else []

@@ -105,7 +105,7 @@ class HybridDrafter(Drafter):
         drafts: dict[int, Draft] = {}
         rest = []
         for seq in seqs:
-            drafts[seq.id], score = self.suffixes.find(seq)
+            drafts[seq.id], score = self.suffixes.find(seq, len(seqs))
             if score < self.threshold or not drafts[seq.id].drafted:
                 rest.append(seq)
         self._asked, proposal, is_measuring = {seq.id for seq in rest}, Proposal([]), False

@@ -93,6 +93,10 @@ class LengthPolicy(Protocol):
         """Remove a sequence, if it was added."""
         return
 
+    def pays(self, rows: int) -> bool:
+        """See `Drafter.pays`."""
+        return True
+
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         """Return the rule of a draft of these sequences, which grow in step. `rows`: those of the target's forward."""
         raise NotImplementedError

@@ -19,6 +19,7 @@ from forerun.methods.base import Method, Parts, flag, integer, number
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.methods.pools import SuffixMemory
 
@@ -34,7 +35,8 @@ class Suffix(Method):
 
     At most `factor` * match + `offset` tokens and at most `most`, the best `width` of each place (1: a chain), none
     whose path is less probable than `least` by its counts. Earlier outputs have up to `memory` tokens together; they
-    are used if it is `warm`, except by and from salted requests.
+    are used if it is `warm`, except by and from salted requests. Where costs are known, in a batch, a path must also be
+    probable enough to be worth its place in the target's forward.
 
     The defaults are ours, for a CPU: there every token that is verified costs. Where it is free, longer drafts pay.
     """
@@ -56,7 +58,7 @@ class Suffix(Method):
         return self.suffixes(parts)
 
     def suffixes(self, parts: Parts) -> SuffixDrafter:
-        return SuffixDrafter(self, parts.pool(self.phrases) if self.warm else None)
+        return SuffixDrafter(self, parts.pool(self.phrases) if self.warm else None, parts.costs)
 
 
 @dataclass
@@ -77,8 +79,9 @@ class _Text:
 class SuffixDrafter(Drafter):
     """Drafts point masses by the settings of its method. Outputs go to the `memory` when they end."""
 
-    def __init__(self, settings: Suffix, memory: SuffixMemory | None = None) -> None:
-        self.settings, self.memory = settings, memory
+    def __init__(self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None) -> None:
+        """`costs`, if known, rule out tokens that are too improbable to be worth their place in a batch."""
+        self.settings, self.memory, self.costs = settings, memory, costs
         self.spread = settings.most if settings.width > 1 else 0
         self.rows: dict[int, _Text] = {}
 
@@ -89,7 +92,7 @@ class SuffixDrafter(Drafter):
             yield 0
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        return Proposal([self.find(seq)[0] for seq in seqs])
+        return Proposal([self.find(seq, len(seqs))[0] for seq in seqs])
 
     def drop(self, seq: Sequence) -> None:
         self.rows.pop(seq.id, None)
@@ -97,30 +100,34 @@ class SuffixDrafter(Drafter):
         if self.memory is not None and seq.shares and is_output:
             self.memory.add(seq.tokens[max(0, seq.prompt_length - LEAD) :])
 
-    def find(self, seq: Sequence) -> tuple[Draft, float]:
-        """Return a draft and its score: how many of its tokens are right, if counts are probabilities."""
+    def find(self, seq: Sequence, rows: int) -> tuple[Draft, float]:
+        """Return a draft for a step of that many rows, and its score: how many of its tokens are right, if counts are
+        probabilities."""
         row, tokens = self.rows[seq.id], seq.tokens
+        least = self.settings.least if self.costs is None else max(self.settings.least, self.costs.marginal(rows))
         row.read(tokens, len(tokens))
         state = row.automaton.links[row.last]
-        best = self._grow(row.automaton, state, row.automaton.longest[state], seq)
+        best = self._grow(row.automaton, state, row.automaton.longest[state], least, seq)
         if self.memory is not None and seq.shares:
             with self.memory.lock:
                 automaton = self.memory.automaton
                 state, match = automaton.match(tokens[-LONGEST:])
-                other = self._grow(automaton, state, match, seq)
+                other = self._grow(automaton, state, match, least, seq)
                 if other[2] > best[2]:
                     best = other
                     self.memory.use(state)
         found, parents, score = best
         return self._draft(seq, found, parents), score
 
-    def _grow(self, automaton: Automaton, state: int, match: int, seq: Sequence) -> tuple[list[int], list[int], float]:
+    def _grow(
+        self, automaton: Automaton, state: int, match: int, least: float, seq: Sequence
+    ) -> tuple[list[int], list[int], float]:
         """Return tokens, parents and score of what followed a match of `match` tokens."""
         asked, depth = self.settings, seq.remaining - 1
         nodes = min(asked.most, int(asked.factor * match + asked.offset))
         if not match or min(nodes, depth) < 1:
             return [], [], 0.0
-        tokens, parents, probs = automaton.grow(state, nodes, depth, asked.least, asked.width, seq.eos)
+        tokens, parents, probs = automaton.grow(state, nodes, depth, least, asked.width, seq.eos)
         return tokens, parents, sum(probs)
 
     def _draft(self, seq: Sequence, tokens: list[int], parents: list[int]) -> Draft:

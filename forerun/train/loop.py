@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from forerun.files import write_text
 
-
 BIG = 200_000_000  # parameters
 
 
