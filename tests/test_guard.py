@@ -19,12 +19,13 @@ import forerun
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
 from forerun.engine.acceptance import Verdict
+from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Method, Parts
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.chain import BestLength, ChainDrafter, FixedLength
 from forerun.methods.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
 from forerun.methods.stop import LengthPolicy
 from forerun.model.causal_lm import CausalLM
@@ -183,6 +184,16 @@ def test_a_single_slow_step_decides_nothing() -> None:
     bench.draft.extend = slow  # type: ignore[method-assign]
     steps = bench.call(200)
     assert next(calls) > 20 and sum(not step.drafted for step in steps) <= 2  # looks at a plain step
+
+
+def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
+    bench = Bench(TARGET)
+    policy = BestLength(Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 1.0, 64: 64.0}))
+    drafter = Guarded(ChainDrafter(bench.draft, policy), bench.pace)
+    together = decode(bench.target, drafter, [Request(prompt, 30) for prompt in PROMPTS[:4]])
+    assert not any(step.drafted for steps in together for step in steps) and not bench.draft.prompts
+    (alone,) = decode(bench.target, drafter, [Request(PROMPTS[0], 30)])
+    assert sum(step.drafted > 0 for step in alone) > 3 and bench.draft.prompts == 1
 
 
 def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:

@@ -22,12 +22,13 @@ from forerun.bench.datasets import Prompt
 from forerun.bench.measure import bench
 from forerun.bench.plan import Plan, parse_methods
 from forerun.engine.acceptance import Verdict
+from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts
-from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.chain import BestLength, ChainDrafter, FixedLength, best_length
 from forerun.methods.stop import LengthPolicy, StopRule
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.sampler import Sampler
@@ -390,3 +391,34 @@ def test_a_benchmark_tells_oracles_the_truth_before_it_measures(monkeypatch: pyt
     plan = Plan(methods, ("own.jsonl",), draft="embedded", max_new_tokens=12, batch=2)
     bench(plan, {"own.jsonl": prompts})
     assert asked == [*["plain"] * 6, "measure"]  # three prompts, once for each oracle
+
+
+CHEAP = Costs({1: 10.0, 64: 10.5}, {1: 1.0, 64: 1.1})  # verifying is nearly free
+DEAR = Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 4.0, 64: 256.0})  # but for one row
+
+
+def test_the_best_length_follows_from_costs_rows_and_acceptance() -> None:
+    for costs in (CHEAP, DEAR):
+        for rows in (1, 4):
+            found = [best_length(costs, rows, [chance] * 16) for chance in (0.0, 0.3, 0.6, 0.9, 1.0)]
+            assert found[0] == 0 and found == sorted(found)
+    assert best_length(CHEAP, 1, [1.0] * 16) == 16 and best_length(CHEAP, 1, [1.0, 0.0, 1.0]) == 1
+    assert best_length(DEAR, 1, [0.9] * 16) > 0 == best_length(DEAR, 4, [1.0] * 16)
+    assert BestLength(DEAR).pays(1) and not BestLength(DEAR).pays(4)
+
+
+def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> None:
+    seq, policy = Sequence(Request([0], 99)), BestLength(CHEAP)
+
+    def length(seq: Sequence) -> int:
+        rule = policy.begin([seq], 1)
+        assert isinstance(rule, FixedLength)
+        return rule.gamma
+
+    begun = length(seq)
+    for accepted, expected in ((0, 1), (16, 16), (0, 1)):
+        for _ in range(300):
+            verdict = Verdict(list(range(accepted + 1)), 0, min(accepted + 1, 16), accepted < 16)
+            policy.observe([seq], [Draft.chain(0, [0] * 16)], [verdict])
+        assert length(seq) == expected != begun
+    assert length(Sequence(Request([0], 99, Sampler(False)))) == begun

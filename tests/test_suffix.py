@@ -309,7 +309,7 @@ def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
         ([1, 2, 3, 7, 8, 1, 2, 3], [7, 8, 1], 3.0),  # as many match, and more came after them
         ([3, 7, 8, 0, 3], [7], 1.0),  # the same score: this text's
     ):
-        found, known = drafter.find(begun(drafter, text))
+        found, known = drafter.find(begun(drafter, text), 1)
         assert (found.tokens[1:], known) == (draft, pytest.approx(score))
     assert memory.texts == [(9, 9), (1, 2, 3, 4, 5)]  # the one that was used is renewed
 
