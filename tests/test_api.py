@@ -151,7 +151,8 @@ def test_a_seed_repeats_and_no_seed_follows_torch(decoders: Decoders) -> None:
         assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
         assert decoder.generate("def", params, seed=1).tokens != decoder.generate("def", params, seed=2).tokens
         decoder = decoder.replace(guard=False)  # which goes by the clock where no seed is given
-        if name in ("suffix", "hybrid"):  # without a seed, outputs that they remember change what is sampled
+        # Without a seed, outputs that they remember, or how often drafts were right, change what is sampled.
+        if name in ("sd", "suffix", "hybrid"):
             continue
         torch.manual_seed(3)
         first, second = decoder.generate("def", params).tokens, decoder.generate("def", params).tokens

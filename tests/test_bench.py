@@ -229,10 +229,10 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
     ("arguments", "message"),
     [
         (["--method-arg", "sd.gamma"], "--method-arg takes METHOD.NAME=VALUE, not 'sd.gamma'"),
-        (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int, not 'x'"),
+        (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int | None, not 'x'"),
         (["--method-arg", "turbo.n=3"], "'turbo' is no method with settings"),
         (["--methods", "ar", "--method-arg", "sd.gamma=3"], "method 'sd' is not among --methods"),
-        (["--tune", "sd.gamma=2,three"], "sd.gamma must be of type int, not 'three'"),
+        (["--tune", "sd.gamma=2,three"], "sd.gamma must be of type int | None, not 'three'"),
         (["--tune", "sd.gamma=2", "--methods", "sd"], "leave out --methods"),
         (["--dataset", "mbpp"], "unknown dataset 'mbpp'; there are humaneval, gsm8k, specbench"),
         (["--dataset", "humaneval"], "needs --data: a folder with HumanEval.jsonl or HumanEval.jsonl.gz, which"),

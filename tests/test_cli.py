@@ -32,7 +32,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["generate", "x", "--weights", "int3"], "unknown weights 'int3'; there are float32, bfloat16, int8, int4"),
         (["generate", "x", "--method", "ar", "--gamma", "3"], "method 'ar' has no setting 'gamma'"),
         (["generate", "x", "--method-arg", "gamma"], "--method-arg takes NAME=VALUE"),
-        (["generate", "x", "--method-arg", "gamma=x"], "sd.gamma must be of type int, not 'x'"),
+        (["generate", "x", "--method-arg", "gamma=x"], "sd.gamma must be of type int | None, not 'x'"),
         (["generate", "x", "--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.001, not -1.0"),
         (["generate", "x", "--tempreature", "1"], "No such option: --tempreature"),
         (["generate", "--file", "nothing.txt"], "cannot read nothing.txt: No such file or directory"),

@@ -43,6 +43,7 @@ NEW = 28
 _generator = torch.Generator().manual_seed(2)
 PROMPTS = [torch.randint(2, VOCAB, (length,), generator=_generator).tolist() for length in (7, 1, 23, 33, 12)]
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+FIVE = SD(gamma=5)
 
 
 @cache
@@ -123,7 +124,7 @@ def test_pacer_takes_its_layer_or_a_folder_and_measures_costs_once(
     model, asked = tiny("llama"), []
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
     monkeypatch.setattr("forerun.api.build.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
-    wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft()).tolist()
+    wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft(), method=FIVE).tolist()
     assert not asked  # by a method that goes by no costs
     layer().save_pretrained(tmp_path)
     for method, given in (("pacer", layer()), ("pacer", tmp_path), (None, str(tmp_path))):
@@ -240,7 +241,7 @@ def test_an_end_token_inside_an_accepted_chunk_ends_the_row() -> None:
     end = next(token for i, token in enumerate(said) if i > 6 and i % 6 in (2, 3) and token not in said[:i])
     options = GREEDY | {"eos_token_id": [end, 1]}
     for prompts in (PROMPTS[:1], PROMPTS):
-        ours = fast(target(), padded(prompts), **options, draft=target())
+        ours = fast(target(), padded(prompts), **options, draft=target(), method=FIVE)
         assert torch.equal(ours, target().generate(**padded(prompts), **options))
     assert ours.shape[1] > 33 + said.index(end) + 1
 
@@ -254,11 +255,13 @@ def test_criteria_are_asked_token_by_token_with_the_padding_in_front() -> None:
             return torch.full((len(input_ids),), input_ids.shape[1] >= 9)
 
     inputs = padded([PROMPTS[1], PROMPTS[0][:5]])
-    output = fast(target(), inputs, **GREEDY, draft=target(), stopping_criteria=StoppingCriteriaList([Asked()]))
+    output = fast(
+        target(), inputs, **GREEDY, draft=target(), method=FIVE, stopping_criteria=StoppingCriteriaList([Asked()])
+    )
     assert output.shape == (2, 9)
     assert seen == [row[:n] for row in output.tolist() for n in range(6, 10)]
     stats: list[Any] = []
-    output = fast(target(), **GREEDY, draft=target(), max_time=0.0, stats=stats)  # time is a criterion too
+    output = fast(target(), **GREEDY, draft=target(), method=FIVE, max_time=0.0, stats=stats)  # time is a criterion too
     assert output.shape == (1, 8) and stats[0].drafted == 5
 
 
