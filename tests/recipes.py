@@ -35,8 +35,8 @@ def save_pair(folder: Path, context: int = 256) -> tuple[str, str]:
 
 
 def make_run(target: str, out: Path, chats: Path | None = None, **more: Any) -> Run:
-    """A run on conversations, or on text beside the target."""
-    text = Path(target).parent / "text.txt"
+    """A run on conversations, or on text beside its output."""
+    text = out.parent / "text.txt"
     text.write_text(TEXT)
     given: dict[str, Any] = {"data": () if chats else [str(text)], "chats": chats, "say": lambda line: None}
     return Run(target, out, **(given | more))
