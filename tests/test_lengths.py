@@ -400,10 +400,10 @@ DEAR = Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 4.0, 64: 256.0})  # but for one 
 def test_the_best_length_follows_from_costs_rows_and_acceptance() -> None:
     for costs in (CHEAP, DEAR):
         for rows in (1, 4):
-            found = [best_length(costs, rows, [chance] * 16) for chance in (0.0, 0.3, 0.6, 0.9, 1.0)]
+            found = [best_length(costs.steps(rows, 16), [chance] * 16) for chance in (0.0, 0.3, 0.6, 0.9, 1.0)]
             assert found[0] == 0 and found == sorted(found)
-    assert best_length(CHEAP, 1, [1.0] * 16) == 16 and best_length(CHEAP, 1, [1.0, 0.0, 1.0]) == 1
-    assert best_length(DEAR, 1, [0.9] * 16) > 0 == best_length(DEAR, 4, [1.0] * 16)
+    assert best_length(CHEAP.steps(1, 16), [1.0] * 16) == 16 and best_length(CHEAP.steps(1, 16), [1.0, 0.0, 1.0]) == 1
+    assert best_length(DEAR.steps(1, 16), [0.9] * 16) > 0 == best_length(DEAR.steps(4, 16), [1.0] * 16)
     assert BestLength(DEAR).pays(1) and not BestLength(DEAR).pays(4)
 
 

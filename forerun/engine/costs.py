@@ -45,9 +45,9 @@ class Costs:
             return self.chained
         return interpolated(self.draft, rows)
 
-    def rate(self, rows: int, tokens: float, drafted: int) -> float:
-        """Return the tokens a ms of a step whose rows commit `tokens` each after drafting `drafted` of them."""
-        return rows * tokens / (self.verify(rows * (drafted + 1)) + drafted * self.drafting(rows))
+    def steps(self, rows: int, most: int) -> list[float]:
+        """Return ms of steps whose rows draft 0, 1, ... `most` tokens each, and verify them."""
+        return [count * self.drafting(rows) + self.verify(rows * (count + 1)) for count in range(most + 1)]
 
     def marginal(self, rows: int) -> float:
         """Return how probable a drafted token must be to be worth its place in a target forward of that many rows."""

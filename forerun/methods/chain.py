@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from math import inf
 from operator import mul
@@ -100,18 +101,18 @@ class BestLength(LengthPolicy):
     """
 
     def __init__(self, costs: Costs) -> None:
-        self.costs = {True: costs, False: costs.sampled}
+        self._prices = cache(lambda greedy, rows: (costs if greedy else costs.sampled).steps(rows, MOST))
         # [2, MOST] by greediness: drafts in which a place was tested, and in which its token was accepted
-        self.seen = {greedy: [[WEIGHT] * MOST, [PRIOR * WEIGHT] * MOST] for greedy in self.costs}
+        self.seen = {greedy: [[WEIGHT] * MOST, [PRIOR * WEIGHT] * MOST] for greedy in (True, False)}
 
     def pays(self, rows: int) -> bool:
-        return best_length(self.costs[True], rows, [CERTAIN] * MOST) > 0
+        return best_length(self._prices(True, rows), [CERTAIN] * MOST) > 0
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         greedy = all(seq.greedy for seq in seqs)
         tested, accepted = self.seen[greedy]
         chances = [good / seen for good, seen in zip(accepted, tested, strict=True)]
-        return FixedLength(max(1, best_length(self.costs[greedy], rows, chances)))
+        return FixedLength(max(1, best_length(self._prices(greedy, rows), chances)))
 
     def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         for seq, verdict in zip(seqs, verdicts, strict=True):
@@ -122,11 +123,12 @@ class BestLength(LengthPolicy):
                 accepted[place] = KEPT * accepted[place] + (1 - KEPT) * PRIOR * WEIGHT + kept
 
 
-def best_length(costs: Costs, rows: int, chances: abc.Sequence[float]) -> int:
+def best_length(prices: abc.Sequence[float], chances: abc.Sequence[float]) -> int:
     """Return the number of drafted tokens, at most one for each of `chances` (that a token of this place is accepted if
-    those before it are), with the most expected tokens a ms."""
-    tokens = [1.0 + sum(accumulate(chances[:count], mul)) for count in range(len(chances) + 1)]
-    return max(range(len(tokens)), key=lambda count: costs.rate(rows, tokens[count], count))
+    those before it are), with the most expected tokens a ms. `prices`: `Costs.steps`."""
+    tokens = accumulate(accumulate(chances, mul), initial=1.0)
+    rates = [count / ms for count, ms in zip(tokens, prices, strict=False)]
+    return rates.index(max(rates))
 
 
 @dataclass

@@ -85,7 +85,7 @@ def best_threshold(
         together = np.random.default_rng(0).integers(len(traces), size=(len(traces), rows))
         scores, tokens = scores[together].mean(1), tokens[together].mean(1)
     ends = block * np.arange(1, blocks + 1)
-    prices = np.array([end * costs.drafting(rows) + costs.verify(rows * (end + 1)) for end in ends])
+    prices = np.array(costs.steps(rows, int(ends[-1])))[ends]
     prices = (prices + costs.policy * np.arange(1, blocks + 1)) / rows
     best, found = 0.0, 0.5
     for threshold in np.linspace(0.02, 0.98, 49):

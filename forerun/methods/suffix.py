@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft, Tree
@@ -81,7 +82,9 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None) -> None:
         """`costs`, if known, rule out tokens that are too improbable to be worth their place in a batch."""
-        self.settings, self.memory, self.costs = settings, memory, costs
+        self.settings, self.memory = settings, memory
+        worth = costs.marginal if costs is not None else lambda rows: 0.0
+        self._least = cache(lambda rows: max(settings.least, worth(rows)))  # by the rows of a step
         self.spread = settings.most if settings.width > 1 else 0
         self.rows: dict[int, _Text] = {}
 
@@ -104,7 +107,7 @@ class SuffixDrafter(Drafter):
         """Return a draft for a step of that many rows, and its score: how many of its tokens are right, if counts are
         probabilities."""
         row, tokens = self.rows[seq.id], seq.tokens
-        least = self.settings.least if self.costs is None else max(self.settings.least, self.costs.marginal(rows))
+        least = self._least(rows)
         row.read(tokens, len(tokens))
         state = row.automaton.links[row.last]
         best = self._grow(row.automaton, state, row.automaton.longest[state], least, seq)
