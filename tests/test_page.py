@@ -43,7 +43,8 @@ def step(pieces: list[tuple[str, str]], rejected: list[str], tested: int | None 
     accepted = len(pieces) - 1
     drafted = accepted + len(rejected)
     tested = accepted + bool(rejected) if tested is None else tested
-    return {"pieces": pieces, "drafted": drafted, "tested": tested, "accepted": accepted, "rejected": rejected}
+    found = {"pieces": pieces, "drafted": drafted, "tested": tested, "accepted": accepted, "rejected": rejected}
+    return found | {"rests": False}
 
 
 SCRIPTS: dict[str, list[dict[str, Any]]] = {
@@ -56,6 +57,7 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
         step([(".", "correction")], [" it"]),
     ],
     "html": [step([(HTML, "draft"), ("!", "bonus")], ["<i>no</i>"])],
+    "rests": [step([("So", "bonus")], []), *[step([(".", "bonus")], []) | {"rests": True}] * 2],
 }
 
 
@@ -71,6 +73,7 @@ class Stub:
         self.not_ready = 0  # times that /health is still 503
         self.key = ""
         self.left = threading.Event()  # a client went away in mid-stream, or that ended
+        self.streams = self.most_streams = 0  # at once
         self.app = FastAPI()
         self.app.get("/health")(self.health)
         self.app.get("/v1/models")(self.models)
@@ -112,6 +115,8 @@ class Stub:
         def chunk(content: str, taken: dict[str, Any], finish: str | None = None) -> str:
             return event({"choices": [{"delta": {"content": content}, "finish_reason": finish}], "forerun": taken})
 
+        self.streams += 1
+        self.most_streams = max(self.streams, self.most_streams)
         yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) + ": keep-alive\n\n"
         if script in ("slow", "broken", "cut"):
             try:
@@ -133,6 +138,7 @@ class Stub:
             yield text[: len(text) // 2]  # a network splits where it likes
             await anyio.sleep(0.005)
             yield text[len(text) // 2 :]
+        self.streams -= 1
         tokens = sum(len(each["pieces"]) for each in steps)
         yield event({"choices": [], "usage": {"completion_tokens": tokens}}) + "data: [DONE]\r\n\r\n"
 
@@ -210,7 +216,8 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
     assert (body["model"], body["stream"], body["forerun"]) == ("stub-model", True, True)
     assert body["stream_options"] == {"include_usage": True}
     assert (body["temperature"], body["max_tokens"], body["top_p"]) == (0, 256, 1)
-    assert not {"seed", "forerun_method"} & set(body)
+    assert not {"seed", "forerun_method", "cache_salt"} & set(body)
+    assert answer.locator(".reused").get_attribute("title") == "reused: used again after a rejected token"
 
 
 def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> None:
@@ -271,20 +278,28 @@ def test_the_legend_hides_an_origin_and_arrows_walk_the_steps(page: Any) -> None
     expect(line).to_contain_text("Step 2 of 4")
 
 
-def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) -> None:
+def test_side_by_side_runs_one_after_the_other_and_says_whether_the_texts_are_equal(page: Any, stub: Stub) -> None:
     page.check("#both")
     ask(page, "hello")
     said = page.locator(".verdict").last
     expect(said).to_contain_text("The texts are equal: 34 characters. With drafts it took ")
+    expect(said).to_contain_text(" times the tokens/s.")
     fast, plain = page.locator(".text").all_text_contents()
     assert fast == plain
-    assert sorted(body.get("forerun_method", "") for body in stub.bodies) == ["", "ar"]
+    assert [body.get("forerun_method", "") for body in stub.bodies] == ["", "ar"] and stub.most_streams == 1
+    assert len({body["cache_salt"] for body in stub.bodies}) == 2  # neither finds what the other has left
     page.locator(".answer").last.get_by_role("button", name="Figures and steps").click()
     expect(page.locator("#tau")).to_have_text("1.00")
     expect(page.locator("#alpha")).to_have_text("\u2013")
     ask(page, "differs")
     expect(page.locator(".verdict")).to_have_count(2)
     expect(said).to_contain_text("The texts differ from character 1 on.")
+    ask(page, "rests")
+    expect(said).to_contain_text(": drafts rest: they were slower.")
+    assert page.locator("#rests").text_content() == "drafts rest: they were slower"
+    expect(page.locator(".facts").nth(4)).to_contain_text("drafts rest: they were slower")
+    expect(page.locator("#step")).to_contain_text("Step 3 of 3: nothing drafted: drafts rest.")
+    assert page.locator("#legend b").all_text_contents() == ["\u2013"] * 6 + ["3"]
 
 
 def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) -> None:
@@ -364,6 +379,9 @@ def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: 
     lines = page.locator(".answer .piece").evaluate_all("all => all.map(p => getComputedStyle(p).textDecorationLine)")
     assert set(lines) == {"underline", "overline"}
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.evaluate("document.querySelectorAll('dd').forEach(dd => dd.textContent = '12345.6')")
+    wide = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML)"
+    assert page.locator("#figures :is(div, dt, dd), #legend :is(button, small)").evaluate_all(wide) == []
     assert len(page.screenshot(path=tmp_path / f"{look}.png", full_page=True)) > 10_000
     if AXE.is_file():
         page.evaluate(AXE.read_text())

@@ -300,7 +300,7 @@ def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.
 
 def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a replica is tried again, and nothing else."""
-    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
     from ray.exceptions import ActorDiedError, RayActorError
 
     from forerun.scale import replicas
@@ -349,7 +349,7 @@ def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
     from forerun.scale import replicas
 
     nodes = [{"Alive": alive, "Resources": {"CPU": cores}} for alive, cores in ((True, 3.0), (True, 2.0), (False, 8.0))]
@@ -394,7 +394,7 @@ def slow_decoder() -> Any:
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
     """A Ray cluster on this machine, which can import the tests."""
-    ray = pytest.importorskip("ray", reason="needs ray: pip install 'forerun[ray]'")
+    ray = pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
     from ray import serve
     from ray.cluster_utils import Cluster
 

@@ -142,7 +142,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         (["--max-seconds", "0"], "--max-seconds"),
         (["--api-key", "two words "], "--api-key"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
-        ([], "pip install 'forerun[serve]'"),
+        ([], "pip install '.[serve]'"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -176,7 +176,7 @@ def check_ranks() -> None:
 def check_machine() -> None:
     """Raise ValueError if a package is missing, or the machine has fewer GPUs than ranks."""
     if not is_accelerate_available():
-        raise ValueError("tensor parallelism needs the package accelerate: pip install 'forerun[tensor-parallel]'")
+        raise ValueError("tensor parallelism needs the package accelerate: pip install '.[tensor-parallel]'")
     here = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ["LOCAL_RANK"]) + 1)
     if torch.cuda.is_available() and torch.cuda.device_count() < here:
         raise ValueError(f"{here} ranks on this machine need a GPU each; there are {torch.cuda.device_count()}")

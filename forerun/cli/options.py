@@ -227,7 +227,7 @@ class SamplingOptions:
 def check_packages(command: str, extra: str, *names: str) -> None:
     """Raise ValueError for packages that a command needs and that are missing."""
     if missing := [each for each in names if find_spec(each) is None]:
-        raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'forerun[{extra}]'")
+        raise ValueError(f"{command} needs {', '.join(missing)}: pip install '.[{extra}]' in the clone")
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # texts of a request whose tokens are remembered: more than the nodes of a draft
-_INSTALL = "response_format needs the package llguidance: pip install 'forerun[grammar]'"
+_INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _Stop = Callable[[Sequence[int]], bool]
 _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]] = WeakKeyDictionary()

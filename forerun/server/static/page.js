@@ -5,12 +5,13 @@ const ORIGINS = {
   lookup: "copied from the text so far",
   phrase: "a phrase that was seen before",
   window: "the model's guess in passing",
-  reused: "used again behind a rejected token",
+  reused: "used again after a rejected token",
   correction: "the model's own, after a rejected one",
   bonus: "the model's own, after all were kept",
 };
 const MOST_MARKS = 12; // rejected tokens that a step's column shows; the line below the strip has them all
 const LONGEST_ERROR = 600;
+const RESTS = "drafts rest: they were slower";
 
 const $ = (id) => document.getElementById(id);
 const [log, steps, question] = [$("log"), $("steps"), $("question")];
@@ -35,9 +36,10 @@ function button(text, act) {
   return made;
 }
 
-/** One piece of text, marked by its origin. */
+/** One piece of text, marked by its origin, which hovering explains. */
 function piece(text, origin) {
-  return element("span", Object.hasOwn(ORIGINS, origin) ? `piece ${origin}` : "piece", text);
+  if (!Object.hasOwn(ORIGINS, origin)) return element("span", "piece", text);
+  return Object.assign(element("span", `piece ${origin}`, text), { title: `${origin}: ${ORIGINS[origin]}` });
 }
 
 /** A token as it can be seen: line breaks and tabs have signs, and no text has words. */
@@ -142,15 +144,17 @@ function request(exchange, plain) {
     stream_options: { include_usage: true },
     forerun: true,
     ...(plain && { forerun_method: "ar" }),
+    // Salted, the second of two answers finds nothing that the first has left, and both read the whole prompt.
+    ...(exchange.both && { cache_salt: `${Date.now()} ${plain}` }),
     ...exchange.settings,
   };
 }
 
-/** An answer that is still empty, with its place in the page. */
+/** An answer that waits for its turn, with its place in the page. */
 function newAnswer(exchange, plain) {
   const answer = {
-    exchange, plain, state: "running", text: "", error: "", steps: [], begun: performance.now(), first: null, time: 0,
-    drafted: 0, tested: 0, accepted: 0, origins: {}, tokens: 0, finish: null, controller: new AbortController(),
+    exchange, plain, state: "waiting", text: "", error: "", steps: [], begun: 0, first: null, time: 0,
+    drafted: 0, tested: 0, accepted: 0, rests: 0, origins: {}, tokens: 0, finish: null, controller: new AbortController(),
     box: element("div", "answer"), body: element("div", "text"), facts: element("p", "facts"),
     problem: element("p", "error"), tools: element("div", "tools"),
   };
@@ -180,7 +184,7 @@ function take(answer, chunk) {
   answer.body.append(...spans);
   if (step) {
     answer.steps.push({ ...step, spans });
-    for (const key of ["drafted", "tested", "accepted"]) answer[key] += step[key];
+    for (const key of ["drafted", "tested", "accepted", "rests"]) answer[key] += step[key];
     for (const [, origin] of step.pieces) answer.origins[origin] = (answer.origins[origin] ?? 0) + 1;
     answer.tokens = answer.accepted + answer.steps.length; // each step adds a token of the model's own
   }
@@ -190,6 +194,8 @@ function take(answer, chunk) {
 
 /** Asks, and takes the answer as it comes, to whatever end. */
 async function fetchAnswer(answer) {
+  [answer.state, answer.begun] = ["running", performance.now()];
+  refresh();
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST",
@@ -216,19 +222,24 @@ async function fetchAnswer(answer) {
 
 /** A line of figures below an answer. */
 function facts(answer) {
-  if (answer.state === "running" || (answer.state === "failed" && !answer.tokens)) return "";
+  if (isOpen(answer) || (answer.state === "failed" && !answer.tokens)) return "";
   const ends = { stopped: "stopped", failed: "", done: answer.finish === "length" ? "cut at max tokens" : "" };
-  const parts = [plural(answer.tokens, "token"), `${(answer.time / 1000).toFixed(2)} s`, `${speed(answer)} tokens/s`];
-  return [...parts, ends[answer.state]].filter(Boolean).join(" · ");
+  const parts = [plural(answer.tokens, "token"), seconds(answer), `${speed(answer)} tokens/s`];
+  return [...parts, rests(answer) && RESTS, ends[answer.state]].filter(Boolean).join(" · ");
 }
 
+const isOpen = (answer) => answer.state === "waiting" || answer.state === "running";
+const seconds = (answer) => `${(answer.time / 1000).toFixed(2)} s`;
 const speed = (answer) => (answer.time ? (answer.tokens / (answer.time / 1000)).toFixed(1) : "–");
+/** Whether the guard left drafts out of most steps. */
+const rests = (answer) => 2 * answer.rests > answer.steps.length;
 
 /** Whether both answers of an exchange are equal, and how their times compare. */
 function verdict([fast, plain], temperature) {
   if (fast.state !== "done" || plain.state !== "done") return "Not compared: not both answers came to their end.";
-  const times = `With drafts it took ${(fast.time / 1000).toFixed(2)} s, plainly ${(plain.time / 1000).toFixed(2)} s`
-    + " (both at once, on the same machine).";
+  const ratio = `${((fast.tokens / fast.time) * (plain.time / plain.tokens)).toFixed(2)} times the tokens/s`;
+  const gain = rests(fast) ? RESTS : fast.drafted ? ratio : "nothing was drafted";
+  const times = `With drafts it took ${seconds(fast)}, then plainly ${seconds(plain)}: ${gain}.`;
   if (fast.text === plain.text) return `The texts are equal: ${plural(fast.text.length, "character")}. ${times}`;
   if (temperature > 0) return `The texts differ, as samples do: one distribution, two draws. ${times}`;
   let same = 0;
@@ -245,7 +256,7 @@ function following(write) {
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
-const isRunning = () => exchanges.some((each) => each.answers.some((answer) => answer.state === "running"));
+const isRunning = () => exchanges.some((each) => each.answers.some(isOpen));
 
 /** Brings everything that depends on states in line with them. */
 function refresh() {
@@ -278,7 +289,7 @@ async function ask(text, settings, system, both) {
   log.append(exchange.box);
   log.scrollTop = log.scrollHeight;
   choose(exchange.answers[0]);
-  await Promise.all(exchange.answers.map((answer) => fetchAnswer(answer).finally(() => following(refresh))));
+  for (const answer of exchange.answers) await fetchAnswer(answer).finally(() => following(refresh)); // one at a time
   const says = both ? [element("p", "verdict", verdict(exchange.answers, settings.temperature))] : [];
   following(() => exchange.box.append(...says));
   refresh();
@@ -352,8 +363,9 @@ function showFigures(added = null) {
   put("tokens", answer, () => String(answer.tokens));
   put("forwards", answer, () => String(answer.steps.length));
   for (const entry of $("legend").children) {
-    entry.querySelector("b").textContent = answer?.origins[entry.dataset.origin] ?? 0;
+    entry.querySelector("b").textContent = answer?.origins[entry.dataset.origin] ?? "–";
   }
+  $("rests").textContent = answer && rests(answer) ? RESTS : "";
   if (added !== null) steps.append(column(answer.steps[added], added));
   if (walked === null || added === null) showStep();
 }
@@ -373,7 +385,7 @@ function column(step, number) {
 const summary = (step) =>
   step.drafted
     ? `${step.drafted} drafted, ${step.tested} tested, ${step.accepted} accepted, ${step.rejected.length} rejected`
-    : "nothing drafted";
+    : `nothing drafted${step.rests ? ": drafts rest" : ""}`;
 
 /** Marks a step in the strip and in the answer, and writes it out below. */
 function showStep() {
@@ -423,7 +435,7 @@ for (const [origin, meaning] of Object.entries(ORIGINS)) {
   });
   entry.dataset.origin = origin;
   entry.setAttribute("aria-pressed", "true");
-  entry.append(piece(origin, origin), element("small", "", meaning), element("b", "", "0"));
+  entry.append(piece(origin, origin), element("small", "", meaning), element("b", "", "–"));
   $("legend").append(entry);
 }
 
@@ -444,5 +456,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isRunning()) stop();
 });
 // A setting that is wrong must be seen to be mended.
-$("settings").addEventListener("invalid", () => { $("settings").parentElement.open = true; }, true);
+const settings = $("settings").parentElement;
+$("settings").addEventListener("invalid", () => { settings.open = true; }, true);
+settings.addEventListener("toggle", () => settings.open && settings.scrollIntoView({ block: "nearest" }));
 connect();
