@@ -121,32 +121,36 @@ EMBEDDED = {
 # Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are fewer.
 QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1"
 QWEN_TEST = "{here}/qwen-coder/test.jsonl,humaneval"
-QWEN_OURS = "ar,sd,cumulative,suffix,hybrid"
+QWEN_OURS = "ar,sd,cumulative,pacer,pacer-ouroboros,suffix,hybrid"
+QWEN_SAMPLED = "ar,sd,cumulative,pacer,suffix,hybrid"
 QWEN_KNOBS = {
-    "sd.gamma": "2,3,4,5",
-    "cumulative.threshold": "0.3,0.5,0.7",
-    "hybrid.other": "cumulative:threshold=0.5,sd:gamma=3",
+    "sd.gamma": "1,2,3,4",
+    "cumulative.threshold": "0.5,0.6,0.7,0.8",
+    "hybrid.threshold": "2,3,6 --method-arg hybrid.other=pacer",
+    "ouroboros.gamma": "2,3,4",
 }
-QWEN_LLAMA = "llama-cpp,llama-cpp-draft/2/0.6,llama-cpp-draft/3/0.9,llama-cpp-lookup/3/3,llama-cpp-lookup/5/2"
-# The best on validation prompts so far; cumulative's threshold and llama.cpp's settings were not searched yet.
-QWEN_FOUND = "--draft-vocabulary 16384 --method-arg sd.gamma=2 --method-arg cumulative.threshold=0.5 "
-QWEN_FOUND += "--method-arg hybrid.other=sd:gamma=2"
-QWEN_PEERS = "llama-cpp,llama-cpp-draft/2/0.6,llama-cpp-lookup/3/3"
+# llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's tokens and suffix.
+QWEN_LLAMA = ",".join(
+    ["llama-cpp", *(f"llama-cpp-draft/{most}/{least}" for most in (1, 2, 3, 5) for least in (0, 0.6, 0.9))]
+    + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
+)
+QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.9,llama-cpp-lookup/3/3"
+QWEN_ORACLE = "benchmarks.baselines.oracle:SeeingOracle"
 QWEN = {
     **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
     **{
         f"validation-1-{knob}": f"{QWEN_SEARCH} --temperature 1 --tune {knob}={QWEN_KNOBS[knob]}"
         for knob in ("sd.gamma", "cumulative.threshold")
     },
-    "validation-hot-16384": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 16384 --tune sd.gamma=2,3,4",
-    "validation-peers": f"{QWEN_SEARCH} --methods ar,{QWEN_LLAMA}",
-    "greedy": f"--dataset humaneval --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp {QWEN_FOUND}",
-    "peers": f"--dataset humaneval --limit 8 --rounds 1 --methods ar,{QWEN_PEERS} --draft-vocabulary 16384",
-    "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 0.7 --top-p 0.9",
-    "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS} --temperature 1",
-    "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_OURS}",
-    "batch-4": f"--dataset {QWEN_TEST} --limit 8 --rounds 2 --batch 4 --guard --methods {QWEN_OURS}",
-    "batch-16": f"--dataset {QWEN_TEST} --limit 16 --rounds 1 --batch 16 --guard --methods {QWEN_OURS}",
+    "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
+    "validation-peers": f"{QWEN_SEARCH} --limit 4 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
+    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},{QWEN_ORACLE},llama-cpp",
+    "peers": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,hybrid,{QWEN_PEERS}",
+    "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
+    "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",
+    "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
+    "batch-4": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --batch 4 --guard --methods {QWEN_SAMPLED}",
+    "batch-16": f"--dataset {QWEN_TEST} --limit 16 --rounds 1 --batch 16 --guard --methods {QWEN_SAMPLED}",
 }
 COMMON = {
     "chat": "--target smollm2 --chat --stop-at-eos",

@@ -12,10 +12,11 @@ from toys import COSTS, noisy_copy, p_value, random_layer, rows_of, tiny, tiny_t
 
 import forerun
 from forerun import Decoder
-from forerun.backends.hot import HOT_FILE, HotHead, hot_tokens, prepare_draft, save_hot
+from forerun.backends.hot import HotHead, hot_tokens, prepare_draft, save_hot
 from forerun.backends.stored import store
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
+from forerun.zoo import FOLDER, HOT_FILE, hot_folder
 
 PROMPTS = [[1, 2, 3, 9, 2], [30, 31, 4], [7]]
 
@@ -160,6 +161,12 @@ def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
         assert row.tokens == wanted.tokens
     with pytest.raises(ValueError, match="draft_vocabulary must be at least 0, not -1"):
         forerun.load(**folders, draft_vocabulary=-1)  # type: ignore[arg-type]
+
+
+def test_the_hot_tokens_of_a_fetched_draft_come_with_forerun() -> None:
+    tokens = hot_tokens(Path(hot_folder("qwen-coder-draft")), None, 151_936)
+    assert tokens is not None and len(tokens) == 16384
+    assert hot_folder("smollm2") == FOLDER / "smollm2" / "draft"  # in few bits, with its own list
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "bfloat16"])

@@ -422,3 +422,10 @@ def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> 
             policy.observe([seq], [Draft.chain(0, [0] * 16)], [verdict])
         assert length(seq) == expected != begun
     assert length(Sequence(Request([0], 99, Sampler(False)))) == begun
+
+
+def test_a_place_that_was_never_tried_is_expected_to_be_as_good_as_the_one_before_it() -> None:
+    seq, policy = Sequence(Request([0], 99)), BestLength(CHEAP)
+    for _ in range(300):
+        policy.observe([seq], [Draft.chain(0, [0])], [Verdict([0, 1], 0, 1, False)])
+    assert all(each > 0.9 for each in policy.estimates(True)) and policy.estimates(False)[0] == 0.7

@@ -1,6 +1,6 @@
-"""Puts what was trained for smollm2 into the package, in few bits, with its recipe and its curve.
+"""Puts what was trained for smollm2 or qwen-coder into the package, in few bits, with its recipe and its curve.
 
-    python benchmarks/chat/bundle.py RUN... [--bits 6] [--work WORK]
+    python benchmarks/chat/bundle.py RUN... [--target smollm2] [--bits 6] [--work WORK]
 
 A RUN is the `--out` of `forerun train`, WORK its `--work`, where it had one. Recipes stand in the README of each folder
 that this writes.
@@ -16,20 +16,19 @@ from pathlib import Path
 from benchmarks.embedded.quantise import save_quantised
 from forerun.api.layers import load_head
 from forerun.api.loading import load_model
-from forerun.backends.hot import HOT_FILE
 from forerun.files import write_text
 from forerun.methods import Pacer
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import FOLDERS, SMOLLM2
+from forerun.zoo import FOLDERS, HOT_FILE, QWEN_CODER, SMOLLM2
 
 LAYERS = {"survival": Pacer.layer}
 
 
-def put(source: Path, bits: int, work: Path | None) -> Path:
+def put(source: Path, target: str, bits: int, work: Path | None) -> Path:
     """Writes the folder of a draft, head or layer; returns it."""
     config = json.loads((source / "config.json").read_text())
     kind = LAYERS.get(config.get("kind", "draft"), config.get("kind", "draft"))
-    folder = FOLDERS[SMOLLM2] / kind
+    folder = FOLDERS[target] / kind
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "draft":
         # Without its tokenizer, which is the target's.
@@ -37,7 +36,7 @@ def put(source: Path, bits: int, work: Path | None) -> Path:
         shutil.copy(source / HOT_FILE, folder)
         shutil.copy(source / "README.md", folder)
     elif "states" in config:
-        save_quantised(load_head(source, CausalLM(load_model(SMOLLM2, "target"))), folder, {}, bits)
+        save_quantised(load_head(source, CausalLM(load_model(target, "target"))), folder, {}, bits)
         shutil.copy(source / "README.md", folder)
     else:
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("work"))
@@ -58,11 +57,12 @@ def curve(source: Path, folder: Path, work: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--target", choices=(SMOLLM2, QWEN_CODER), default=SMOLLM2)
     parser.add_argument("--bits", type=int, choices=(6, 8), default=6)
     parser.add_argument("--work", type=Path, help="where the runs kept their logs, if not beside them")
     given = parser.parse_args()
     for run in given.runs:
-        folder = put(run, given.bits, given.work)
+        folder = put(run, given.target, given.bits, given.work)
         print(f"{folder.name}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
 
 

@@ -126,5 +126,5 @@ def _ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions
     how: dict[str, bool] = {"fast": models.fast, "in_place": isinstance(source, str | Path)}
     if part == "target":
         return prepare(model, **how)
-    folder = zoo.locate(source, part) if isinstance(source, str | Path) else None
+    folder = zoo.hot_folder(source) if isinstance(source, str | Path) else None
     return prepare_draft(model, folder, models.draft_vocabulary, **how)

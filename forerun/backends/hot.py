@@ -22,8 +22,7 @@ from forerun.backends.heads import HeadRows
 from forerun.backends.packed import Product, product
 from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
-
-HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors there for weights
+from forerun.zoo import HOT_FILE
 
 
 class HotHead:

@@ -24,7 +24,7 @@ from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Lyanna, Pacer
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.text.vocabularies import Translation
-from forerun.zoo import companion, locate
+from forerun.zoo import companion, hot_folder
 
 ROWS = 64  # the fewest that a decoder takes at once
 
@@ -96,7 +96,7 @@ def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
         return target, None
     assert plan.draft is not None
     draft = load_model(plan.draft, "draft", weights=plan.draft_weights or "auto", **how)
-    folder = locate(plan.draft, "draft")
+    folder = hot_folder(plan.draft)
     return target, prepare_draft(draft, folder, plan.draft_vocabulary, in_place=True)
 
 

@@ -26,7 +26,7 @@ from forerun.engine.step import Drafter
 from forerun.kinds import check_kind
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import locate
+from forerun.zoo import hot_folder
 
 METHODS = ("suffix", "sd", "confidence", "cumulative")  # all but the first need a draft
 CHUNK = 512  # tokens of a prompt that the draft model reads at once
@@ -154,7 +154,7 @@ class Proposer:
         on_gpu = not (device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cpu")
         model = load_model(source, "draft", weights=None if on_gpu and weights == "auto" else weights, device=device)
         check_vocabularies(int(self._target.get_vocab_size()), model.config.get_text_config().vocab_size, tokenizer)
-        folder = locate(source, "draft")
+        folder = hot_folder(source)
         return prepare_draft(model, folder, None, fast=True, in_place=True).fresh(PREFIX_BYTES)
 
     @torch.inference_mode()

@@ -96,31 +96,36 @@ class BestLength(LengthPolicy):
     """The length with the most expected tokens a ms, by the table of costs, the number of rows, and how often tokens of
     each place were accepted of late, greedily and in sampling. Ours.
 
-    An estimate is a mean in which each draft counts `KEPT` times as much as the one after it, and `PRIOR` as `WEIGHT`
-    drafts.
+    An estimate is a mean in which each draft counts `KEPT` times as much as the one after it, and what is expected as
+    `WEIGHT` drafts: of the first place `PRIOR`, of another the estimate of the place before it.
     """
 
     def __init__(self, costs: Costs) -> None:
         self._prices = cache(lambda greedy, rows: (costs if greedy else costs.sampled).steps(rows, MOST))
         # [2, MOST] by greediness: drafts in which a place was tested, and in which its token was accepted
-        self.seen = {greedy: [[WEIGHT] * MOST, [PRIOR * WEIGHT] * MOST] for greedy in (True, False)}
+        self.seen = {greedy: [[0.0] * MOST, [0.0] * MOST] for greedy in (True, False)}
 
     def pays(self, rows: int) -> bool:
         return best_length(self._prices(True, rows), [CERTAIN] * MOST) > 0
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         greedy = all(seq.greedy for seq in seqs)
-        tested, accepted = self.seen[greedy]
-        chances = [good / seen for good, seen in zip(accepted, tested, strict=True)]
-        return FixedLength(max(1, best_length(self._prices(greedy, rows), chances)))
+        return FixedLength(max(1, best_length(self._prices(greedy, rows), self.estimates(greedy))))
+
+    def estimates(self, greedy: bool) -> list[float]:
+        """Return how probable it is that a token of each place is accepted if those before it are."""
+        found, expected = [], PRIOR
+        for tested, accepted in zip(*self.seen[greedy], strict=True):
+            expected = (accepted + WEIGHT * expected) / (tested + WEIGHT)
+            found.append(expected)
+        return found
 
     def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         for seq, verdict in zip(seqs, verdicts, strict=True):
             tested, accepted = self.seen[seq.greedy]
             for place in range(min(verdict.tested, MOST)):
-                tested[place] = KEPT * tested[place] + (1 - KEPT) * WEIGHT + 1
-                kept = place < verdict.accepted
-                accepted[place] = KEPT * accepted[place] + (1 - KEPT) * PRIOR * WEIGHT + kept
+                tested[place] = KEPT * tested[place] + 1
+                accepted[place] = KEPT * accepted[place] + (place < verdict.accepted)
 
 
 def best_length(prices: abc.Sequence[float], chances: abc.Sequence[float]) -> int:

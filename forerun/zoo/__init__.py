@@ -13,6 +13,7 @@ EMBEDDED, SMOLLM2, QWEN_CODER = "embedded", "smollm2", "qwen-coder"
 FOLDER = Path(__file__).parent / "weights"
 # What comes with forerun, by target.
 FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2, QWEN_CODER: FOLDER / QWEN_CODER}
+HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors there for weights
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 MB = 10**6
 
@@ -154,6 +155,13 @@ def locate(source: str | Path, part: str) -> str | Path:
         kind = "GGUF file" if path.suffix.lower() == ".gguf" else "model folder"
         raise ValueError(f"no {kind} {name!r} for the {part}")
     return name
+
+
+def hot_folder(draft: str | Path) -> str | Path:
+    """Return the folder that names the hot tokens of a draft, if any: one that comes with forerun for a fetched draft,
+    else its own. Raises ValueError as `locate` does."""
+    shipped = FOLDER / str(draft)
+    return shipped if draft in MODELS and (shipped / HOT_FILE).is_file() else locate(draft, "draft")
 
 
 def weight_files(source: Path) -> list[Path]:
