@@ -30,6 +30,7 @@ from forerun.heads.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
 from forerun.methods import METHODS
 from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM, fingerprint
+from forerun.sampling.sampler import Sampler
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
 
@@ -406,11 +407,24 @@ def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
     return float(chisquare(bins[0], bins[1] * (bins[0].sum() / bins[1].sum())).pvalue)
 
 
+TARGET, DRAFT = random_table(4, 1, 1.3), random_table(4, 2, 1.3)
+PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # of their tokens, with a few n-grams to look up
+
+
+def sampled(
+    make: Callable[[], Drafter], batch: int, batches: int, processors: LogitsProcessorList | None = None
+) -> list[list[Step]]:
+    """The steps of many sampled requests of PROMPT, in batches that have a drafter each."""
+    sampler, generator = Sampler(False, processors), torch.Generator().manual_seed(0)
+    asked = [Request(PROMPT, 5, sampler, generator=generator)] * batch
+    return [steps for _ in range(batches) for steps in decode(TableLM(TARGET), make(), asked)]
+
+
 def fit(
     rows: Iterable[Iterable[Step]],
-    table: Tensor,
-    prompt: Sequence[int],
-    length: int,
+    table: Tensor = TARGET,
+    prompt: Sequence[int] = PROMPT,
+    length: int = 3,
     processors: LogitsProcessorList | None = None,
 ) -> float:
     """The `p_value` of the first `length` tokens of rows of steps after the prompt, where a TableLM is the target."""
