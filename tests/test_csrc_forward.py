@@ -8,8 +8,8 @@ import platform
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +112,17 @@ def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObjec
     library().fr_select(data.draw(names).encode())
     for layer in native.cache.layers:
         layer.both.zero_()
-    cuts = [sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4))) for text in texts]
-    ends = list(
-        zip(*([*own, *[len(text)] * (5 - len(own))] for own, text in zip(cuts, texts, strict=True)), strict=True)
-    )
-    found: list[list[np.ndarray]] = [[], []]
-    for starts, stops in zip([(0, 0), *ends], ends, strict=False):
-        entries = [(row, slot) for row in (0, 1) for slot in range(starts[row], stops[row])]
+    done, found = [0, 0], [np.empty((0, VOCABULARY), np.float32)] * 2
+    while done != [len(text) for text in texts]:
+        ends = [data.draw(st.integers(at, min(at + 8, len(text)))) for at, text in zip(done, texts, strict=True)]
+        entries = [(row, slot) for row in (0, 1) for slot in range(done[row], ends[row])]
+        done = ends
         if not entries:
             continue
         which, slots = zip(*entries, strict=True)
         logits = native.forward([texts[row][at] for row, at in entries], which, slots)
-        for row in (0, 1):
-            found[row].append(logits[[own == row for own in which]])
-    assert all(np.array_equal(np.concatenate(own), one) for own, one in zip(found, alone, strict=True))
+        found = [np.concatenate([own, logits[np.array(which) == row]]) for row, own in enumerate(found)]
+    assert all(np.array_equal(own, one) for own, one in zip(found, alone, strict=True))
 
 
 @settings(max_examples=25, deadline=None)
@@ -177,14 +174,15 @@ def test_what_does_not_fit_is_refused(small: Native) -> None:
         with pytest.raises(RuntimeError, match="sizes that do not fit"):
             small.forward(**{"tokens": [0], "row": [0], "slot": [0], **wrong})
     room = {"drafted": np.empty(CAPACITY + 1, np.int32), "chances": np.empty(CAPACITY + 1, np.float32)}
-    for wrong in [{}, *CHAINS]:
+
+    def chain(pending: Sequence[int] = (1,), **wrong: int) -> int:
         asked = {"row": 0, "length": 0, "count": 1, "most": 3, "turn": 1, "top_p": 1} | wrong
-        pending = asked.pop("pending", [1])
-        if not wrong:
-            assert small.call("fr_chain", ChainArgument(**asked), pending=pending, **room) == 3
-            continue
+        return small.call("fr_chain", ChainArgument(**asked), pending=pending, **room)
+
+    assert chain() == 3
+    for wrong in CHAINS:
         with pytest.raises(RuntimeError, match="sizes that do not fit"):
-            small.call("fr_chain", ChainArgument(**asked), pending=pending, **room)
+            chain(**wrong)
 
 
 def test_busy_loops_and_several_callers_do_not_stop_it(small: Native) -> None:
@@ -192,21 +190,14 @@ def test_busy_loops_and_several_callers_do_not_stop_it(small: Native) -> None:
     text = some_tokens(30)
     wanted = small.forward(text, [0] * 30, range(30))
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    found: list[np.ndarray] = []
-    callers = [
-        threading.Thread(target=lambda row=row: found.append(small.forward(text, [row] * 30, range(30))))
-        for row in range(3)
-    ]
     try:
-        for each in callers:
-            each.start()
-        for each in callers:
-            each.join()
+        with ThreadPoolExecutor(3) as callers:
+            found = list(callers.map(lambda row: small.forward(text, [row] * 30, range(30)), range(3)))
     finally:
         for other in others:
             other.kill()
             other.wait()
-    assert len(found) == 3 and all(np.array_equal(each, wanted) for each in found)
+    assert all(np.array_equal(each, wanted) for each in found)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
@@ -222,109 +213,31 @@ def test_a_fork_starts_threads_of_its_own(small: Native) -> None:
     assert np.array_equal(small.forward(text, [0] * 30, range(30)), wanted)
 
 
-DRIVER = r"""
-#include "forward.h"
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-enum { WIDTH = 96, HEADS = 6, GROUPS = 2, SIZE = 16, INNER = 352, LAYERS = 3, VOCABULARY = 157, CAPACITY = 64,
-        ROWS = 2 };
-static uint32_t state = 1;
-static uint32_t next(void) { return state = state * 1664525u + 1013904223u, state >> 8; }
-static float *numbers(int n, float size) {
-    float *found = malloc(sizeof(float) * n);
-    for (int i = 0; i < n; i++) found[i] = size * ((int)(next() % 2001) - 1000) / 1000;
-    return found;
-}
-static fr_matrix matrix(int outputs, int inputs) {
-    fr_matrix found = {0, outputs, inputs, NULL};
-    size_t size = (fr_panel_bytes(FR_Q4_0, outputs, inputs, &found.layout) + 63) / 64 * 64,
-            bytes = (size_t)outputs * inputs / 32 * 18;
-    uint8_t *rows = malloc(bytes), *panels = aligned_alloc(64, size);
-    for (size_t i = 0; i < bytes; i++) rows[i] = i % 18 == 0 ? next() : i % 18 == 1 ? 0x28 : next();
-    /* scales near 1/32 */
-    if (fr_pack_all(FR_Q4_0, rows, bytes, outputs, inputs, panels)) exit(5);
-    found.panels = panels;
-    free(rows);
-    return found;
-}
-int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys and values, what is drafted */
-    if (argc != 3 || fr_select(argv[1]) < 0) return 3;
-    fr_threads(atoi(argv[2]));
-    int kept = GROUPS * SIZE, n = 40;
-    fr_layer layers[LAYERS];
-    fr_cache caches[LAYERS];
-    static uint16_t memory[LAYERS][2][ROWS][GROUPS][CAPACITY][SIZE];
-    for (int i = 0; i < LAYERS; i++) {
-        layers[i] = (fr_layer){matrix(HEADS * SIZE, WIDTH), matrix(kept, WIDTH), matrix(kept, WIDTH), matrix(WIDTH,
-                HEADS * SIZE),
-                               matrix(INNER, WIDTH), matrix(INNER, WIDTH), matrix(WIDTH, INNER), numbers(WIDTH, 2),
-                                       numbers(WIDTH, 2),
-                               numbers(HEADS * SIZE, 1), numbers(kept, 1), numbers(kept, 1), numbers(SIZE, 3),
-                                       numbers(SIZE, 3),
-                               i == 1 ? 5 : 0, i == 2 ? 0 : SIZE};
-        caches[i] = (fr_cache){memory[i][0][0][0][0], memory[i][1][0][0][0], kept * CAPACITY, CAPACITY * SIZE,
-                ROWS, CAPACITY};
-    }
-    fr_model model = {WIDTH, HEADS, GROUPS, SIZE, LAYERS, CAPACITY, VOCABULARY, FR_F32, layers, numbers(WIDTH, 2),
-                      numbers(CAPACITY * SIZE / 2, 1), numbers(CAPACITY * SIZE / 2, 1), numbers(VOCABULARY * WIDTH,
-                              1), WIDTH * sizeof(float),
-                      matrix(VOCABULARY, WIDTH), .eps = 1e-6f};
-    int32_t token[40], row[40], slot[40], length[40], seen[40], paths[40][2],
-            extra[] = {3, 150}, ends[] = {-1};
-    static float logits[40][VOCABULARY + 2], normed[40][WIDTH], chances[20];
-    for (int i = 0; i < n; i++) { /* row 0: a chain; row 1: pairs of siblings and a child of each second one,
-            after the first 10 */
-        token[i] = next() % VOCABULARY, row[i] = i >= 20, slot[i] = length[i] = i % 20, seen[i] = 0;
-        if (i < 30) length[i]++;
-        else seen[i] = 1 + i % 2, length[i] = 10, paths[i][0] = slot[i] - i % 2, paths[i][1] = slot[i];
-    }
-    fr_batch batch = {.n = n, .path = 2, .tokens = token, .row = row, .slot = slot, .position = slot,
-            .length = length, .seen = seen,
-                      .paths = paths[0], .normed = normed[0], .asked = slot, .extra = extra,
-                      .logits = logits[0], .asks = 20, .extras = 2};
-    int32_t drafted[20];
-    fr_chain_request chain = {.row = 0, .length = 20, .count = 5, .most = 20, .pending = token, .ends = ends,
-            .ended = 1, .drafted = drafted,
-                              .chances = chances, .extra = extra, .extras = 2};
-    if (fr_forward(&model, caches, &batch) || fr_chain(&model, caches, &chain) != 20) return 4;
-    for (int i = 0; i < 20; i++)
-        for (int k = 0; k < VOCABULARY + 2; k++)
-            if (!isfinite(logits[i][k])) return 6;
-    fwrite(logits, sizeof logits, 1, stdout), fwrite(normed, sizeof normed, 1, stdout);
-    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances, sizeof chances, 1, stdout);
-    fr_matrix information = matrix(VOCABULARY, 32);
-    model.fuse = matrix(WIDTH, 2 * WIDTH), model.alone = matrix(WIDTH, WIDTH);
-    chain.row = 1, chain.count = 3, chain.extras = 0, chain.states = numbers(3 * WIDTH, 1), chain.logits = logits[0];
-    chain.old = numbers(4 * VOCABULARY, 1), chain.olds = 4, chain.weight = 0.5f;
-    chain.information = &information, chain.token_states = numbers(VOCABULARY * 32, 1);
-    if (fr_chain(&model, caches, &chain) != 20) return 7;
-    chain.length = 42, chain.count = 1, chain.start = 20, chain.most = 5, chain.logits += 20 * VOCABULARY;
-    if (fr_chain(&model, caches, &chain) != 5) return 8;
-    fwrite(logits, sizeof logits, 1, stdout), fwrite(memory, sizeof memory, 1, stdout);
-    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances, sizeof chances, 1, stdout);
-    return 0;
-}
-"""
-CROSS = "aarch64-linux-gnu-gcc"
-HAS_CROSS = shutil.which(CROSS) and shutil.which("qemu-aarch64")
+CROSS, QEMU = "aarch64-linux-gnu-gcc", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
+needs_cross = pytest.mark.skipif(
+    not (shutil.which(CROSS) and shutil.which("qemu-aarch64")),
+    reason="needs a cross compiler for aarch64 and qemu-user",
+)
+
+
+def compiled(folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()) -> str:
+    """Build the library and a driver for it; return the program."""
+    build(folder / "libforerun.so", compiler, machine, tuple(flags))
+    source, found = Path(__file__).parent / "drivers" / f"{driver}.c", folder / "driver"
+    link = [str(folder / "libforerun.so"), "-Wl,-rpath,$ORIGIN"]
+    subprocess.run([compiler, "-O1", *flags, f"-I{HERE}", str(source), "-o", str(found), *link], check=True)
+    return str(found)
 
 
 def driven(
     folder: Path, compiler: str, machine: str, flags: Sequence[str] = (), start: Sequence[str] = ()
 ) -> set[bytes]:
     """What the driver writes for each variant, by 1 and by 3 threads."""
-    build(folder / "libforerun.so", compiler, machine, tuple(flags))
-    (folder / "driver.c").write_text(DRIVER)
-    command = [compiler, "-O1", *flags, f"-I{HERE}", "driver.c", "libforerun.so", "-o", "driver", "-Wl,-rpath,$ORIGIN"]
-    subprocess.run(command, cwd=folder, check=True)
-    found = set()
+    program, found = compiled(folder, "forward", compiler, machine, flags), set()
     for variant in VARIANTS.get(machine or platform.machine(), ["plain"]):
         for threads in ("1", "3"):
-            command = [*start, str(folder / "driver"), variant, threads]
             own = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # the driver frees nothing
-            done = subprocess.run(command, capture_output=True, env=own)
+            done = subprocess.run([*start, program, variant, threads], capture_output=True, env=own)
             if done.returncode != 3:  # this processor has the variant
                 assert not done.returncode and not done.stderr, done.stderr.decode()
                 found.add(done.stdout)
@@ -338,8 +251,7 @@ def test_sanitizers_find_nothing_and_every_variant_gives_the_same_bits(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_CROSS, reason="needs a cross compiler for aarch64 and qemu-user")
+@needs_cross
 def test_aarch64_gives_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
-    qemu = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
-    assert driven(tmp_path, CROSS, "aarch64", start=qemu) == driven(tmp_path / "own", "cc", "")
+    assert driven(tmp_path, CROSS, "aarch64", start=QEMU) == driven(tmp_path / "own", "cc", "")

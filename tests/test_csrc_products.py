@@ -1,7 +1,6 @@
 """The C library's matrices: panels hold the file's values, and each instruction set gives the same bits."""
 
 import ctypes
-import shutil
 import subprocess
 
 import gguf
@@ -11,10 +10,11 @@ import torch
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_csrc_forward import CROSS, QEMU, compiled, needs_cross
 
 from forerun.backends.panels import FORMATS as TYPES
 from forerun.backends.panels import Panels, Rows
-from forerun.csrc.build import HERE, build
+from forerun.csrc.build import build
 from forerun.csrc.library import library, variants
 
 FORMATS = [type.name for type in TYPES]
@@ -22,7 +22,6 @@ FLOATS = {"F16", "BF16", "F32"}
 # Where the float16 fields of a block are, in float16 units.
 HALVES = {"Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (104,), "Q4_0": (0,), "Q4_1": (0, 1), "Q5_0": (0,), "Q5_1": (0, 1)}
 HALVES |= {"Q8_0": (0,), "Q3_K": (54,), "Q2_K": (40, 41)}
-INPUTS = [32, 64, 256, 288, 512, 576, 896]
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +69,10 @@ def products(matrix, x):
     return found
 
 
+def same_bits(one, other):
+    return one.shape == other.shape and (one.view(np.uint32) == other.view(np.uint32)).all()
+
+
 def rounded(x):
     """The inputs as records hold them, in float64."""
     blocks = x.reshape(x.shape[0], -1, 32)
@@ -87,20 +90,20 @@ def cases(draw):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("inputs", [*INPUTS, 1536, 8960])
+@pytest.mark.parametrize("inputs", [32, 64, 256, 288, 512, 576, 896, 1536, 8960])
 def test_panels_hold_the_files_values_and_take_at_most_a_twentieth_more(name, inputs):
     if inputs % step(name):
         assert library().fr_panel_bytes(FORMATS.index(name), 8, inputs, None) == 0
         return
     rows = random_rows(name, 11, inputs, inputs)
-    expected, matrix = dequantize(rows, kind(name)).view(np.uint32), packed(name, rows)
-    assert (matrix.floats().numpy().view(np.uint32) == expected).all()
+    expected, matrix = dequantize(rows, kind(name)), packed(name, rows)
+    assert same_bits(matrix.floats().numpy(), expected)
     for some in (matrix.floats([10, 3]), Rows(rows, kind(name)).chosen([10, 3]).floats()):
-        assert (some.numpy().view(np.uint32) == expected[[10, 3]]).all()
+        assert same_bits(some.numpy(), expected[[10, 3]])
     values = np.zeros(inputs, dtype=np.float32)
     for row, wanted in zip(rows, expected, strict=True):
         assert not library().fr_values(FORMATS.index(name), row.ctypes.data, row.nbytes, inputs, values.ctypes.data)
-        assert (values.view(np.uint32) == wanted).all()
+        assert same_bits(values, wanted)
     assert library().fr_unpack(ctypes.byref(matrix.argument), 11, values.ctypes.data) == -1
     if name not in FLOATS | {"Q3_K", "Q2_K"}:
         rows = random_rows(name, 64, inputs, 0)
@@ -122,7 +125,7 @@ def test_products_are_near_the_exact_ones_and_the_same_on_every_variant(case):
     bound = np.abs(inputs_read) @ (np.abs(values) + np.abs(values).max(1, keepdims=True)).T
     assert (error <= 1e-6 * bound).all()
     for variant, result in results.items():
-        assert (result.view(np.uint32) == results["plain"].view(np.uint32)).all(), variant
+        assert same_bits(result, results["plain"]), variant
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,7 +139,7 @@ def test_a_row_has_the_same_bits_beside_any_others(case, data):
     at = data.draw(st.integers(0, len(other) - 1))
     other[at] = x[row]
     for one, two in zip(products(matrix, x).values(), products(matrix, other).values(), strict=True):
-        assert (one[row].view(np.uint32) == two[at].view(np.uint32)).all()
+        assert same_bits(one[row], two[at])
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "F32"])
@@ -197,51 +200,16 @@ def test_it_compiles_without_a_warning(tmp_path):
     build(tmp_path / "library.so", extra=("-Werror",))
 
 
-DRIVER = r"""
-#include "forerun.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-/* Variant, format, outputs, inputs, rows, bytes of weights; from stdin: weights, inputs; to stdout: results. */
-int main(int argc, char **argv) {
-    int format = atoi(argv[2]), outputs = atoi(argv[3]), inputs = atoi(argv[4]), rows = atoi(argv[5]);
-    size_t bytes = (size_t)atol(argv[6]), count = (size_t)rows * inputs;
-    if (argc != 7 || fr_select(argv[1]) < 0) return 3;
-    fr_matrix m = {0, outputs, inputs, NULL};
-    size_t size = fr_panel_bytes(format, outputs, inputs, &m.layout);
-    void *weights = malloc(bytes), *panels = aligned_alloc(64, (size + 63) / 64 * 64);
-    void *records = aligned_alloc(64, (fr_record_bytes(inputs, rows) + 63) / 64 * 64);
-    float *x = malloc(4 * count), *out = malloc(4 * (size_t)rows * outputs);
-    if (fread(weights, 1, bytes, stdin) != bytes || fread(x, 4, count, stdin) != count) return 4;
-    if (fr_pack(format, weights, bytes, outputs, inputs, panels, 0, (outputs + 7) / 8)) return 5;
-    m.panels = panels;
-    fr_quantise(x, rows, inputs, inputs, records, 0, (inputs + 255) / 256);
-    fr_product(&m, x, inputs, records, rows, out, outputs, 0, (outputs + 7) / 8);
-    return fwrite(out, 4, (size_t)rows * outputs, stdout) == (size_t)rows * outputs ? 0 : 6;
-}
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (shutil.which("aarch64-linux-gnu-gcc") and shutil.which("qemu-aarch64")),
-    reason="needs a cross compiler for aarch64 and qemu-user",
-)
+@needs_cross
 def test_neon_and_plain_on_aarch64_give_the_same_bits(tmp_path):
-    compiler = "aarch64-linux-gnu-gcc"
-    build(tmp_path / "libforerun.so", compiler, "aarch64", ("-Werror",))
-    (tmp_path / "driver.c").write_text(DRIVER)
-    command = [compiler, "-O1", f"-I{HERE}", "driver.c", "libforerun.so", "-o", "driver", "-Wl,-rpath,$ORIGIN"]
-    subprocess.run(command, cwd=tmp_path, check=True)
+    program = compiled(tmp_path, "product", CROSS, "aarch64", ("-Werror",))
     for number, name in enumerate(FORMATS):
         inputs = 576 if step(name) < 256 else 512
         weights = random_rows(name, 13, inputs, number)
         x = np.random.default_rng(number).standard_normal((5, inputs), dtype=np.float32)
-        expected = products(packed(name, weights), x)["plain"]
+        expected = products(packed(name, weights), x)["plain"].tobytes()
         for variant in ("plain", "neon"):
-            command = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", str(tmp_path / "driver"), variant]
-            command += map(str, (number, 13, inputs, 5, weights.nbytes))
-            result = subprocess.run(
-                command, input=weights.tobytes() + x.tobytes(), capture_output=True, check=True
-            ).stdout
-            assert result == expected.tobytes(), (name, variant)
+            command = [*QEMU, program, variant, *map(str, (number, 13, inputs, 5, weights.nbytes))]
+            done = subprocess.run(command, input=weights.tobytes() + x.tobytes(), capture_output=True, check=True)
+            assert done.stdout == expected, (name, variant)

@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from toys import (
+    DRAFT,
+    PROMPT,
+    TARGET,
     RandomTrees,
     TableLM,
     decode,
-    joint_distribution,
+    fit,
     noisy_copy,
-    p_value,
     random_table,
+    sampled,
     tiny,
     tiny_tokenizer,
     tokens_of,
@@ -40,7 +43,7 @@ from forerun import Decoder
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Proposal, Step
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.stats import summarise
+from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouroboros, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter, FixedLength
@@ -48,9 +51,8 @@ from forerun.methods.stop import DraftState, Fixed
 from forerun.sampling.probabilities import last_probabilities
 from forerun.sampling.sampler import Sampler
 
-V, ROWS, NEW, JOINT = 4, 2000, 5, 3
 FITS, BROKEN = 1e-4, 1e-6
-PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # with a few n-grams to look up
+FITS, BROKEN = 1e-4, 1e-6
 
 # Thresholds at which rows stop after different tokens.
 METHODS: dict[str, Method] = {
@@ -75,7 +77,7 @@ class ChainsAndTrees(ChainDrafter):
 
     def __init__(self, model: TableLM) -> None:
         super().__init__(model, FixedLength(2))
-        self.trees = RandomTrees(V)
+        self.trees = RandomTrees(len(TARGET))
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         chains, trees = super().propose(seqs).drafts, self.trees.propose(seqs).drafts
@@ -87,7 +89,7 @@ DRAFTERS: dict[str, Callable[[TableLM], Drafter]] = {
         name: lambda draft, method=method: method.build(Parts(TableLM(TARGET), draft))
         for name, method in METHODS.items()
     },
-    "random trees": lambda draft: RandomTrees(V),
+    "random trees": lambda draft: RandomTrees(len(TARGET)),
     "chains and trees": ChainsAndTrees,
 }
 
@@ -117,22 +119,17 @@ PROCESSORS: dict[str, LogitsProcessorList | None] = {
         [Remembered(hf.RepetitionPenaltyLogitsProcessor(1.8), hf.NoRepeatNGramLogitsProcessor(3))]
     ),
 }
-TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
 
 
-def fit(drafter: Drafter, processors: LogitsProcessorList | None = None, table: Tensor = TARGET) -> float:
+def fits(drafter: Drafter, processors: LogitsProcessorList | None = None, table: Tensor = TARGET) -> float:
     """p-value of the joint distribution of the first output tokens, many sequences at once."""
-    generator = torch.Generator().manual_seed(0)
-    request = Request(PROMPT, NEW, Sampler(False, processors), generator=generator)
-    rows = decode(TableLM(table), drafter, [request] * ROWS)
-    joint = joint_distribution(TARGET, PROMPT, JOINT, processors)
-    return p_value([tokens_of(steps)[:JOINT] for steps in rows], joint)
+    return fit(sampled(lambda: drafter, 2000, 1, processors, TableLM(table)), processors=processors)
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sampling_follows_the_targets_distribution(drafter: str, processors: str) -> None:
-    assert fit(DRAFTERS[drafter](TableLM(DRAFT)), PROCESSORS[processors]) > FITS
+    assert fits(DRAFTERS[drafter](TableLM(DRAFT)), PROCESSORS[processors]) > FITS
 
 
 def test_verification_of_a_block_accepts_more() -> None:
@@ -142,13 +139,17 @@ def test_verification_of_a_block_accepts_more() -> None:
         generator = torch.Generator().manual_seed(0)
         asked = [Request(PROMPT, 60, Sampler(False), generator=generator)] * 40
         drafter = SD(4, verification=how).build(Parts(TableLM(target), TableLM(target + random_table(8, 6))))
-        tau[how] = summarise([step for row in decode(TableLM(target), drafter, asked) for step in row], 1.0).tau
+        tau[how] = stats_of(decode(TableLM(target), drafter, asked)).tau
     assert tau["block"] > 1.03 * tau["token"]
+
+
+def stats_of(rows: abc.Sequence[abc.Sequence[Step]]) -> Stats:
+    return summarise([step for row in rows for step in row], 1.0)
 
 
 def test_another_distribution_is_seen() -> None:
     # The same harness with a target whose logits are off by a little.
-    assert fit(PlainDrafter(), table=TARGET + 0.3 * DRAFT) < BROKEN
+    assert fits(PlainDrafter(), table=TARGET + 0.3 * DRAFT) < BROKEN
 
 
 class StopWhenUnsure(Fixed):
@@ -184,22 +185,18 @@ class DropsTheLast(ChainDrafter):
         return Proposal(drafts)
 
 
-def test_a_policy_that_stops_after_a_token_keeps_the_distribution() -> None:
-    assert fit(ChainDrafter(TableLM(DRAFT), StopWhenUnsure(0.4))) > FITS
+@pytest.mark.parametrize("points", [None, "all"])
+def test_a_policy_that_stops_after_a_token_keeps_the_distribution(points: str | None) -> None:
+    """And one that drops the token, if all drafts are point masses."""
+    policy = StopWhenUnsure(0.4)
+    drafter = ChainDrafter(TableLM(DRAFT), policy) if points is None else DropsTheLast(TableLM(DRAFT), policy, points)
+    assert fits(drafter) > FITS
 
 
 @pytest.mark.parametrize("points", ["none", "lost"])
 def test_dropping_a_token_that_was_looked_at_breaks_the_distribution(points: str) -> None:
     # "lost" is no cure: the drafts that keep their q were chosen for their tokens, which no longer follow q.
-    assert fit(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), points)) < BROKEN
-
-
-def test_a_drafter_that_may_drop_keeps_the_distribution_if_all_its_drafts_are_point_masses() -> None:
-    assert fit(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), "all")) > FITS
-
-
-def greedy(prompts: abc.Sequence[abc.Sequence[int]], new: int, **options: Any) -> list[Request]:
-    return [Request(list(prompt), new, **options) for prompt in prompts]
+    assert fits(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), points)) < BROKEN
 
 
 PROMPTS = [[0], [1, 2, 3], [3, 3], [2, 0, 1, 2, 0, 1, 2]]
@@ -210,15 +207,13 @@ def test_tau_of_drafts_that_agree_always_never_and_sometimes(draft: str, gamma: 
     target = random_table(8, 5)
     table = {"always": target, "never": -target, "sometimes": target + 0.7 * random_table(8, 6)}[draft]
     drafter = ChainDrafter(TableLM(table), FixedLength(gamma))
-    rows = decode(TableLM(target), drafter, greedy(PROMPTS, 4 * (gamma + 1)))
-    steps = [step for row in rows for step in row]
-    stats = summarise(steps, 1.0)
+    rows = decode(TableLM(target), drafter, [Request(prompt, 4 * (gamma + 1)) for prompt in PROMPTS])
+    stats, origins = stats_of(rows), {step.origins for row in rows for step in row[:-1]}
     if draft == "always":
         assert (stats.tau, stats.alpha, stats.utilisation) == (gamma + 1, 1.0, 1.0)
-        assert {step.origins for step in steps} == {("draft",) * gamma + ("bonus",)}
+        assert origins == {("draft",) * gamma + ("bonus",)}
     elif draft == "never":
-        assert (stats.tau, stats.alpha) == (1.0, 0.0)
-        assert {step.origins for row in rows for step in row[:-1]} == {("correction",)}
+        assert (stats.tau, stats.alpha) == (1.0, 0.0) and origins == {("correction",)}
     else:
         assert 1.2 < stats.tau < gamma + 0.8 and 0.1 < stats.alpha < 0.9
 
@@ -275,19 +270,17 @@ def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject)
     size = 8
     target = random_table(size, data.draw(st.integers(0, 50)))
     gamma, noise = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([0.0, 0.3]))
-    limits = [data.draw(st.integers(1, 14)) for _ in PROMPTS]
-    eos = data.draw(st.integers(0, size))
+    limits, eos = [data.draw(st.integers(1, 14)) for _ in PROMPTS], data.draw(st.integers(0, size))
     pair = (data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1)))
-    plain = [tokens_of(steps) for steps in decode(TableLM(target), PlainDrafter(), greedy(PROMPTS, max(limits)))]
+    plain = decode(TableLM(target), PlainDrafter(), [Request(prompt, 14) for prompt in PROMPTS])
     expected = [
-        cut(prompt, output[:limit], eos, pair) for prompt, output, limit in zip(PROMPTS, plain, limits, strict=True)
+        cut(prompt, tokens_of(steps)[:limit], eos, pair)
+        for prompt, steps, limit in zip(PROMPTS, plain, limits, strict=True)
     ]
+    ends: dict[str, Any] = {"eos": frozenset({eos}), "criteria": StoppingCriteriaList([EndsWith(pair)])}
     for method in (AR(), SD(gamma), Lookup(gamma, 2)):
         drafter = method.build(Parts(TableLM(target), TableLM(target + noise * random_table(size, 99))))
-        requests = [
-            Request(prompt, limit, eos=frozenset({eos}), criteria=StoppingCriteriaList([EndsWith(pair)]))
-            for prompt, limit in zip(PROMPTS, limits, strict=True)
-        ]
+        requests = [Request(prompt, limit, **ends) for prompt, limit in zip(PROMPTS, limits, strict=True)]
         rows = decode(TableLM(target), drafter, requests)
         # Rows end at different times here; each must be what it is alone.
         assert [(tokens_of(row), row[-1].finish_reason) for row in rows] == expected

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from recipes import make_run, save_pair
-from toys import noisy_copy, random_layer, tiny, tiny_tokenizer
+from toys import noisy_copy, random_layer, save_lines, save_models, tiny, tiny_tokenizer
 from transformers import GenerationConfig
 
 from forerun import Decoder
@@ -34,7 +34,8 @@ from forerun.train.texts import Conversation, Texts, of_chats
 PROMPTS = [[5, 6, 7, 5, 6], [9, 3], [8, 8, 4, 1, 2, 3, 7]]
 LAWS = ("entropy", "top", "history")
 DRAWN = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
-RECIPE = Recipe(sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batch=8, held=0.5)
+WINDOW: Any = {"prompt": 16, "output": 40}  # of text
+RECIPE = Recipe(sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batch=8, held=0.5, **WINDOW)
 
 
 def conversation(prompt: list[int], answer: list[int], temperature: float = 0.0, split: str = "train") -> Conversation:
@@ -141,8 +142,13 @@ def chats(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
             prompt = [5 + (at * 7 + i) % 20 for i in range(3 + at % 5)]
             params = SamplingParams(max_new_tokens=3 + 2 * at, temperature=float(at % 2), seed=at, ignore_eos=True)
             rows.append(conversation(prompt, decoder.generate(prompt, params).tokens, float(at % 2), split))
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        save(rows, folder, split)
     return folder
+
+
+def save(rows: list[Conversation], folder: Path, split: str) -> None:
+    folder.mkdir(exist_ok=True)
+    save_lines(folder / f"{split}.jsonl", map(asdict, rows))
 
 
 def answers(texts: Texts) -> list[tuple[list[int], list[int]]]:
@@ -152,15 +158,10 @@ def answers(texts: Texts) -> list[tuple[list[int], list[int]]]:
 
 def test_which_conversations_are_used(chats: Path) -> None:
     few, every = (of_conversations(chats, replace(RECIPE, sequences=n, held=h)) for n, h in ((8, 0.5), (1000, 1.0)))
-    assert {kind: [len(part) for part in parts] for kind, parts in few.items()} == {
-        "greedy": [4, 2],
-        "sampling": [4, 2],
-    }
+    sizes = [{kind: [len(part) for part in parts] for kind, parts in each.items()} for each in (few, every)]
+    assert sizes[0] == {"greedy": [4, 2], "sampling": [4, 2]}
     # All that are long enough: 1, 5 and 9 tokens of a draft have no place in the shortest ones.
-    assert {kind: [len(part) for part in parts] for kind, parts in every.items()} == {
-        "greedy": [11, 4],
-        "sampling": [12, 5],
-    }
+    assert sizes[1] == {"greedy": [11, 4], "sampling": [12, 5]}
     for kind, parts in (*few.items(), *every.items()):
         for split, texts in zip(("train", "validation"), parts, strict=True):
             rows = [json.loads(line) for line in (chats / f"{split}.jsonl").read_text().splitlines()]
@@ -172,25 +173,16 @@ def test_which_conversations_are_used(chats: Path) -> None:
 @pytest.mark.parametrize("count", [5, None])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tuple[str, str], chats: Path) -> None:
-    target, draft = models_of(pair)
     depth = 6 if greedy else 4
     texts = of_conversations(chats, replace(RECIPE, sequences=1000))["greedy" if greedy else "sampling"][0]
-    generator = torch.Generator().manual_seed(0)
-    drafts = roll_out(target, draft, texts, count, depth, Sampler(greedy), generator)
-    seen = set()
-    plain = Decoder(draft, method=AR())
-    for at, (row, anchor) in enumerate(zip(drafts.rows.tolist(), drafts.anchors.tolist(), strict=True)):
-        prompt, answer = answers(texts)[row]
-        place = anchor + 1 - len(prompt)  # tokens of the answer before the draft
-        assert 0 <= place <= len(answer) - depth
-        seen.add((row, anchor))
-        if greedy and at % 5 == 0:
-            said = plain.generate(prompt + answer[:place], max_new_tokens=depth, ignore_eos=True).tokens
-            right = [float(a == b) for a, b in zip(said, answer[place : place + depth], strict=True)]
-            assert drafts.tokens[at].tolist() == said and drafts.accept[at].tolist() == right
-    places = [len(answer) - depth + 1 for _, answer in answers(texts)]
-    assert len(seen) == len(drafts.accept) == sum(each if count is None else min(count, each) for each in places)
-    assert min(places) < 5 < max(places)
+    drafts = roll_out(*models_of(pair), texts, count, depth, Sampler(greedy), torch.Generator().manual_seed(0))
+    seen, places = set(zip(drafts.rows.tolist(), drafts.anchors.tolist(), strict=True)), []
+    for row, (prompt, answer) in enumerate(answers(texts)):
+        places.append(len(answer) - depth + 1)  # of a draft in the answer
+        own = [anchor + 1 - len(prompt) for at, anchor in seen if at == row]
+        assert len(own) == (places[-1] if count is None else min(count, places[-1])) and own
+        assert 0 <= min(own) <= max(own) < places[-1]
+    assert len(seen) == len(drafts.accept) and min(places) < 5 < max(places)
 
 
 def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: Path) -> None:
@@ -206,55 +198,69 @@ def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: P
             torch.testing.assert_close(getattr(together, name)[mine], getattr(alone, name), rtol=1e-3, atol=1e-4)
 
 
-def train(pair: tuple[str, str], out: Path, chats: Path | None, recipe: Recipe = RECIPE, **more: Any) -> None:
-    layer = {"inputs": ["confidence", "entropy", "top"]}
-    train_pre_verifier(make_run(pair[0], out, chats, **more), pair[1], recipe, layer)
+def train(
+    pair: tuple[str, str], out: Path, chats: Path | None, recipe: Recipe = RECIPE, draft: str | None = None, **more: Any
+) -> None:
+    layer = {"inputs": ["confidence", "entropy", "top"]} if chats else None
+    train_pre_verifier(make_run(pair[0], out, chats, **more), draft or pair[1], recipe, layer)
 
 
-def test_a_layer_learns_from_conversations_and_resumes(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
-    train(pair, tmp_path / "whole", chats)
+@pytest.mark.parametrize("on_text", [False, True])
+def test_a_layer_learns_resumes_and_loads(on_text: bool, pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
+    """From conversations, or from what the target says after text."""
+    given = None if on_text else chats
+    train(pair, tmp_path / "whole", given)
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == ["README.md", "config.json", "model.safetensors", "work"]
     work, other = tmp_path / "whole/work", tmp_path / "resumed/work"
-    names = sorted(path.name for path in (work / "rollouts").iterdir())
     kinds = ["train-greedy", "train-sampling", "validation-greedy", "validation-sampling"]
-    assert names == [f"{kind}-00000.safetensors" for kind in kinds] and not (work / "own-output").exists()
-    (other / "rollouts").mkdir(parents=True)
-    shutil.copy(work / "config.json", other)
-    shutil.copy(work / "rollouts" / names[0], other / "rollouts")
+    names = [f"{kind}-00000.safetensors" for kind in kinds]
+    assert sorted(path.name for path in (work / "rollouts").iterdir()) == names
+    assert (work / "own-output").exists() == on_text
+    shutil.copytree(work, other)
+    shutil.rmtree(other / "training")
+    for name in names[1:]:
+        (other / "rollouts" / name).unlink()
     said: list[str] = []
-    train(pair, tmp_path / "resumed", chats, say=said.append)
+    train(pair, tmp_path / "resumed", given, say=said.append)
     assert sum(line.startswith("drafts of") for line in said) == 3
     models = models_of(pair)
     layers = [load_pre_verifier(tmp_path / out, *models) for out in ("whole", "resumed")]
     for (name, one), (_, two) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):
         assert torch.equal(one, two), name
-    assert layers[0].greedy_traces.any() and layers[0].drawn_traces.any()
-    assert layers[0].config.recipe["chats"] == chats.name and "data" not in layers[0].config.recipe
+    assert layers[0].greedy_traces.any() and layers[0].drawn_traces[:, :4].any()
+    recipe = layers[0].config.recipe
+    assert on_text or (recipe["chats"] == chats.name and "data" not in recipe)
     decoder = Decoder(models[0].model, None, models[1].model, Pacer(), pre_verifier=layers[0])
     plain = Decoder(models[0].model, method=AR()).generate([5, 6, 7], max_new_tokens=12).tokens
     assert decoder.generate([5, 6, 7], max_new_tokens=12).tokens == plain
     # Another layer of the same drafts gathers nothing; another number of conversations is another run.
     said.clear()
-    train(pair, tmp_path / "second", chats, work=work, say=said.append)
+    train(pair, tmp_path / "second", given, work=work, say=said.append)
     assert not any(line.startswith("drafts of") for line in said)
     with pytest.raises(ValueError, match="holds a run with other settings"):
-        train(pair, tmp_path / "third", chats, replace(RECIPE, sequences=14), work=work)
+        train(pair, tmp_path / "third", given, replace(RECIPE, sequences=14), work=work)
 
 
 def test_refusals(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
     rows = [conversation([1] * 260, [5] * 40, float(at % 2)) for at in range(4)]
     changed = {"long": rows, "text": [replace(rows[0], text="others")], "ids": [replace(rows[0], answer=[49151])]}
     for name, own in changed.items():
-        (tmp_path / name).mkdir()
         for split in ("train", "validation"):
-            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in own))
-    for folder, recipe, message in (
+            save(own, tmp_path / name, split)
+    for name, architecture, more in (("windowed", "mistral", 0), ("padded", "llama", 8)):
+        save_models(tmp_path, **{name: tiny(architecture, vocab=len(tiny_tokenizer()) + more)})
+    for folder, recipe, message, *draft in (
         (tmp_path, RECIPE, "no conversations in"),
         (chats, replace(RECIPE, depth=90), "has no greedy answer of 90 tokens in its train conversations"),
         (chats, replace(RECIPE, sequences=3), "sequences must be at least 4, two greedy and two sampled, not 3"),
         (tmp_path / "long", RECIPE, "the longest conversation is 300 tokens, more than the target's context of 256"),
         (tmp_path / "text", RECIPE, "are of a model with other tokens than"),
         (tmp_path / "ids", RECIPE, "are of a model with other tokens than"),
+        (None, replace(RECIPE, output=400), "a window is 416 tokens, more than the target's context of 256"),
+        (None, RECIPE, "the draft sees 16 tokens back", "windowed"),
+        (None, RECIPE, "embeddings must be of one size", "padded"),
     ):
         with pytest.raises(ValueError, match=message):
-            train(pair, tmp_path / "out", folder, recipe)
+            train(pair, tmp_path / "out", folder, recipe, str(tmp_path / draft[0]) if draft else None)
     assert not (tmp_path / "out").exists()

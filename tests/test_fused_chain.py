@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,8 @@ from forerun.backends.chain import FusedChain, fused_chain
 from forerun.backends.costs import measure_costs
 from forerun.backends.hot import HotHead, prepare_draft
 from forerun.backends.stored import store
-from forerun.engine.sequence import Request, Sequence
+from forerun.engine.sequence import Request
+from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.methods import Parts, method
 from forerun.methods.chain import Chain, ChainDrafter, FixedLength
 from forerun.methods.confidence import ProductRule
@@ -27,6 +27,7 @@ from forerun.sampling.sampler import Drafted, Drawing, Sampler, SamplingDistribu
 from forerun.sampling.seeded import FLOOR, SeededStream
 
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
+WARM = SamplingDistribution(0.7, 0.8)
 
 
 def small(
@@ -60,23 +61,28 @@ def begun(model: CausalLM, rows: int = 1) -> CausalLM:
     return model
 
 
-def rolled(model: CausalLM, id: int, pending: list[int], count: int) -> tuple[list[int], list[float]]:
+def rolled(model: CausalLM, pending: list[int], count: int, id: int = 0) -> tuple[list[int], list[float]]:
     """The same tokens and their probabilities, by `roll`."""
     best, logits, _ = model.roll([id], [pending], count, model.vocab_size)
     return best[0].tolist(), [float(each[0].softmax(-1).amax()) for each in logits]
 
 
 @torch.inference_mode()
-def at_once(model: CausalLM, *arguments: Any) -> Drafted:
+def at_once(
+    model: CausalLM,
+    pending: Sequence[int] = (7,),
+    most: int = 6,
+    least: float = 0.0,
+    product: float = 0.0,
+    ends: Sequence[int] = (),
+    drawing: Drawing | None = None,
+    id: int = 0,
+) -> Drafted:
+    """A draft in one call of C; without distributions if nothing is drawn."""
     assert model.fused_draft is not None
-    return model.fused_draft(model.cache, *arguments[:6], arguments[6] if arguments[6:] else None)
-
-
-def drafted(model: CausalLM, *arguments: Any) -> list[int]:
-    """By the call, without distributions."""
-    found = at_once(model, *arguments)
-    assert found[1] is None
-    return found[0]
+    found = model.fused_draft(model.cache, id, list(pending), most, least, product, list(ends), drawing)
+    assert drawing is not None or found.probs is None
+    return found
 
 
 def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
@@ -100,9 +106,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "kind", "hot"),
     [
-        ("llama", "int8", False),
-        ("llama", "int8", True),
-        ("llama", "int4", False),
+        *[("llama", kind, hot) for kind, hot in (("int8", False), ("int8", True), ("int4", False))],
         ("qwen2", "int8", True),
         ("qwen3", "int8", False),
         ("mistral", "int8", False),
@@ -111,8 +115,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_tokens_keys_and_values_are_those_of_roll(name: str, kind: str, hot: bool, pending: list[int]) -> None:
     one, other = (begun(small(name, kind, hot), 3) for _ in range(2))
     for _ in range(2):  # the second draft begins where the first one ended
-        wanted, _ = rolled(one, 2, pending, 6)
-        assert drafted(other, 2, pending, 6, 0.0, 0.0, ()) == wanted
+        wanted, _ = rolled(one, pending, 6, 2)
+        assert at_once(other, pending, id=2).tokens == wanted
         assert other.length(2) == one.length(2) == one.cache.length(2)
         for id in range(3):
             assert all(map(torch.equal, kept(one, id), kept(other, id)))
@@ -121,7 +125,7 @@ def test_tokens_keys_and_values_are_those_of_roll(name: str, kind: str, hot: boo
 def test_a_long_draft_to_the_end_of_the_cache_takes_no_more_room() -> None:
     one, other, pending = begun(small()), begun(small()), [7 + number % 50 for number in range(90)]
     most = 257 - one.length(0) - len(pending)
-    assert drafted(other, 0, pending, most, 0.0, 0.0, ()) == rolled(one, 0, pending, most)[0]
+    assert at_once(other, pending, most).tokens == rolled(one, pending, most)[0]
     assert other.cache.capacity == one.cache.capacity == 256
 
 
@@ -130,31 +134,35 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
         weight[31] *= 50  # it stands in the prompt, and is not hot
 
     model, other = (begun(small(hot=True, change=change)) for _ in range(2))
-    drafts = [drafted(model, 0, [4], 1, 0.0, 0.0, ()) or [] for _ in range(12)]
+    drafts = [at_once(model, [4], 1).tokens for _ in range(12)]
     assert [31] in drafts
-    assert drafts == [rolled(other, 0, [4], 1)[0] for _ in range(12)]
+    assert drafts == [rolled(other, [4], 1)[0] for _ in range(12)]
 
 
-def test_it_ends_where_the_bounds_say() -> None:
-    tokens, chances = rolled(begun(small()), 0, [7], 6)
-    whole = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, ())
-    assert whole is not None and whole.probabilities == pytest.approx(chances, rel=1e-3)
-    products = torch.tensor(chances).cumprod(0).tolist()
+@pytest.mark.parametrize("drawing", [None, Drawing(WARM, torch.full((6,), 0.5, dtype=torch.float64))])
+def test_it_ends_where_the_bounds_say(drawing: Drawing | None) -> None:
+    tokens, probs, chances = at_once(begun(small()), drawing=drawing)
+    if probs is None:
+        best, highest = rolled(begun(small()), [7], 6)
+        assert tokens == best and chances == pytest.approx(highest, rel=1e-3)
+    else:
+        assert chances == [float(own[token]) for own, token in zip(probs, tokens, strict=True)]
 
-    def count(most: int = 6, least: float = 0.0, product: float = 0.0, ends: tuple[int, ...] = ()) -> int:
-        found = drafted(begun(small()), 0, [7], most, least, product, ends)
-        assert found is not None and found == tokens[: len(found)]
-        return len(found)
+    def count(**bounds: Any) -> int:
+        found = at_once(begun(small()), drawing=drawing, **bounds)
+        assert found.tokens == tokens[: len(found.tokens)]
+        assert probs is None or torch.equal(found.probs, probs[: len(found.tokens)])
+        return len(found.tokens)
 
-    assert [count(most) for most in (1, 4)] == [1, 4]
-    for place, (before, here) in enumerate(pairwise(products), 1):
-        assert count(product=(before + here) / 2) == place + 1
+    assert [count(most=most) for most in (1, 4)] == [1, 4]
+    for place, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
+        assert count(product=product * 1.0001) == place
     assert count(least=max(chances) + 1e-3) == 1
     low = min(range(6), key=chances.__getitem__)
     assert count(least=chances[low] * 1.0001) == low + 1
     assert count(ends=(tokens[2], 1)) == tokens.index(tokens[2]) + 1
     many = range(40, 130)
-    assert count(ends=(*many,)) == next((place for place, token in enumerate(tokens, 1) if token in many), 6)
+    assert count(ends=many) == next((place for place, token in enumerate(tokens, 1) if token in many), 6)
 
 
 def test_it_does_nothing_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +181,9 @@ def test_it_does_nothing_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_copies_have_buffers_of_their_own() -> None:
     model = begun(small())
-    drafted(model, 0, [7], 2, 0.0, 0.0, ())
+    at_once(model, most=2)
     other = begun(model.fresh())
-    assert drafted(other, 0, [7], 4, 0.0, 0.0, ()) == rolled(begun(small()), 0, [7], 4)[0]
+    assert at_once(other, most=4).tokens == rolled(begun(small()), [7], 4)[0]
     assert other.fused_draft is not model.fused_draft
 
 
@@ -186,7 +194,7 @@ def test_a_cache_that_grows_and_other_threads() -> None:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
             for _ in range(12):
-                assert drafted(other, 0, [7], 8, 0.0, 0.0, ()) == rolled(one, 0, [7], 8)[0]
+                assert at_once(other, most=8).tokens == rolled(one, [7], 8)[0]
     finally:
         torch.set_num_threads(before)
     assert other.cache.capacity > 256
@@ -242,19 +250,14 @@ def test_costs_know_what_a_token_of_a_chain_takes() -> None:
 
 def test_rows_that_stop_together_do_so_alone() -> None:
     """`ProductRule.more` has rows that have ended count as 0."""
-    rule = ProductRule(0.3, 6, together=2)
-    tokens, chances = rolled(begun(small()), 0, [7], 6)
-    bounds = rule.bounds()
-    found = drafted(begun(small()), 0, [7], bounds.most, bounds.least, bounds.product, ())
-    product, count = 1.0, 0
-    while count < 6 and product >= 0.6:
-        product, count = product * chances[count], count + 1
-    assert found == tokens[:count]
+    tokens, _, chances = at_once(begun(small()))
+    bounds = ProductRule(0.3, 6, together=2).bounds()
+    found = at_once(begun(small()), [7], bounds.most, bounds.least, bounds.product)
+    products = torch.tensor(chances).cumprod(0).tolist()
+    assert found.tokens == tokens[: next((count for count, each in enumerate(products, 1) if each < 0.6), 6)]
 
 
 # Sampled drafts
-
-WARM = SamplingDistribution(0.7, 0.8)
 
 
 def probabilities_by(logits: torch.Tensor, sampling: SamplingDistribution) -> torch.Tensor:
@@ -273,35 +276,21 @@ def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistr
     """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
     numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(4):
-        found = at_once(begun(small(hot=hot)), 0, [7, 31], 6, 0.0, 0.0, (), Drawing(sampling, numbers))
-        assert found is not None and found[1] is not None and len(found[0]) == 6
+        tokens, probs, _ = at_once(begun(small(hot=hot)), [7, 31], drawing=Drawing(sampling, numbers))
+        assert probs is not None and len(tokens) == 6
         other, before = begun(small(hot=hot)), [7, 31]
-        for token, own, number in zip(found[0], found[1], numbers.tolist(), strict=True):
+        # Where a token stands among tokens is C's to say: hot tokens have an order of their own.
+        order = list(range(other.vocab_size)) if other.hot is None else other.hot.tokens.tolist()
+        for token, own, number in zip(tokens, probs, numbers.tolist(), strict=True):
             _, (logits,), _ = other.roll([0], [before], 1, other.vocab_size)
             wanted = probabilities_by(logits, sampling)[0]
             torch.testing.assert_close(own, wanted, rtol=1e-2, atol=1e-4)  # up to rounding
             assert own[token] > 0
-            # Where it stands among tokens is C's to say: hot tokens have an order of their own.
-            order = other.hot.tokens.tolist() if other.hot is not None else list(range(other.vocab_size))
-            order += other.hot.context_tokens(0) if other.hot is not None else []
-            below = wanted[order[: order.index(token)]].sum().item()
+            all_tokens = order + ([] if other.hot is None else other.hot.context_tokens(0))
+            below = wanted[all_tokens[: all_tokens.index(token)]].sum().item()
             assert below - 1e-3 <= number <= below + wanted[token].item() + 1e-3
             before = [token]
         numbers = torch.rand(6, dtype=torch.float64)
-
-
-def test_bounds_are_those_of_the_sampled_tokens() -> None:
-    numbers = torch.full((6,), 0.5, dtype=torch.float64)
-    whole = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, (), Drawing(WARM, numbers))
-    assert whole.probs is not None
-    tokens, probs, chances = whole
-    assert chances == [float(own[token]) for own, token in zip(probs, tokens, strict=True)]
-    for count, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
-        found = at_once(begun(small()), 0, [7], 6, 0.0, product * 1.0001, (), Drawing(WARM, numbers))
-        assert found is not None and found[0] == tokens[:count] and torch.equal(found[1], probs[:count])
-    assert len(at_once(begun(small()), 0, [7], 6, max(chances) + 1e-3, 0.0, (), Drawing(WARM, numbers))[0]) == 1
-    ended = at_once(begun(small()), 0, [7], 6, 0.0, 0.0, [tokens[1]], Drawing(WARM, numbers))
-    assert ended is not None and len(ended[0]) == tokens.index(tokens[1]) + 1
 
 
 @pytest.mark.parametrize(
@@ -320,15 +309,13 @@ def test_a_seed_drafts_the_tokens_of_its_streams(
         streams = [SeededStream(5, number).at(position) for position in range(4)]
         one, other = begun(model.fresh()), begun(model.fresh())
         drawing = Drawing(sampling, None, [stream.key for stream in streams], 130 + more)
-        found = at_once(one, 0, [7], 4, 0.0, 0.0, (), drawing)
-        assert found[1] is None
-        before = 7
-        for token, stream in zip(found[0], streams, strict=True):
+        tokens, probs, _ = at_once(one, most=4, drawing=drawing)
+        assert probs is None
+        for before, token, stream in zip([7, *tokens], tokens, streams, strict=False):
             _, (logits,), _ = other.roll([0], [[before]], 1, other.vocab_size)
             wanted = torch.nn.functional.pad(probabilities_by(logits, sampling)[0], (0, more))
             chosen = stream.sample(wanted)
             (low if wanted[chosen] <= FLOOR else same).append(token == chosen)
-            before = token
     assert sum(same) >= 0.98 * len(same)  # rounding may decide
     assert scale == 1 or sum(low) > len(low) / 2 or (hot and not low)
 
@@ -368,9 +355,9 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(verification: 
 
 def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
     model = small(hot=True, change=lambda weight: weight[3].fill_(torch.nan))
-    numbers = torch.zeros(3, dtype=torch.float64)
-    found = at_once(begun(model), 0, [7], 3, 0.0, 0.0, (), Drawing(SamplingDistribution(), numbers))
-    assert found is not None and found[0] == [] and found[1] is not None and len(found[1]) == 0
+    drawing = Drawing(SamplingDistribution(), torch.zeros(3, dtype=torch.float64))
+    tokens, probs, _ = at_once(begun(model), most=3, drawing=drawing)
+    assert tokens == [] and probs is not None and len(probs) == 0
 
 
 def test_a_sampler_has_a_distribution_or_none() -> None:
@@ -379,8 +366,8 @@ def test_a_sampler_has_a_distribution_or_none() -> None:
     def of(*processors: Any, greedy: bool = False) -> SamplingDistribution | None:
         return Sampler(greedy, LogitsProcessorList(processors) if processors else None).distribution
 
-    found = [of(), of(warm), of(best), of(warm, best)]
-    assert found == [SamplingDistribution(*given) for given in ((), (0.5,), (1.0, 0.9), (0.5, 0.9))]
+    assert [of(), of(warm)] == [SamplingDistribution(), SamplingDistribution(0.5)]
+    assert [of(best), of(warm, best)] == [SamplingDistribution(1.0, 0.9), SamplingDistribution(0.5, 0.9)]
     assert of(best, warm) is of(few) is of(warm, few) is of(warm, greedy=True) is of(greedy=True) is None
 
 
@@ -417,7 +404,7 @@ def test_numbers_that_are_not_needed_are_still_to_come() -> None:
     drafter = ChainDrafter(draft, FixedLength(4))
     begun(draft)
     sampler = Sampler(False)
-    seq = Sequence(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
+    seq = EngineSequence(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
     chain = Chain(seq, 9)
     assert drafter._at_once(chain, FixedLength(9)) is not None
     assert 0 < len(chain.tokens) < 9 and len(chain.q) == len(chain.tokens)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, count
+from itertools import accumulate, count, groupby
 from typing import Any
 
 import pytest
-import torch
+import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
+from toys import DRAFT, TableLM, decode, fit, noisy_copy, random_table, sampled, tiny, tokens_of
 
-import forerun
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
 from forerun.engine.acceptance import Verdict
@@ -23,10 +22,11 @@ from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
-from forerun.methods import AR, SD, Method, Parts
+from forerun.methods import AR, SD, Hybrid, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import BestLength, ChainDrafter, FixedLength
 from forerun.methods.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
+from forerun.methods.hybrid import HybridDrafter
 from forerun.methods.stop import LengthPolicy
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
@@ -84,13 +84,7 @@ class Bench:
 
 def pauses(steps: abc.Sequence[Step]) -> list[int]:
     """Lengths of the runs of plain steps before, between and after drafting ones."""
-    runs = [0]
-    for step in steps:
-        if step.drafted:
-            runs.append(0)
-        else:
-            runs[-1] += 1
-    return runs
+    return list(map(len, "".join("d" if step.drafted else "p" for step in steps).split("d")))
 
 
 def test_a_useless_draft_is_soon_left_out() -> None:
@@ -126,28 +120,11 @@ def test_drafting_comes_back_when_the_text_turns_friendly() -> None:
     bench.call(300)
     assert bench.pace.paused
     bench.draft.table = TARGET
-    steps = bench.call(600)
-    first = next(i for i, step in enumerate(steps) if step.drafted)
-    assert first <= LONGEST
-    assert sum(not step.drafted for step in steps[first:]) <= 3  # but for looks at the plain step
+    first, *later = pauses(bench.call(600))
+    assert first <= LONGEST and sum(later) <= 3  # but for looks at the plain step
     # And goes when it turns hostile: as much as it may lose of its earnings, then a check, then trials.
     bench.draft.table = NEVER
     assert [run for run in pauses(bench.call(200)) if run][:2] == [CHECK, CHECK]
-
-
-def test_state_survives_calls_and_a_new_text_waits_half_as_long() -> None:
-    bench = Bench()
-    bench.call(200)
-    wait, prompts = bench.pace.wait, bench.draft.prompts
-    assert wait > 20
-    bench.pace.pause(wait)
-    steps = bench.call(wait - wait // 2)
-    assert not any(step.drafted for step in steps)
-    # The draft has not even run the prompt of that call.
-    assert bench.draft.prompts == prompts and not bench.pace.paused
-    # The next one drafts at once, with nothing to learn.
-    steps = bench.call(100)
-    assert [step.drafted > 0 for step in steps[:2]] == [True, False] and bench.draft.prompts == prompts + 1
 
 
 def test_the_clock_is_read_again_when_the_machine_changes() -> None:
@@ -172,20 +149,6 @@ def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
     assert sum(step.drafted > 0 for step in bench.call(100)) < 20
 
 
-def test_a_single_slow_step_decides_nothing() -> None:
-    bench = Bench(TARGET)
-    bench.call(60)
-    calls, forward = count(), bench.draft.extend
-
-    def slow(*args: Any) -> list[Tensor]:
-        bench.clock.now += 50.0 if next(calls) == 20 else 0.0
-        return forward(*args)
-
-    bench.draft.extend = slow  # type: ignore[method-assign]
-    steps = bench.call(200)
-    assert next(calls) > 20 and sum(not step.drafted for step in steps) <= 2  # looks at a plain step
-
-
 def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
     bench = Bench(TARGET)
     policy = BestLength(Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 1.0, 64: 64.0}))
@@ -198,20 +161,17 @@ def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
 
 def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:
     """The steps that shared a forward, in their order."""
-    found: dict[int, list[Step]] = {}
-    for step in (step for steps in rows for step in steps):
-        found.setdefault(step.number, []).append(step)
-    return [found[number] for number in sorted(found)]
+    steps = sorted((step for steps in rows for step in steps), key=lambda step: step.number)
+    return [list(shared) for _, shared in groupby(steps, lambda step: step.number)]
 
 
 def test_rows_share_a_step_and_each_number_of_rows_has_its_plain_time() -> None:
     bench = Bench(TARGET)
-    requests = [Request(prompt, 30 * (i + 1)) for i, prompt in enumerate([[0], [1, 2, 3], [3, 3]])]
+    requests = [Request(prompt, 30 * (i + 1)) for i, prompt in enumerate(PROMPTS[:3])]
     batches = by_number(decode(bench.target, bench.drafter(), requests))
     plain = [len(batch) for batch in batches if not any(step.drafted for step in batch)]
     # Two for the first number and an early look, one for each number that follows; the last may be a row's end.
-    assert plain[:5] == [3, 3, 3, 2, 1]
-    assert len(batches) < 30
+    assert plain[:5] == [3, 3, 3, 2, 1] and len(batches) < 30
 
 
 def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
@@ -226,25 +186,24 @@ def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
 
 
 def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
-    def left(*rows: int) -> int:
+    def paused(steps: int, *rows: int) -> SpeedTracker:
         pace = SpeedTracker(Clock())
-        pace.pause(128)
+        pace.pause(steps)
         for batch in rows:
             pace.begin(batch)
-        return pace.wait
+        return pace
 
-    assert [left(1), left(2), left(16), left(*[16] * 16)] == [64, 96, 124, 92]
+    assert [paused(128, *rows).wait for rows in ([1], [2], [16], [16] * 16)] == [64, 96, 124, 92]
     # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
-    pace = SpeedTracker(Clock())
-    pace.pause(100)
+    pace = paused(100)
     guarded = Guarded(PlainDrafter(), pace)
-    seqs = [Sequence(Request([0], 9), id) for id in range(3)]
-    for seq in seqs:
+    seqs = [Sequence(Request([0], 9), id) for id in range(4)]
+    for seq in seqs[:3]:
         list(guarded.admit(seq, None, 8))
     assert pace.wait == 50  # the first took all that may be taken off
     guarded.drop(seqs[0])
     pace.pause(60)
-    list(guarded.admit(Sequence(Request([0], 9), 7), None, 8))
+    list(guarded.admit(seqs[3], None, 8))
     assert pace.wait == 50
 
 
@@ -399,33 +358,24 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     size = 8
     target = random_table(size, data.draw(st.integers(0, 30)))
     rows, eos = data.draw(st.integers(1, 4)), data.draw(st.integers(0, size))
-    limits = [data.draw(st.integers(1, 25)) for _ in range(rows)]
+    most = data.draw(st.integers(1, 4))
+    asked = [Request(prompt, data.draw(st.integers(1, 25)), eos=frozenset({eos})) for prompt in PROMPTS[:rows]]
 
     def outputs(drafter: Drafter) -> list[tuple[list[int], str | None]]:
-        requests = [
-            Request(prompt, limit, eos=frozenset({eos})) for prompt, limit in zip(PROMPTS[:rows], limits, strict=True)
-        ]
-        found = decode(TableLM(target), drafter, requests, max_rows=most)
+        found = decode(TableLM(target), drafter, asked, max_rows=most)
         return [(tokens_of(steps), steps[-1].finish_reason) for steps in found]
 
-    most = data.draw(st.integers(1, 4))
-    expected = outputs(AR().build(Parts(TableLM(target))))
+    expected = outputs(PlainDrafter())
     draft = TableLM(target + data.draw(st.sampled_from([0.0, 0.4, 2.0])) * random_table(size, 99))
     draw, pauses = (lambda: data.draw(st.booleans())), data.draw(st.booleans())
-    for inner in (
-        Recorder(draft, FixedLength(3)),
-        Recorder(draft, FixedLength(3), True),
-        Lookup(4, 2).build(Parts(draft)),
-    ):
-        assert outputs(Guarded(inner, Scheduled(draw, pauses))) == expected
-        if isinstance(inner, Recorder) and inner.wants_hidden:
-            assert inner.admitted == [0] * rows
-        elif isinstance(inner, Recorder):
-            assert len(inner.admitted) <= rows
-        assert not draft.rows
-    # The real pace, under a clock that jumps.
+    for wants_hidden in (False, True):
+        inner = Recorder(draft, FixedLength(3), wants_hidden)
+        assert outputs(Guarded(inner, Scheduled(draw, pauses))) == expected and not draft.rows
+        assert inner.admitted == [0] * rows if wants_hidden else len(inner.admitted) <= rows
+    assert outputs(Guarded(Lookup(4, 2).build(Parts(draft)), Scheduled(draw, pauses))) == expected
+    # The real pace, under a clock that jumps, backwards as well.
     ticks = random.Random(data.draw(st.integers(0, 99)))
-    pace = SpeedTracker(lambda: ticks.expovariate(1.0))  # which goes backwards as well
+    pace = SpeedTracker(lambda: ticks.expovariate(1.0))
     for _ in range(2):
         assert outputs(Guarded(Recorder(draft, FixedLength(3)), pace)) == expected
 
@@ -443,42 +393,38 @@ def test_only_drafts_that_were_made_are_observed_unless_hidden_states_are_wanted
     assert [any(step.drafted for step in own) for own in batches[:8]] == plan[:8]
 
 
-SAMPLED, DRAFT, SAMPLED_PROMPT = random_table(4, 1, 1.3), random_table(4, 2, 1.3), [0, 1, 2, 3, 2, 1, 0, 1]
-
-
 @pytest.mark.parametrize("method", [SD(3), Lookup(3, 2)])
 def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> None:
-    generator, turns = torch.Generator().manual_seed(0), random.Random(3)
-    outputs = []
+    turns = random.Random(3)
+    pace = Scheduled(lambda: turns.random() < 0.5, False)
     # Many small batches, as all rows of one draft or pause together.
-    for _ in range(100):
-        drafter = method.build(Parts(TableLM(SAMPLED), TableLM(DRAFT)))
-        pace = Scheduled(lambda: turns.random() < 0.5, False)
-        requests = [Request(SAMPLED_PROMPT, 5, Sampler(False), generator=generator)] * 20
-        outputs += [tokens_of(steps)[:3] for steps in decode(TableLM(SAMPLED), Guarded(drafter, pace, pace), requests)]
-    assert p_value(outputs, joint_distribution(SAMPLED, SAMPLED_PROMPT, 3, None)) > 1e-4
+    rows = sampled(lambda: Guarded(method.build(Parts(TableLM(toys.TARGET), TableLM(DRAFT))), pace, pace), 20, 100)
+    assert fit(rows) > 1e-4
 
 
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
-    generator, clock = torch.Generator().manual_seed(0), Clock()
-    pace, models = SpeedTracker(clock), (Ticking(SAMPLED, clock, 1.0), Ticking(DRAFT, clock, 0.35))
-    outputs, drafted = [], []
-    for _ in range(2000):
+    clock = Clock()
+    pace, draft = SpeedTracker(clock), Ticking(DRAFT, clock, 0.35)
+
+    def drafter() -> Guarded:
         pace.wait = min(pace.wait, 3)
-        drafter = Guarded(ChainDrafter(models[1], FixedLength(2)), SpeedTracker(clock), pace)
-        (steps,) = decode(models[0], drafter, [Request(SAMPLED_PROMPT, 5, Sampler(False), generator=generator)])
-        drafted += [step.drafted > 0 for step in steps]
-        outputs.append(tokens_of(steps)[:3])
-    assert 0.1 < sum(drafted) / len(drafted) < 0.9
-    assert p_value(outputs, joint_distribution(SAMPLED, SAMPLED_PROMPT, 3, None)) > 1e-4
+        return Guarded(ChainDrafter(draft, FixedLength(2)), SpeedTracker(clock), pace)
+
+    rows = sampled(drafter, 1, 2000, target=Ticking(toys.TARGET, clock, 1.0))
+    drafted = [step.drafted > 0 for steps in rows for step in steps]
+    assert 0.1 < sum(drafted) / len(drafted) < 0.9 and fit(rows) > 1e-4
 
 
 def test_when_the_guard_is_on() -> None:
+    """Around a drafter, and a hybrid's other one; not around plain decoding."""
     target = tiny("llama")
     for guard in (None, True, False):
-        decoder = forerun.load(target, draft=noisy_copy(target, 0.02), gamma=2, guard=guard)
-        assert isinstance(decoder.engine.drafter, Guarded) == (guard is not False)
+        for method in (SD(2), Hybrid()):
+            drafter = Decoder(target, None, noisy_copy(target, 0.02), method, guard).engine.drafter
+            assert isinstance(drafter, Guarded) == (guard is not False)
+        inner = drafter.drafter if isinstance(drafter, Guarded) else drafter
+        assert isinstance(inner, HybridDrafter) and isinstance(inner.other, Guarded) == (guard is not False)
         assert not isinstance(Decoder(target, method=AR(), guard=guard).engine.drafter, Guarded)
 
 

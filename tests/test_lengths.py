@@ -9,7 +9,7 @@ from math import log, prod, sqrt
 import pytest
 import torch
 from test_engine import Fails
-from toys import BASELINES, TableLM, decode, joint_distribution, p_value, random_table, tiny, tokens_of
+from toys import BASELINES, TableLM, decode, fit, random_table, tiny, tokens_of
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
@@ -27,7 +27,8 @@ from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
-from forerun.methods import AR, SD, Confidence, Cumulative, Method, Parts
+from forerun.methods import SD, Confidence, Cumulative, Method, Parts
+from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import BestLength, ChainDrafter, FixedLength, best_length
 from forerun.methods.stop import LengthPolicy, StopRule
 from forerun.sampling.probabilities import argmax_of
@@ -38,6 +39,7 @@ TARGET = random_table(V, 1, 1.3)
 DRAFT = TARGET + random_table(V, 2, 0.7)
 PROMPTS = [[0], [1, 2, 3], [3, 3], [2, 0, 1, 2, 0, 1, 2], [5], [6, 7]]
 LIMITS = [30, 7, 19, 3, 26, 12]  # rows that end at different times
+ENDS = frozenset({4})
 TOP_P = LogitsProcessorList([hf.TopPLogitsWarper(0.8)])  # leaves scores of -inf
 RULES: dict[str, Method] = {
     "heuristic": Heuristic(3),
@@ -52,16 +54,15 @@ ALL = RULES | ORACLES
 
 def requests(sampler: Sampler, limits: abc.Sequence[int] = LIMITS, **options) -> list[Request]:
     """One of each prompt, each with as much room as its limit says."""
+    sources = [None if sampler.greedy else torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
     return [
-        Request(
-            prompt, limit, sampler, generator=None if sampler.greedy else torch.Generator().manual_seed(i), **options
-        )
-        for i, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
+        Request(prompt, limit, sampler, generator=source, **options)
+        for prompt, limit, source in zip(PROMPTS, limits, sources, strict=True)
     ]
 
 
 def plain(asked: Iterable[Request]) -> list[list[int]]:
-    return [tokens_of(steps) for steps in decode(TableLM(TARGET), AR().build(Parts(TableLM(TARGET))), asked)]
+    return [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), asked)]
 
 
 def known(outputs: dict[tuple[int, ...], list[int]] | None = None) -> Truth:
@@ -102,17 +103,8 @@ class Watched(LengthPolicy):
 
     def __init__(self, policy: LengthPolicy, hasty: bool = True) -> None:
         self.policy, self.hasty = policy, hasty
-        self.seen: list[tuple[int, list[int], int, int]] = []
-
-    @property
-    def drafts(self) -> dict[int, list[tuple[list[int], int, int]]]:
-        return {id: [draft for own, *draft in self.seen if own == id] for id, *_ in self.seen}
-
-    def admit(self, seq: Sequence) -> None:
-        self.policy.admit(seq)
-
-    def drop(self, seq: Sequence) -> None:
-        self.policy.drop(seq)
+        self.admit, self.drop = policy.admit, policy.drop  # type: ignore[method-assign]
+        self.drafts: dict[int, list[tuple[list[int], int, int]]] = {}
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         rule = self.policy.begin(seqs, rows)
@@ -122,7 +114,7 @@ class Watched(LengthPolicy):
         self.policy.observe(seqs, drafts, verdicts)
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             # The sequence has grown by the accepted tokens and one more, or was cut at its end.
-            self.seen.append((seq.id, draft.tokens, verdict.accepted, seq.limit))
+            self.drafts.setdefault(seq.id, []).append((draft.tokens, verdict.accepted, seq.limit))
 
 
 def distributions(text: abc.Sequence[int], drafted: abc.Sequence[int], sampler: Sampler) -> list[torch.Tensor]:
@@ -225,13 +217,11 @@ def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(nam
 def test_rules_keep_the_distribution_in_a_batch_of_different_rows(
     name: str, processors: LogitsProcessorList | None
 ) -> None:
-    copies, length, generator = 700, 2, torch.Generator().manual_seed(3)
-    sampler = Sampler(False, processors)
-    asked = [Request(prompt, 3 + i % 5, sampler, generator=generator) for i, prompt in enumerate(PROMPTS[:3] * copies)]
-    outputs = [tokens_of(steps)[:length] for steps in run(built(RULES[name]), asked)]
+    sampler, generator = Sampler(False, processors), torch.Generator().manual_seed(3)
+    asked = [Request(prompt, 3 + i % 5, sampler, generator=generator) for i, prompt in enumerate(PROMPTS[:3] * 700)]
+    rows = run(built(RULES[name]), asked)
     for start, prompt in enumerate(PROMPTS[:3]):
-        joint = joint_distribution(TARGET, prompt, length, processors)
-        assert p_value(outputs[start::3], joint) > FITS
+        assert fit(rows[start::3], TARGET, prompt, 2, processors) > FITS
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -248,6 +238,14 @@ def test_a_processor_that_raises_while_drafting_ends_its_own_sequence(greedy: bo
 CERTAIN = {"sd": SD(4), "heuristic": Heuristic(3)}
 
 
+def count_rolls(drafter: ChainDrafter) -> list[tuple[int, int]]:
+    """Numbers of rows and of tokens of each call of the draft model, as they come."""
+    calls: list[tuple[int, int]] = []
+    roll = drafter.model.roll
+    drafter.model.roll = lambda *args: calls.append((len(args[0]), args[2])) or roll(*args)  # type: ignore[method-assign]
+    return calls
+
+
 @pytest.mark.parametrize("eos", [frozenset[int](), frozenset({2, 4})])
 @pytest.mark.parametrize("name", CERTAIN)
 def test_tokens_that_are_drafted_in_any_case_are_not_waited_for(name: str, eos: frozenset[int]) -> None:
@@ -256,27 +254,20 @@ def test_tokens_that_are_drafted_in_any_case_are_not_waited_for(name: str, eos: 
     for hasty in (True, False):
         drafter = built(CERTAIN[name])
         drafter.policy = watched = Watched(drafter.policy, hasty)
-        calls, roll = [], drafter.model.roll
-
-        def counted(*args, calls=calls, roll=roll):  # type: ignore[no-untyped-def]
-            calls.append(args[2])
-            return roll(*args)
-
-        drafter.model.roll = counted  # type: ignore[method-assign]
+        calls = count_rolls(drafter)
         rows = decode(TableLM(TARGET), drafter, requests(Sampler(), eos=eos))
         found.append(([tokens_of(steps) for steps in rows], watched.drafts))
-        assert max(calls) > 1 if hasty else set(calls) == {1}
-        forwards.append(sum(calls))
+        counts = [count for _, count in calls]
+        assert max(counts) > 1 if hasty else set(counts) == {1}
+        forwards.append(sum(counts))
     assert found[0] == found[1]
     assert eos or forwards[0] == forwards[1]  # what is after an end token is run in vain
 
 
 def test_greedy_rows_are_hasty_again_when_sampled_ones_have_stopped() -> None:
-    drafter, calls = built(Heuristic(3)), []
-    roll = drafter.model.roll
-    drafter.model.roll = lambda *args: calls.append((len(args[0]), args[2])) or roll(*args)  # type: ignore[method-assign]
-    asked = [Request([0], 40), Request([0], 40, Sampler(False), seed=1)]
-    decode(TableLM(TARGET), drafter, asked)
+    drafter = built(Heuristic(3))
+    calls = count_rolls(drafter)
+    decode(TableLM(TARGET), drafter, [Request([0], 40), Request([0], 40, Sampler(False), seed=1)])
     assert {count for rows, count in calls if rows == 2} == {1}
     assert max(count for rows, count in calls if rows == 1) > 1
 
@@ -302,17 +293,16 @@ def test_oracles_accept_all_that_any_length_could(name: str, eos: frozenset[int]
     rows = run(built(ALL[name]), requests(Sampler(), eos=eos))
     # Drafts that go on to the very end of each sequence.
     longest = run(ChainDrafter(TableLM(DRAFT), FixedLength(99)), requests(Sampler(), eos=eos))
-    assert [[(step.tokens, step.accepted) for step in steps] for steps in rows] == [
-        [(step.tokens, step.accepted) for step in steps] for steps in longest
-    ]
-    assert summarise([step for steps in longest for step in steps], 1.0).tau > 1.5  # so there is something to know
-    if name == "oracle":
-        assert summarise([step for steps in rows for step in steps], 1.0).utilisation == 1.0 and waste(rows) == {0}
-    else:
-        assert waste(rows) == {0, 1}
+    found, most = ([[(step.tokens, step.accepted) for step in steps] for steps in each] for each in (rows, longest))
+    assert found == most and tau(longest) > 1.5  # so there is something to know
+    assert waste(rows) == ({0} if name == "oracle" else {0, 1})
     # No draft runs where nothing will be accepted.
     never = decode(TableLM(TARGET), Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET))), requests(Sampler()))
     assert {(step.drafted, step.draft_forwards) for steps in never for step in steps} == {(0, 0)}
+
+
+def tau(rows: abc.Sequence[abc.Sequence[Step]]) -> float:
+    return summarise([step for steps in rows for step in steps], 1.0).tau
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -323,28 +313,26 @@ def test_the_truth_is_remembered_and_enlarged_where_it_is_too_short(name: str, m
     truth = known()
     find = truth.find
     truth.find = lambda seq: asked.append("target") or find(seq)
-
-    def outputs(limits: abc.Sequence[int], **options) -> tuple[list[list[int]], tuple[int, int], int]:
-        """The output, how often target and draft were asked for it beforehand, and the most rejected tokens."""
-        asked.clear()
-        rows = run(built(ALL[name], truth), requests(Sampler(), limits, **options))
-        return [tokens_of(steps) for steps in rows], (asked.count("target"), asked.count("draft")), max(waste(rows))
-
-    lost, drafts = (0, 1) if name == "oracle" else (1, 0)
-    ends = frozenset({4})
-    ended = plain(requests(Sampler(), [20] * 6, eos=ends))
+    ended, endless, longer = (
+        plain(requests(Sampler(), [new] * 6, eos=eos))
+        for new, eos in ((20, ENDS), (20, frozenset()), (25, frozenset()))
+    )
     short = sum(4 in output for output in ended)
     assert 0 < short < 6
-    assert outputs([20] * 6, eos=ends) == (ended, (6, 6 * drafts), lost)
-    assert truth.outputs == {tuple(prompt): output for prompt, output in zip(PROMPTS, ended, strict=True)}
-    assert outputs([20] * 6, eos=ends) == (ended, (0, 0), lost)
-    assert outputs([9] * 6, eos=ends)[1] == (0, 0)  # less than what is known
-    # Without an end token the rows that it ended are too short; then all are long enough, with one or without.
-    endless = plain(requests(Sampler(), [20] * 6))
-    assert outputs([20] * 6) == (endless, (short, short * drafts), lost)
-    assert outputs([20] * 6, eos=ends) == (ended, (0, 0), lost)
-    longer = plain(requests(Sampler(), [25] * 6))
-    assert outputs([25] * 6) == (longer, (6, 6 * drafts), lost)
+    for new, eos, output, times in (
+        (20, ENDS, ended, 6),
+        (20, ENDS, ended, 0),
+        (9, ENDS, [each[:9] for each in ended], 0),  # less than what is known
+        (20, frozenset(), endless, short),  # the rows that the end token had ended are too short
+        (20, ENDS, ended, 0),
+        (25, frozenset(), longer, 6),
+    ):
+        asked.clear()
+        rows = run(built(ALL[name], truth), requests(Sampler(), [new] * 6, eos=eos))
+        assert [tokens_of(steps) for steps in rows] == output
+        assert asked.count("target") == times and asked.count("draft") == times * (name == "oracle")
+        assert new == 9 or max(waste(rows)) == (name != "oracle")
+    assert truth.outputs == {tuple(prompt): output for prompt, output in zip(PROMPTS, longer, strict=True)}
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -358,8 +346,7 @@ def test_the_truth_is_what_the_processors_make_of_it(name: str) -> None:
     assert expected != list(before.values())
     rows = run(built(ALL[name], truth), requests(penalised))
     assert [tokens_of(steps) for steps in rows] == expected and truth.outputs == before
-    assert max(waste(rows)) == (0 if name == "oracle" else 1)
-    assert summarise([step for steps in rows for step in steps], 1.0).tau > 1.2
+    assert max(waste(rows)) == (name != "oracle") and tau(rows) > 1.2
     # A wrong truth costs time and changes nothing.
     truth = known({tuple(prompt): [0, 1] * 20 for prompt in PROMPTS})
     assert [tokens_of(steps) for steps in run(built(ALL[name], truth), requests(Sampler()))] == list(before.values())

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections import abc
 from functools import cache
 from random import Random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import (
     COSTS,
-    LAYERS,
+    DRAFT,
+    PROMPT,
+    TARGET,
     TableLM,
     decode,
-    joint_distribution,
+    fit,
     noisy_copy,
-    p_value,
+    parts_of,
     random_layer,
     random_table,
+    sampled,
     tiny,
     tokens_of,
 )
@@ -31,17 +32,14 @@ from forerun.engine.draft import Draft, Tree
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.pre_verifier import PreVerifier
-from forerun.methods import AR, Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
+from forerun.methods import Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
+from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import FixedLength
 from forerun.methods.ouroboros import OuroborosDrafter, Window
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.stop import LengthPolicy
 from forerun.sampling.sampler import Sampler
-
-V = 4
-TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
-PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
 
 
 def contents(pool: PhrasePool) -> dict[int, list[tuple[int, ...]]]:
@@ -132,17 +130,14 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     """Batch 1 and 4, with cold pools and warm ones."""
     target = tiny(architecture)
     small = noisy_copy(target, 0.03)
-    name = WAYS[way].name
-    layer = random_layer(target, small, **LAYERS[name]) if name in LAYERS else None
     prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
     plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
-    decoder = Decoder(target, None, small, WAYS[way], guard=False, pre_verifier=layer, costs=COSTS)
+    decoder = Decoder(target, None, small, WAYS[way], False, **parts_of(WAYS[way].name, target, small))
     for _ in range(2):
         done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
-        one = decoder.generate(prompts[2], max_new_tokens=24, ignore_eos=True)
-        assert one.tokens == plain[2].tokens
+        assert decoder.generate(prompts[2], max_new_tokens=24, ignore_eos=True).tokens == plain[2].tokens
     (pool,) = decoder.pools.values()
     assert len(pool) > 20
 
@@ -167,29 +162,22 @@ class Seen(OuroborosDrafter):
         return super()._grow_by_phrases(chains)
 
 
-def seen(requests: abc.Sequence[Request], rows: int = 2, **options) -> tuple[Seen, list[list[int]]]:
-    made = drafter(pacer=True, kind=Seen, rows=rows)
-    return made, [tokens_of(steps) for steps in decode(TableLM(TARGET), made, requests, **options)]
-
-
 def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
     """Which is decided at each step; sampled and seeded rows go by phrases always."""
     sampler = Sampler(False)
-    requests = [
-        *(Request(PROMPT, new) for new in (9, 18, 30)),
-        Request(PROMPT, 40, sampler, seed=1),
-        Request(PROMPT, 40, sampler),
-    ]
-    made, outputs = seen(requests)
+    requests = [Request(PROMPT, new) for new in (9, 18, 30)]
+    requests += [Request(PROMPT, 40, sampler, seed=1), Request(PROMPT, 40, sampler)]
+    made = drafter(pacer=True, kind=Seen, rows=2)
+    outputs = [tokens_of(steps) for steps in decode(TableLM(TARGET), made, requests)]
     assert made.steps[0] == (["sampled"] * 2, ["greedy"] * 3)
     for by_phrases, in_step in made.steps:
         assert "greedy" not in by_phrases or (not in_step and by_phrases.count("greedy") <= 2)
         assert set(in_step) <= {"greedy"} and len(in_step) != 2
     assert {by_phrases.count("greedy") for by_phrases, _ in made.steps} == {0, 1, 2}
-    plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), AR().build(Parts(TableLM(TARGET))), requests[:3])]
-    assert outputs[:3] == plain
-    # What a seeded row drafts and says is what it is alone.
-    assert outputs[3] == seen(requests[3:4])[1][0]
+    # Greedy rows say what the target says, and a seeded row what it says alone.
+    plain = decode(TableLM(TARGET), PlainDrafter(), requests[:3])
+    alone = decode(TableLM(TARGET), drafter(pacer=True, rows=2), requests[3:4])
+    assert outputs[:4] == [tokens_of(steps) for steps in (*plain, *alone)]
     assert not made.rows and not made.policy.past and not made.model.rows
 
 
@@ -236,38 +224,28 @@ def drafter(
     policy: LengthPolicy = FixedLength(made.get("gamma", 5))
     if pacer:
         policy = PacerStop(small_layer(), 2, 7, costs=lambda mode, rows: COSTS)
-    return kind(chosen, TableLM(DRAFT), policy, V, pool)  # type: ignore[arg-type]
+    return kind(chosen, TableLM(DRAFT), policy, len(DRAFT), pool)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pacer", [False, True])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_sampling_follows_the_targets_distribution(batch: int, pacer: bool) -> None:
-    generator, outcomes, drafted = torch.Generator().manual_seed(0), [], 0
-    for _ in range(2000 // batch):
-        requests = [Request(PROMPT, 5, Sampler(False), generator=generator)] * batch
-        rows = decode(TableLM(TARGET), drafter(pacer=pacer), requests)
-        drafted += sum(step.drafted for steps in rows for step in steps)
-        outcomes += [tokens_of(steps)[:3] for steps in rows]
-    assert p_value(outcomes, joint_distribution(TARGET, PROMPT, 3, None)) > 1e-4
-    assert drafted > len(outcomes)
+    rows = sampled(lambda: drafter(pacer=pacer), batch, 2000 // batch)
+    assert fit(rows) > 1e-4
+    assert sum(step.drafted for steps in rows for step in steps) > len(rows)
 
 
 def test_sampled_sequences_have_pools_of_their_own() -> None:
-    pool = PhrasePool(2, 3)
-    for made in (drafter(pool=pool), LookaheadDrafter(2, 3, 2, pool)):
-        (first,) = decode(TableLM(TARGET), made, [Request(PROMPT, 12, Sampler(False), seed=3)])
+    asked = [Request(PROMPT, 12, Sampler(False), seed=3)]
+    for kind in (drafter, lambda pool: LookaheadDrafter(2, 3, 2, pool)):
+        pool = PhrasePool(2, 3)
+        made = kind(pool=pool)
+        (first,) = decode(TableLM(TARGET), made, asked)
         assert not len(pool)
         decode(TableLM(TARGET), made, [Request(PROMPT, 20)])
         assert len(pool) > 5
-        (again,) = decode(TableLM(TARGET), made, [Request(PROMPT, 12, Sampler(False), seed=3)])
+        (again,) = decode(TableLM(TARGET), made, asked)
         assert tokens_of(first) == tokens_of(again) and not made.rows
-        pool._phrases.clear()
-
-
-def draft_text(new: int) -> list[int]:
-    """What the draft would say after the token 0, the token included."""
-    (steps,) = decode(TableLM(DRAFT), AR().build(Parts(TableLM(DRAFT))), [Request([0], new)])
-    return [0, *tokens_of(steps)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -276,8 +254,8 @@ def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> No
     made = drafter(window=0, guesses=0, suffixes=1, gamma=2)
     seq = Sequence(Request([0], 2 + count + 1))
     list(made.admit(seq, None, 8))
-    end = draft_text(2)[-1]
-    made.rows[0].pool.add(end, (1, 3))
+    (steps,) = decode(TableLM(DRAFT), PlainDrafter(), [Request([0], 2)])  # what the draft will say
+    made.rows[0].pool.add(tokens_of(steps)[-1], (1, 3))
     draft = made.propose([seq]).drafts[0]
     assert draft.tokens[3:] == [1, 3][:count] and max(draft.depths) == 2 + min(2, count)
     made.drop(seq)
@@ -322,18 +300,17 @@ def test_the_targets_verdict_becomes_phrases() -> None:
 def test_tokens_that_the_draft_lacks() -> None:
     """Phrases with such are not for it, after the chain they may be."""
     target, draft = random_table(6, 3, 1.3), random_table(4, 4, 1.3)
-    generator, outcomes, wild = torch.Generator().manual_seed(0), [], False
-    for _ in range(1500):
+    pools = []
+
+    def lacking() -> OuroborosDrafter:
         made = drafter(window=0)
-        made.model, made.vocab_size = TableLM(draft), 6  # type: ignore[assignment]
-        engine, tokens = Engine(TableLM(target), made), []
-        engine.add(Request(PROMPT, 6, Sampler(False), generator=generator))
-        while engine.busy:
-            for row in made.rows.values():
-                wild = wild or any(max(phrase) > 3 for key in range(6) for phrase in row.pool.get(key))
-            tokens += [token for step in engine.step() for token in step.tokens]
-        outcomes.append(tokens[:3])
-    assert wild and p_value(outcomes, joint_distribution(target, PROMPT, 3, None)) > 1e-4
+        made.model, made.vocab_size, drop = TableLM(draft), 6, made.drop  # type: ignore[assignment]
+        made.drop = lambda seq: pools.append(made.rows[seq.id].pool) or drop(seq)  # type: ignore[method-assign]
+        return made
+
+    rows = sampled(lacking, 1, 1500, target=TableLM(target))
+    assert any(max(phrase) > 3 for pool in pools for key in range(6) for phrase in pool.get(key))
+    assert fit(rows, target) > 1e-4
 
 
 def test_phrases_outlive_the_call_where_they_may() -> None:

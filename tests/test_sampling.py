@@ -57,8 +57,7 @@ class Grown:
         self.tokens.append(token)
         self.parents.append(parent)
         self.paths.append((*self.paths[parent], token))
-        if q is not None:
-            self.q.append(q)
+        self.q += [] if q is None else [q]
         return len(self.tokens) - 1
 
     def sample_children(self, rng: np.random.Generator, parent: int, count: int, tell: str = "truth") -> list[int]:
@@ -68,13 +67,12 @@ class Grown:
         "nothing", which makes it a point mass.
         """
         first = distribution(Q, self.paths[parent])
-        left, nodes = first.copy(), []
+        left, nodes = first, []
         for _ in range(count):
             left = left / left.sum()
             token = pick(rng, left)
             nodes.append(self.add(parent, token, {"truth": left, "first": first, "nothing": None}[tell]))
-            left = left.copy()
-            left[token] = 0.0
+            left = np.where(np.arange(V) == token, 0.0, left)
         return nodes
 
     def draft(self) -> Draft:
@@ -127,9 +125,9 @@ DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
 }
 
 
-def fit(make: Callable[[np.random.Generator], Draft], seed: int = 0, trials: int = TRIALS) -> float:
+def fit(make: Callable[[np.random.Generator], Draft], trials: int = TRIALS) -> float:
     """p-value of the joint distribution of the first three tokens; where a draft gives fewer, the target goes on."""
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     outcomes = []
     for _ in range(trials):
         draft = make(rng)
@@ -199,9 +197,7 @@ def test_numbers_are_gathered_as_they_are_read(seed: int) -> None:
     q = torch.rand(min(seed % 3, draft.drafted), V, generator=maker).softmax(-1)
     draft = replace(draft, q=q if len(q) else None)
     p = torch.rand(len(draft), V, generator=maker).softmax(-1)
-    read, gathered = (
-        each(draft, p, torch.Generator().manual_seed(seed)) for each in (acceptance._read, acceptance._gathered)
-    )
+    read, gathered = (each(draft, p, maker.manual_seed(seed)) for each in (acceptance._read, acceptance._gathered))
     assert read == gathered
 
 
@@ -321,12 +317,9 @@ def test_a_sampler_of_parameters_is_transformers_own(options: dict[str, Any], ow
     sampler = Sampler.of(params, 3, lm.vocab_size, own)
     kept = {name: options[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty") if name in options}
     config = GenerationConfig(do_sample=params.temperature > 0, top_k=params.top_k, pad_token_id=0, **kept)
-    extra: list[LogitsProcessor] = []
-    if params.presence_penalty:
-        extra.append(Penalties(params.presence_penalty, params.frequency_penalty, 3))
-    if params.logit_bias:
-        extra.append(LogitBias(params.logit_bias))
-    theirs = lm.processors(config, 3, LogitsProcessorList([*extra, *own]))
+    penalties = [Penalties(params.presence_penalty, params.frequency_penalty, 3)] if params.presence_penalty else []
+    biases = [LogitBias(params.logit_bias)] if params.logit_bias else []
+    theirs = lm.processors(config, 3, LogitsProcessorList([*penalties, *biases, *own]))
     found = [hf.TopPLogitsWarper if type(each) is QuickTopP else type(each) for each in sampler.processors or ()]
     assert found == [type(each) for each in theirs] and sampler.greedy == (not params.temperature)
     logits = 4 * torch.randn(2, lm.vocab_size, generator=torch.Generator().manual_seed(0))
@@ -355,25 +348,23 @@ def test_scores_of_a_tree_equal_those_of_its_nodes_one_by_one(names: list[str]) 
         draft = random_tree(size, 6, generator)
         prompt = torch.randint(6, (6,), generator=generator).tolist()
         logits = torch.randn(len(draft), 6, generator=generator)
-
-        def prefix(node: int, prompt: list[int] = prompt, draft: Draft = draft) -> list[int]:
-            return prompt + [draft.tokens[i] for i in draft.path(node)]
-
+        prefixes = [prompt + [draft.tokens[i] for i in draft.path(node)] for node in range(len(draft))]
         before = logits.clone()
-        scores = Sampler(False, processors).scores(logits, prefix)
+        scores = Sampler(False, processors).scores(logits, prefixes.__getitem__)
         assert logits.equal(before)
-        alone = [processors(torch.tensor([prefix(i)]), logits[i : i + 1].clone())[0] for i in range(len(draft))]
+        alone = [processors(torch.tensor([own]), logits[i : i + 1].clone())[0] for i, own in enumerate(prefixes)]
         assert scores.equal(torch.stack(alone))
     # The last tree must be one in which the prefix matters: reading the root's for all gives something else.
-    assert not Sampler(False, processors).scores(logits, lambda _: prefix(0)).equal(scores)
+    assert not Sampler(False, processors).scores(logits, lambda _: prefixes[0]).equal(scores)
 
 
 def test_next_tokens() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [-torch.inf, 0.0, -torch.inf]])
-    tokens, scores, distributions = next_tokens([Sampler(True)] * 2, logits, lambda _: [0], [None, None])
-    assert tokens == [1, 1] and scores.equal(logits) and distributions is None
-    tokens, _, distributions = next_tokens([Sampler(True), Sampler(False)], logits, lambda _: [0], [None, None])
-    assert tokens == [1, 1] and distributions is not None and distributions[1].tolist() == [0.0, 1.0, 0.0]
+    for last, probabilities in ((True, None), (False, [0.0, 1.0, 0.0])):
+        samplers = [Sampler(True), Sampler(last)]
+        tokens, scores, distributions = next_tokens(samplers, logits, lambda _: [0], [None, None])
+        assert tokens == [1, 1] and scores.equal(logits)
+        assert (None if distributions is None else distributions[1].tolist()) == probabilities
 
 
 @pytest.mark.parametrize("names", [[], ["warm"], ["warm", "ngram"], ["repetition"]])
@@ -384,17 +375,18 @@ def test_rows_chosen_together_are_chosen_as_alone(names: list[str]) -> None:
     prefixes = [[1, 2, 1], [3], [0, 0, 0, 0], [5, 4], [2, 1, 2]]
     shared = Sampler(False, processors)
     for samplers in ([shared] * 5, [Sampler(row % 2 == 0, processors) for row in range(5)]):
-        generators = [torch.Generator().manual_seed(row) for row in range(5)]
-        tokens, scores, distributions = next_tokens(samplers, logits, lambda row: prefixes[row], generators)
-        for row, sampler in enumerate(samplers):
-            alone = next_tokens(
-                [sampler],
-                logits[row : row + 1],
-                lambda _, row=row: prefixes[row],  # type: ignore[misc]
-                [torch.Generator().manual_seed(row)],
-            )
-            assert alone[0] == [tokens[row]] and alone[1].equal(scores[row : row + 1])
-            assert distributions is not None and (alone[2] is None or alone[2].equal(distributions[row : row + 1]))
+
+        def choose(rows: range, samplers: list[Sampler] = samplers) -> tuple[list[int], Tensor, Tensor | None]:
+            generators = [torch.Generator().manual_seed(row) for row in rows]
+            own = [samplers[row] for row in rows]
+            return next_tokens(own, logits[rows.start : rows.stop], lambda at: prefixes[rows[at]], generators)
+
+        tokens, scores, distributions = choose(range(5))
+        assert distributions is not None
+        for row in range(5):
+            token, own, distribution = choose(range(row, row + 1))
+            assert token == [tokens[row]] and own.equal(scores[row : row + 1])
+            assert distribution is None or distribution.equal(distributions[row : row + 1])
 
 
 @pytest.mark.parametrize("source", [None, SeededStream(0).at(0)], ids=["torch", "seeded"])

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
-from test_decode import DRAFT as OTHER
-from test_decode import DRAFTERS, NEW, PROCESSORS, PROMPT, TARGET
-from toys import TableLM, decode, joint_distribution, noisy_copy, p_value, random_table, tiny, tokens_of
+from test_decode import DRAFTERS, PROCESSORS
+from toys import DRAFT, PROMPT, TARGET, TableLM, decode, fit, noisy_copy, random_table, tiny, tokens_of
 
 from forerun import Decoder
 from forerun.engine.sequence import Request, Sequence
@@ -79,21 +78,20 @@ def test_positions_streams_and_seeds_are_independent() -> None:
 
 
 def asked(rows: int, processors: str, seed: int = 5) -> list[Request]:
-    return [Request(PROMPT, NEW, Sampler(False, PROCESSORS[processors]), seed=seed, stream=row) for row in range(rows)]
+    return [Request(PROMPT, 5, Sampler(False, PROCESSORS[processors]), seed=seed, stream=row) for row in range(rows)]
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_output_follows_the_targets_distribution(processors: str) -> None:
     rows = decode(TableLM(TARGET), PlainDrafter(), asked(3000, processors))
-    joint = joint_distribution(TARGET, PROMPT, 3, PROCESSORS[processors])
-    assert p_value([tokens_of(row)[:3] for row in rows], joint) > 1e-4
+    assert fit(rows, processors=PROCESSORS[processors]) > 1e-4
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "ar"])
 def test_every_method_gives_the_tokens_of_plain_decoding(drafter: str, processors: str) -> None:
     plain = decode(TableLM(TARGET), PlainDrafter(), asked(150, processors))
-    rows = decode(TableLM(TARGET), DRAFTERS[drafter](TableLM(OTHER)), asked(150, processors))
+    rows = decode(TableLM(TARGET), DRAFTERS[drafter](TableLM(DRAFT)), asked(150, processors))
     assert [tokens_of(row) for row in rows] == [tokens_of(row) for row in plain]
     steps = [step for row in rows for step in row]
     assert sum(step.drafted for step in steps) > 0

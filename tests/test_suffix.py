@@ -10,24 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import (
-    LAYERS,
-    TableLM,
-    decode,
-    joint_distribution,
-    noisy_copy,
-    p_value,
-    random_head,
-    random_layer,
-    random_table,
-    tiny,
-    tokens_of,
-)
+from toys import DRAFT, LAYERS, TARGET, TableLM, fit, noisy_copy, random_head, random_layer, sampled, tiny
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
 from forerun.engine.acceptance import Verdict
-from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter
@@ -41,9 +28,6 @@ from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Constraint, Sampler
 
-V = 4
-TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
-PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 
 
@@ -107,14 +91,8 @@ def test_stretches_are_counted_until_their_texts_are_taken_out(kept: list[list[i
     assert automaton.follows[0] == {} and len(automaton._free) == len(automaton.links) - 1
 
 
-@given(st.lists(texts, max_size=5), texts)
-def test_the_longest_suffix_is_matched(kept: list[list[int]], text: list[int]) -> None:
-    state, length = grown(kept).match(text)
-    assert length == Brute(kept).match(text) and (state == 0) == (length == 0)
-
-
-@given(texts, st.integers(1, 30))
-def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int], begin: int) -> None:
+@given(texts)
+def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int]) -> None:
     automaton, last = Automaton(), 0
     for token in text:
         last = automaton.extend(last, token)
@@ -124,7 +102,7 @@ def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int], b
 
 
 @given(
-    st.lists(texts, min_size=1, max_size=5),
+    st.lists(texts, max_size=5),
     texts,
     st.integers(1, 9),
     st.integers(1, 6),
@@ -137,6 +115,7 @@ def test_drafts_follow_the_counts(
 ) -> None:
     automaton, brute = grown(kept), Brute(kept)
     state, length = automaton.match(text)
+    assert length == brute.match(text) and (state == 0) == (length == 0)
     tokens, parents, probabilities = automaton.grow(state, nodes, depth, least, width, ends)
     assert len(tokens) == len(parents) == len(probabilities) <= nodes
     paths: list[tuple[int, ...]] = [tuple(text[len(text) - length :])]
@@ -233,17 +212,6 @@ def test_what_limits_a_draft() -> None:
     assert proposed(text, least=0.4) == [] and proposed(text, least=0.3) == [3, 8, 5]
 
 
-def test_a_tree_where_counts_split() -> None:
-    drafter = SuffixDrafter(Suffix(offset=4.0, width=2, least=0.1))
-    (draft,) = drafter.propose([begun(drafter, [5, 1, 6, 5, 2, 7, 5, 1, 8, 5])]).drafts
-    assert paths(draft) == {(1,), (2,), (2, 7), (1, 8), (1, 6)} and set(draft.origins[1:]) == {"lookup"}
-    assert drafter.spread == 16 and SuffixDrafter(Suffix()).spread == 0
-
-
-def paths(draft: Draft) -> set[tuple[int, ...]]:
-    return {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))}
-
-
 class Only(Constraint):
     """Allows tokens below 7."""
 
@@ -254,11 +222,21 @@ class Only(Constraint):
         return next((at for at, token in enumerate(chain) if token > 6), len(chain))
 
 
-@pytest.mark.parametrize(("width", "drafted"), [(1, {(1,)}), (2, {(1,), (2,), (1, 6)})])
-def test_a_grammar_cuts_what_it_forbids(width: int, drafted: set[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    ("width", "processors", "drafted"),
+    [
+        (2, None, {(1,), (2,), (2, 7), (1, 8), (1, 6)}),
+        (1, LogitsProcessorList([Only()]), {(1,)}),
+        (2, LogitsProcessorList([Only()]), {(1,), (2,), (1, 6)}),
+    ],
+)
+def test_a_tree_where_counts_split_which_a_grammar_cuts(
+    width: int, processors: LogitsProcessorList | None, drafted: set[tuple[int, ...]]
+) -> None:
     drafter = SuffixDrafter(Suffix(offset=4.0, width=width, least=0.1))
-    seq = begun(drafter, [5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, LogitsProcessorList([Only()])))
-    assert paths(drafter.propose([seq]).drafts[0]) == drafted
+    (draft,) = drafter.propose([begun(drafter, [5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, processors))]).drafts
+    assert {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))} == drafted
+    assert set(draft.origins[1:]) == {"lookup"} and drafter.spread == (16 if width == 2 else 0)
 
 
 @given(texts, st.integers(1, 20))
@@ -332,10 +310,9 @@ def test_the_least_recently_used_texts_are_forgotten(puts: list[tuple[list[int],
             kept = memory.texts
             assert sorted(kept) == sorted(before)
             if kept != before:  # a text that has the stretch has moved to the end
-                stretch = tuple(text[:2])[-length:]
-                own = kept[-1]
-                assert before == kept or (before.remove(own), kept[:-1] == before)[1]
-                assert any(own[i : i + length] == stretch for i in range(len(own)))
+                before.remove(kept[-1])
+                assert kept[:-1] == before
+                assert any(kept[-1][i : i + length] == tuple(text[:2])[-length:] for i in range(len(kept[-1])))
         assert memory.texts == kept and len(memory) == sum(map(len, kept)) <= most
     check(memory.automaton, kept, [text for text, _ in puts])
 
@@ -371,29 +348,25 @@ def test_sampling_follows_the_targets_distribution(width: int) -> None:
     memory = SuffixMemory(500)
     suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, width=width, least=0.1), memory)
     made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0)
-    generator, outcomes, origins = torch.Generator().manual_seed(0), [], Counter[str]()
-    for _ in range(20):
-        rows = decode(TableLM(TARGET), made, [Request(PROMPT, 5, Sampler(False), generator=generator)] * 50)
-        origins.update(origin for steps in rows for step in steps for origin in step.origins)
-        outcomes += [tokens_of(steps)[:3] for steps in rows]
-    assert p_value(outcomes, joint_distribution(TARGET, PROMPT, 3, None)) > 1e-4
+    rows = sampled(lambda: made, 50, 20)
+    origins = Counter(origin for steps in rows for step in steps for origin in step.origins)
+    assert fit(rows) > 1e-4
     assert len(memory) > 400 and min(origins["lookup"], origins["draft"]) > 200
-
-
-def forwards(decoder: Decoder, prompts=PROMPTS, **options) -> int:
-    rows = decoder.generate(prompts, max_new_tokens=40, ignore_eos=True, **options)
-    return sum(row.stats.target_forwards for row in rows)
 
 
 def test_the_text_and_the_memory_both_save_forwards() -> None:
     target = tiny("llama")
     plain, cold, warm = (Decoder(target, method=each, guard=False) for each in (AR(), Suffix(warm=False), Suffix()))
+
+    def forwards(decoder: Decoder) -> int:
+        return sum(row.stats.target_forwards for row in decoder.generate(PROMPTS, max_new_tokens=40, ignore_eos=True))
+
     assert forwards(cold) == forwards(cold) < forwards(plain)
     first, second = forwards(warm), forwards(warm)
     assert first <= forwards(cold) and second < first / 2 and not cold.pools
     # It does not change what is sampled with a seed.
-    seeded = [warm.generate(PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=3).tokens for _ in range(2)]
-    assert seeded[0] == seeded[1] == cold.generate(PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=3).tokens
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3}
+    assert len({tuple(each.generate(PROMPTS[0], **options).tokens) for each in (warm, warm, cold)}) == 1
 
 
 def test_auto_is_what_the_decoder_has() -> None:
@@ -440,29 +413,23 @@ class Fixed(PlainDrafter):
         assert (hidden is not None) == self.wants_hidden
 
 
+def beside(other: Drafter) -> HybridDrafter:
+    return HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 3.0)
+
+
 @pytest.mark.parametrize("wants_hidden", [False, True])
 def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: bool) -> None:
-    other = Fixed(wants_hidden)
-    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 3.0)
-    engine = Engine(CausalLM(tiny("llama")), made)
-    repeats, fresh = [3, 4, 5, 6, 7, 3, 4, 5], [21]
-    ids = [engine.add(Request(prompt, 8)) for prompt in (repeats, fresh)]
+    """And its guard judges only steps of its own."""
+    other, pace, judged = Fixed(wants_hidden), SpeedTracker(), list[int]()
+    pace.record = lambda rows, *rest: judged.append(rows)  # type: ignore[method-assign]
+    for inner in (other, Guarded(Fixed(wants_hidden), pace)):
+        engine = Engine(CausalLM(tiny("llama")), beside(inner))
+        ids = [engine.add(Request(prompt, 8)) for prompt in ([3, 4, 5, 6, 7, 3, 4, 5], [21])]
+        engine.step()
+    assert other.asked[0] == ids[1:] and other.seen[0] == (ids if wants_hidden else ids[1:]) and not judged
+    engine.abort(ids[0])
     engine.step()
-    assert other.asked[0] == ids[1:] and other.seen[0] == (ids if wants_hidden else ids[1:])
-
-
-def test_the_others_guard_judges_only_steps_of_its_own() -> None:
-    seen: list[int] = []
-    pace = SpeedTracker()
-    pace.record = lambda rows, *rest: seen.append(rows)  # type: ignore[method-assign]
-    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), Guarded(Fixed(), pace), 3.0)
-    engine = Engine(CausalLM(tiny("llama")), made)
-    first, _ = engine.add(Request([3, 4, 5, 6, 7, 3, 4, 5], 8)), engine.add(Request([21], 8))
-    engine.step()
-    assert not seen
-    engine.abort(first)
-    engine.step()
-    assert seen == [1]
+    assert judged == [1]
 
 
 def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
@@ -470,7 +437,7 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     pace = SpeedTracker()
     guarded = Guarded(Fixed(), pace)
     for other, wanted in ((Fixed(), [[4, 5]]), (guarded, [[]] * 2)):  # it looks at two plain steps first
-        made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 3.0)
+        made = beside(other)
         seq = begun(made, [3, 4, 5, 6, 7, 8, 2, 3])
         for tokens in wanted:
             (draft,) = made.propose([seq]).drafts
@@ -485,15 +452,6 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     assert len(pace._plain[1]) == 2  # such steps say nothing of plain ones
     (draft,) = made.propose([seq]).drafts
     assert guarded._asked == {seq.id} and draft.tokens[1:] == [4]
-
-
-def test_a_decoders_guard_is_there_for_both_or_not_at_all() -> None:
-    target = tiny("llama")
-    for guard, kind in ((None, Guarded), (False, HybridDrafter)):
-        drafter = Decoder(target, None, noisy_copy(target, 0.03), Hybrid(), guard).engine.drafter
-        assert type(drafter) is kind
-        inner = drafter.drafter if isinstance(drafter, Guarded) else drafter
-        assert isinstance(inner, HybridDrafter) and isinstance(inner.other, Guarded) == (guard is None)
 
 
 @pytest.mark.parametrize("gamma", [1, 3])

@@ -412,12 +412,16 @@ PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # of their tokens, with a few n-grams to look
 
 
 def sampled(
-    make: Callable[[], Drafter], batch: int, batches: int, processors: LogitsProcessorList | None = None
+    make: Callable[[], Drafter],
+    batch: int,
+    batches: int,
+    processors: LogitsProcessorList | None = None,
+    target: TableLM | None = None,
 ) -> list[list[Step]]:
     """The steps of many sampled requests of PROMPT, in batches that have a drafter each."""
-    sampler, generator = Sampler(False, processors), torch.Generator().manual_seed(0)
-    asked = [Request(PROMPT, 5, sampler, generator=generator)] * batch
-    return [steps for _ in range(batches) for steps in decode(TableLM(TARGET), make(), asked)]
+    asked = Request(PROMPT, 5, Sampler(False, processors), generator=torch.Generator().manual_seed(0))
+    target = target or TableLM(TARGET)
+    return [steps for _ in range(batches) for steps in decode(target, make(), [asked] * batch)]
 
 
 def fit(
