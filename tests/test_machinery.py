@@ -24,6 +24,7 @@ from forerun.bench.records import total
 from forerun.engine.costs import Costs
 from forerun.engine.stats import Stats
 from forerun.methods import AR, Eagle, Lyanna, Ouroboros, Pacer, PacerLyanna, PacerOuroboros
+from forerun.methods import method as find_method
 from forerun.model.causal_lm import CausalLM
 from forerun.train.head import measure
 from forerun.train.labels import label
@@ -71,17 +72,11 @@ def test_states_follow_from_states() -> None:
 @pytest.mark.parametrize("width", [1, 2])
 def test_token_information_tells_what_states_cannot(width: int) -> None:
     """All states are alike: only the token before tells the next one, at every place the token drafted there."""
-    target = model(cycle(range(TURN)))
-    blank = head(target, states={VOCAB: VOCAB}, tokens=dict.fromkeys(range(TURN), VOCAB))
-    told = head(
-        target,
-        states={VOCAB: VOCAB},
-        tokens=dict.fromkeys(range(TURN), VOCAB),
-        information=cycle(range(TURN)),
-    )
-    method = Lyanna(depth=6, width=width, nodes=16, reuse="off")
+    target, method = model(cycle(range(TURN))), Lyanna(depth=6, width=width, nodes=16, reuse="off")
+    alike: dict[str, Any] = {"states": {VOCAB: VOCAB}, "tokens": dict.fromkeys(range(TURN), VOCAB)}
+    told = head(target, information=cycle(range(TURN)), **alike)
     assert run(target, method, head=told).stats.acceptance_by_position == (1.0,) * 6
-    assert run(target, method, head=blank).stats.tau < 1.5
+    assert run(target, method, head=head(target, **alike)).stats.tau < 1.5
 
 
 def surprised(**settings: Any) -> tuple[PreTrainedModel, Any]:
@@ -92,13 +87,9 @@ def surprised(**settings: Any) -> tuple[PreTrainedModel, Any]:
     rows = {unforeseen: WRONG, blind: {WRONG: 0.01}}
     target = model(cycle(range(TURN)) | {state_after[i]: (i + 1) % TURN for i in range(TURN)} | rows)
     states = {state_after[i]: state_after[(i + 1) % TURN] for i in range(TURN)}
-    tokens = dict(enumerate(state_after))
-    return target, head(
-        target,
-        states=states | {state_after[2]: unforeseen, unforeseen: state_after[4], blind: blind},
-        tokens=tokens | {3: unforeseen, 4: blind},
-        **settings,
-    )
+    states |= {state_after[2]: unforeseen, unforeseen: state_after[4], blind: blind}
+    tokens = dict(enumerate(state_after)) | {3: unforeseen, 4: blind}
+    return target, head(target, states=states, tokens=tokens, **settings)
 
 
 def left_over(done: Completion, prompt: Sequence[int], depth: int) -> list[tuple[int, Any]]:
@@ -114,26 +105,27 @@ def left_over(done: Completion, prompt: Sequence[int], depth: int) -> list[tuple
     return found
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("reuse", ["add", "both"])
-def test_old_logits_stand_in_for_blind_ones(reuse: str, width: int) -> None:
+@pytest.mark.parametrize(
+    ("reuse", "width", "weight"),
+    [*[(reuse, width, 0.6) for reuse in ("add", "both") for width in (1, 2)], ("add", 1, 0.01)],
+)
+def test_old_logits_stand_in_for_blind_ones(reuse: str, width: int, weight: float) -> None:
     """Added to logits that say nothing of use, or as branches beside these, the logits of the step before are right as
-    far as they go."""
+    far as they go, unless their weight is too little to matter."""
     target, made = surprised()
     settings: dict[str, Any] = {"depth": 8, "width": width, "nodes": 16}
     off = run(target, Lyanna(**settings, reuse="off"), head=made)
     assert "reused" not in off.origins
     assert all(step.accepted == 0 for _, step in left_over(off, [0], 8))
-    for weight in (0.6, 0.01) if (reuse, width) == ("add", 1) else (0.6,):
-        done = run(target, Lyanna(**settings, reuse=reuse, weight=weight), head=made)
-        after = left_over(done, [0], 8)
-        assert max(left for left, _ in after) > 3 and len(after) > 5
-        if weight == 0.01:  # too little to matter
-            assert all(step.accepted == 0 for _, step in after)
-            continue
-        assert all(step.accepted == left for left, step in after)
-        assert all(step.origins[:-1] == ("reused",) * left for left, step in after)
-        assert done.stats.tau > 1.15 * off.stats.tau
+    done = run(target, Lyanna(**settings, reuse=reuse, weight=weight), head=made)
+    after = left_over(done, [0], 8)
+    assert max(left for left, _ in after) > 3 and len(after) > 5
+    if weight == 0.01:
+        assert all(step.accepted == 0 for _, step in after)
+        return
+    assert all(step.accepted == left for left, step in after)
+    assert all(step.origins[:-1] == ("reused",) * left for left, step in after)
+    assert done.stats.tau > 1.15 * off.stats.tau
 
 
 def test_old_logits_by_themselves() -> None:
@@ -210,23 +202,11 @@ def test_a_beam_goes_on_from_its_own_parent() -> None:
     """Of two beams the second goes on better and becomes the first. Both have the same token; what comes next is in
     the state of its parent alone."""
     root, second, token, last, first, other = 0, 1, 2, 3, 4, 5
-    forks, behind_first, behind_second, right, wrong = (VOCAB + i for i in range(5))
-    target = model(
-        cycle([root, second, token, last])
-        | {
-            forks: {first: 0.6, second: 0.4},
-            behind_first: {token: 0.55, other: 0.45},
-            behind_second: {token: 0.99},
-            right: last,
-            wrong: WRONG,
-        }
-    )
-    made = head(
-        target,
-        "eagle",
-        states={last: forks, behind_first: wrong, behind_second: right},
-        tokens={first: behind_first, second: behind_second},
-    )
+    forks, after_first, after_second, right, wrong = (VOCAB + i for i in range(5))
+    rows = {forks: {first: 0.6, second: 0.4}, after_first: {token: 0.55, other: 0.45}, after_second: {token: 0.99}}
+    target = model(cycle([root, second, token, last]) | rows | {right: last, wrong: WRONG})
+    states = {last: forks, after_first: wrong, after_second: right}
+    made = head(target, "eagle", states=states, tokens={first: after_first, second: after_second})
     prompt = [root, second, token, last, root]
     done = run(target, Eagle(depth=3, width=2, nodes=6), prompt, head=made)
     assert all(step.accepted == 3 for _, step in rooted(done, prompt))
@@ -238,17 +218,11 @@ def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
     token that was accepted, and no token tells the head anything."""
     told = {i: {(i + 1) % TURN: 0.4, (i + 1) % TURN + TURN: 0.6} for i in range(TURN)}
     target = model(cycle(range(TURN)) | {VOCAB + i: row for i, row in told.items()})
-    states = {i: VOCAB + (i + 1) % TURN for i in range(TURN)}
-    states |= {VOCAB + i: VOCAB + (i + 1) % TURN for i in range(TURN)}
-    made = head(target, kind, states=states)
-    method: Any = {
-        "lyanna": Lyanna(depth=2, width=2, nodes=6, reuse="off"),
-        "eagle": Eagle(depth=2, width=2, nodes=6),
-    }[kind]
-    done = run(target, method, [10, 11, 0], head=made)
+    states = {before: VOCAB + (i + 1) % TURN for i in range(TURN) for before in (i, VOCAB + i)}
+    made, settings = head(target, kind, states=states), {"depth": 2} | ({"reuse": "off"} if kind == "lyanna" else {})
+    done = run(target, find_method(kind, **settings, width=2, nodes=6), [10, 11, 0], head=made)
     assert all(step.accepted == 2 for _, step in rooted(done, [0]))
-    narrow: Any = {"lyanna": Lyanna(depth=2, reuse="off"), "eagle": Eagle(depth=2)}[kind]
-    assert run(target, narrow, [10, 11, 0], head=made).stats.accepted == 0
+    assert run(target, find_method(kind, **settings), [10, 11, 0], head=made).stats.accepted == 0
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "token information", "eagle"])
@@ -256,12 +230,12 @@ def test_training_has_the_same_places(kind: str, tmp_path: Path) -> None:
     """Heads that drafts show to be right at every place are right in training as well."""
     period = 9 if kind == "eagle" else TURN
     target = model(cycle(range(period)) | ({VOCAB + t: t for t in range(period)} if kind == "eagle" else {}))
-    counts, same = {i: (i + 1) % TURN for i in range(TURN)}, {i: i for i in range(TURN)}
-    made = {
-        "lyanna": lambda: head(target, states=counts, tokens=same),
-        "token information": lambda: head(target, information=cycle(range(TURN))),
-        "eagle": lambda: copying_head(target, period),
-    }[kind]()
+    if kind == "eagle":
+        made = copying_head(target, period)
+    elif kind == "lyanna":
+        made = head(target, states={i: (i + 1) % TURN for i in range(TURN)}, tokens={i: i for i in range(TURN)})
+    else:
+        made = head(target, information=cycle(range(TURN)))
     judge, windows = CausalLM(target), torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)])
     texts = of_windows(windows.numpy(), 16)
     labels = label(make_run("target", tmp_path), judge, texts, states=True)
@@ -275,6 +249,11 @@ def test_training_has_the_same_places(kind: str, tmp_path: Path) -> None:
 def pair(wrong: dict[int, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target that goes round and round, and a draft that is wrong after some tokens."""
     return model(cycle(range(TURN))), model(cycle(range(TURN)) | wrong)
+
+
+def pacer(phrases: bool, most: int) -> Any:
+    settings: dict[str, Any] = {"block": 1, "threshold": 0.5, "most": most}
+    return PacerOuroboros(**settings, suffixes=0) if phrases else Pacer(**settings)
 
 
 def test_a_threshold_ends_drafts_behind_a_block() -> None:
@@ -301,9 +280,7 @@ def test_echoes_find_what_the_text_contradicts(phrases: bool) -> None:
     turn = [*range(6), 12, *range(6, TURN)]
     target, draft = model(cycle(turn)), model(cycle(range(TURN)) | {12: 6})
     said = layer(target, draft, 5.0, [("echoes", 4, -1.0, -10.0)])
-    settings: dict[str, Any] = {"block": 1, "threshold": 0.5, "most": 32}
-    method: Any = PacerOuroboros(**settings, suffixes=0) if phrases else Pacer(**settings)
-    done = run(target, method, [*turn, 0], draft=draft, pre_verifier=said)
+    done = run(target, pacer(phrases, 32), [*turn, 0], draft=draft, pre_verifier=said)
     steps = rooted(done, [0])
     assert all((step.drafted, step.accepted) == (13, 12) for _, step in steps[1:])
     assert (steps[0][1].drafted, steps[0][1].accepted) == (6, 5)
@@ -315,11 +292,8 @@ def test_lengths_follow_earlier_runs(phrases: bool, run_back: int) -> None:
     """A draft is long where the present run of accepted tokens, the one before or the one before that is 3 or more."""
     target, draft = pair({0: WRONG, 1: WRONG, 4: WRONG})
     said = layer(target, draft, -100 * log(1 + 2.5), [("history", run_back, 100.0, 1.0)])
-    settings: dict[str, Any] = {"block": 1, "threshold": 0.5, "most": 5}
-    method: Any = PacerOuroboros(**settings, suffixes=0) if phrases else Pacer(**settings)
-    done = run(target, method, draft=draft, pre_verifier=said)
-    runs = [0.0, 4.0, 4.0]
-    seen = set()
+    done = run(target, pacer(phrases, 5), draft=draft, pre_verifier=said)
+    runs, seen = [0.0, 4.0, 4.0], set()
     for _, step in rooted(done, [0]):
         assert step.drafted == (5 if runs[run_back] > 2.5 else 1)
         seen.add(step.drafted)
