@@ -174,9 +174,9 @@ class Fails(LogitsProcessor, StoppingCriteria):
 def failing(prompt: abc.Sequence[int], how: str = "processor", greedy: bool = True) -> Request:
     error = {"panic": Panic, "nothing": None}.get(how.split()[0], ZeroDivisionError)
     fails = Fails(len(prompt) + 6, error, how.endswith("criterion"))
-    if fails.is_criterion:
-        return Request(prompt, 20, Sampler(greedy), criteria=StoppingCriteriaList([fails]), seed=1)
-    return Request(prompt, 20, Sampler(greedy, LogitsProcessorList([fails])), seed=1)
+    criteria = StoppingCriteriaList([fails]) if fails.is_criterion else None
+    processors = None if fails.is_criterion else LogitsProcessorList([fails])
+    return Request(prompt, 20, Sampler(greedy, processors), criteria=criteria, seed=1)
 
 
 FAILURES = [(name, how) for name in METHODS for how in ("processor", "criterion", "nothing to sample")]
@@ -227,10 +227,7 @@ def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st
         if turn == 3:
             engine.abort(aborted)
         with suppress(KeyboardInterrupt):
-            engine.advance()
-        while engine.outbox:
-            step = engine.outbox.popleft()
-            steps.setdefault(step.id, []).append(step)
+            take_step(engine, steps)
     # Drafters begin anew, so sampled tokens may use other random numbers where drafts depend on what was before.
     for id, request, tokens in zip(ids, requests, wanted, strict=True):
         found = tokens_of(steps[id])
@@ -251,6 +248,7 @@ def test_what_is_undone_is_no_output_to_learn_from(monkeypatch: pytest.MonkeyPat
 
 
 def interrupt_once(owner: Any, name: str, after: int) -> None:
+    """Have a method raise KeyboardInterrupt at the end of a call, after that number of calls."""
     real, calls = getattr(owner, name), count()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

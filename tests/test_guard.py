@@ -355,42 +355,39 @@ class Scheduled(SpeedTracker):
 
 @given(st.data())
 def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> None:
+    """And only drafts that were made are observed, unless hidden states are wanted."""
     size = 8
     target = random_table(size, data.draw(st.integers(0, 30)))
     rows, eos = data.draw(st.integers(1, 4)), data.draw(st.integers(0, size))
-    most = data.draw(st.integers(1, 4))
+    most, pauses = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     asked = [Request(prompt, data.draw(st.integers(1, 25)), eos=frozenset({eos})) for prompt in PROMPTS[:rows]]
-
-    def outputs(drafter: Drafter) -> list[tuple[list[int], str | None]]:
-        found = decode(TableLM(target), drafter, asked, max_rows=most)
-        return [(tokens_of(steps), steps[-1].finish_reason) for steps in found]
-
-    expected = outputs(PlainDrafter())
     draft = TableLM(target + data.draw(st.sampled_from([0.0, 0.4, 2.0])) * random_table(size, 99))
-    draw, pauses = (lambda: data.draw(st.booleans())), data.draw(st.booleans())
+    plain, plan = decode(TableLM(target), PlainDrafter(), asked), list[bool]()
+
+    def run(inner: Drafter, pace: SpeedTracker) -> list[list[Step]]:
+        found = decode(TableLM(target), Guarded(inner, pace), asked, max_rows=most)
+        for own, wanted in zip(found, plain, strict=True):
+            assert tokens_of(own) == tokens_of(wanted) and own[-1].finish_reason == wanted[-1].finish_reason
+        return by_number(found)
+
+    def draw() -> bool:
+        plan.append(data.draw(st.booleans()))
+        return plan[-1]
+
     for wants_hidden in (False, True):
         inner = Recorder(draft, FixedLength(3), wants_hidden)
-        assert outputs(Guarded(inner, Scheduled(draw, pauses))) == expected and not draft.rows
+        plan.clear()
+        batches = list(zip(plan, run(inner, Scheduled(draw, pauses)), strict=True))
         assert inner.admitted == [0] * rows if wants_hidden else len(inner.admitted) <= rows
-    assert outputs(Guarded(Lookup(4, 2).build(Parts(draft)), Scheduled(draw, pauses))) == expected
+        assert not draft.rows and not any(step.drafted for drew, own in batches if not drew for step in own)
+        seen = [step for drew, own in batches if drew or wants_hidden for step in own]
+        assert sorted(inner.observed) == sorted((step.id, step.drafted, step.accepted) for step in seen)
+    run(Lookup(4, 2).build(Parts(draft)), Scheduled(draw, pauses))
     # The real pace, under a clock that jumps, backwards as well.
     ticks = random.Random(data.draw(st.integers(0, 99)))
     pace = SpeedTracker(lambda: ticks.expovariate(1.0))
     for _ in range(2):
-        assert outputs(Guarded(Recorder(draft, FixedLength(3)), pace)) == expected
-
-
-@pytest.mark.parametrize("wants", [False, True])
-def test_only_drafts_that_were_made_are_observed_unless_hidden_states_are_wanted(wants: bool) -> None:
-    plan = [True, False, False, True, False, True, True, False] * 9
-    turns = iter(plan)
-    drafter = Recorder(TableLM(TARGET + random_table(8, 6)), FixedLength(2), wants)
-    guarded = Guarded(drafter, Scheduled(lambda: next(turns), False))
-    assert guarded.wants_hidden == wants
-    batches = by_number(decode(TableLM(TARGET), guarded, [Request(prompt, 30) for prompt in PROMPTS]))
-    seen = [(step.id, step.drafted, step.accepted) for i, own in enumerate(batches) if wants or plan[i] for step in own]
-    assert sorted(drafter.observed) == sorted(seen) and any(accepted for *_, accepted in seen)
-    assert [any(step.drafted for step in own) for own in batches[:8]] == plan[:8]
+        run(Recorder(draft, FixedLength(3)), pace)
 
 
 @pytest.mark.parametrize("method", [SD(3), Lookup(3, 2)])

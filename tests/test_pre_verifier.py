@@ -153,9 +153,8 @@ def test_acceptance_of_sampled_drafts() -> None:
     windows = torch.randint(2, 60, (2, 30), generator=torch.Generator().manual_seed(3))
     drafts = rolled(target, draft, windows, 4, 4, 3, Sampler(False))
     for index, anchor in enumerate(drafts.anchors.tolist()):
-        text = torch.tensor([[*windows[index // 4, : anchor + 1].tolist(), *drafts.tokens[index].tolist()]])
-        with torch.no_grad():
-            p, q = (model(text).logits[0, anchor:-1].softmax(-1) for model in (target, draft))
+        text = [*windows[index // 4, : anchor + 1].tolist(), *drafts.tokens[index].tolist()]
+        p, q = (logits_and_states(model, text)[0][anchor:-1].softmax(-1) for model in (target, draft))
         ratio = (p / q).gather(-1, drafts.tokens[index][:, None])[:, 0].clamp(max=1)
         torch.testing.assert_close(drafts.accept[index], ratio, rtol=1e-3, atol=1e-4)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_engine import interrupt_once
 from toys import DRAFT, LAYERS, TARGET, TableLM, fit, noisy_copy, random_head, random_layer, sampled, tiny
 from transformers import LogitsProcessorList
 
@@ -484,15 +485,8 @@ def test_a_memory_whose_change_was_broken_off_mends_itself(monkeypatch: pytest.M
     texts = [[1, 2, 3, 4, 5] * 2, [6, 7, 8, 1, 2, 3], [9, 1, 2, 3, 9]]
     for text in texts:
         memory.add(text)
-    calls, extend = [0], type(memory.automaton).extend
-
-    def interrupted(self: Automaton, last: int, token: int) -> int:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise KeyboardInterrupt
-        return extend(self, last, token)
-
-    monkeypatch.setattr(Automaton, "extend", interrupted)
+    monkeypatch.setattr(Automaton, "extend", Automaton.extend)  # which is put back at the end
+    interrupt_once(Automaton, "extend", 2)
     with pytest.raises(KeyboardInterrupt):
         memory.add(list(range(20, 45)))  # others are forgotten for it
     whole = SuffixMemory(40)
