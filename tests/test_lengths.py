@@ -8,7 +8,6 @@ from math import log, prod, sqrt
 
 import pytest
 import torch
-from test_engine import Fails
 from toys import BASELINES, TableLM, decode, fit, random_table, tiny, tokens_of
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -222,17 +221,6 @@ def test_rules_keep_the_distribution_in_a_batch_of_different_rows(
     rows = run(built(RULES[name]), asked)
     for start, prompt in enumerate(PROMPTS[:3]):
         assert fit(rows[start::3], TARGET, prompt, 2, processors) > FITS
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_processor_that_raises_while_drafting_ends_its_own_sequence(greedy: bool) -> None:
-    fails = Sampler(greedy, LogitsProcessorList([Fails(8, ArithmeticError)]))
-    first, last, *_ = requests(Sampler(False))
-    rows = run(built(SD(4)), [first, Request([1, 2, 3], 20, fails, seed=1), last])
-    assert isinstance(rows[1][-1].error, ArithmeticError) and rows[1][-1].finish_reason == "error"
-    assert len(tokens_of(rows[1])) < 8
-    for request, steps in zip(requests(Sampler(False))[:2], rows[::2], strict=True):
-        assert tokens_of(steps) == tokens_of(run(built(SD(4)), [request])[0])
 
 
 CERTAIN = {"sd": SD(4), "heuristic": Heuristic(3)}

@@ -99,21 +99,6 @@ def test_the_window_is_a_tree_of_its_columns(width: int, span: int, depth: int, 
         assert window.rows[:-1] == rows[1:] and window.rows[-1][:columns] == answers
 
 
-def test_guesses_keep_their_places_in_the_text() -> None:
-    window = Window(4, 2, [0], Random(0))
-    window.rows = [[2, 3, 4, 5], [3, 4, 5, 6]]  # of the text 1 2 3 4 5 ..
-    tree = Tree(Draft.root(1))
-    window.plant(tree, 0, 1, 9)
-    assert window.harvest([token + 1 for token in tree.tokens])[0] == (2, [3, 4])
-    assert window.rows == [[3, 4, 5, 6], [4, 5, 6, 7]]
-    window.plant(Tree(Draft.root(4)), 0, 4, 9)
-    assert window.rows == [[5, 6, 0, 0], [6, 7, 0, 0]]
-    window.plant(Tree(Draft.root(3)), 0, 3, 9)  # a draft that was rejected
-    assert window.rows == [[0, 5, 6, 0], [0, 6, 7, 0]]
-    window.plant(Tree(Draft.root(0)), 0, 50, 9)
-    assert window.rows == [[0] * 4] * 2
-
-
 WAYS: dict[str, Method] = {
     "ouroboros": Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=5),
     "no window": Ouroboros(window=0, guesses=2, ngram=4, suffixes=0, gamma=7),

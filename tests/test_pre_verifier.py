@@ -427,21 +427,3 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
         assert found[::2] == alone[:3]
         plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), others)]
         assert [[token for _, *tokens in steps for token in tokens] for steps in found[1::2]] == plain
-
-
-def test_state_goes_with_its_sequence() -> None:
-    """Verdicts reach the right ones, whatever the order and whoever has left."""
-    policy = stop("fixed", 2)
-    seqs = {id: Sequence(Request([1, 2], 30), id) for id in (4, 7, 2)}
-    for seq in seqs.values():
-        policy.admit(seq)
-    for judged in (  # numbers of accepted tokens, and whether one was rejected
-        {4: (2, True), 7: (3, False), 2: (0, True)},
-        {2: (1, True), 7: (1, True)},
-        {7: (0, False), 2: (3, False)},
-    ):
-        for left in policy.past.keys() - judged.keys():
-            policy.drop(seqs[left])
-        verdicts = [Verdict([*range(count + 1)], 0, count + rejected, rejected) for count, rejected in judged.values()]
-        policy.observe([seqs[id] for id in judged], [Draft.chain(2, [0] * 3)] * len(judged), verdicts)
-    assert {id: past.runs for id, past in policy.past.items()} == {7: [1, 5, USUAL], 2: [4, 1, 0]}

@@ -15,7 +15,6 @@ from forerun.backends.heads import Guess, HiddenLM
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna
-from forerun.methods.beams import grow
 from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
@@ -151,15 +150,19 @@ def test_a_row_may_draft_beyond_its_context() -> None:
 GUESSING = Costs({1: 1.0, 100: 3.0}, {}, head={1: 0.01})
 
 
-@pytest.mark.parametrize("reuse", ["off", "add", "free"])
 @pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.parametrize(("kind", "form"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "form", "reuse"),
+    [
+        (kind, form, reuse)
+        for kind, form in CASES
+        for reuse in (("off", "add", "free") if kind == "lyanna" else ("off",))
+    ],
+)
 def test_a_chain_in_one_call_is_that_of_many(
     kind: str, form: str, is_planned: bool, reuse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over steps with one waiting feature or several, with old logits and a budget; a second row comes and goes."""
-    if kind == "eagle" and reuse != "off":
-        pytest.skip("it reuses nothing")
     target = CausalLM(tiny("llama"))
     head, found, drafts_of = head_of(target, kind=kind, **FORMS[form]), {}, {}
     head.curves = [[0.5, 1.0, 0.9]] * 8
@@ -206,13 +209,17 @@ def test_chains_of_one_call_stay_in_the_context() -> None:
     assert len(head.guess(0, features[:8], TEXTS[9][1:9], 8).tokens) == 8 and head.length(0) == 8
 
 
-@pytest.mark.parametrize(("kind", "form"), CASES)
-def test_a_chain_has_the_bits_of_its_steps(kind: str, form: str) -> None:
-    """Of its first tokens in one call and of its last ones in another, with old logits of some places."""
+@pytest.mark.parametrize(
+    ("kind", "form", "hot"),
+    [*[(kind, form, 16) for kind, form in CASES], *[("lyanna", "today's", hot) for hot in (1, 12, 33)]],
+)
+def test_a_chain_has_the_bits_of_its_steps(kind: str, form: str, hot: int) -> None:
+    """Of its first tokens in one call and of its last ones in another, with old logits of some places, all far below
+    zero, which may fill up the hot set."""
     target = CausalLM(tiny("llama"))
-    head = head_of(target, kind=kind, **FORMS[form])
+    head = head_of(target, kind=kind, **FORMS[form], hot=hot)
     features, tokens = features_of(target, TEXTS[9])[:8], TEXTS[9][1:9]
-    before, old = features.clone(), torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    before, old = features.clone(), torch.randn(5, hot, generator=torch.Generator().manual_seed(1)) - 40
     for id in (0, 5):
         head.add(id)
     parts = [head.guess(0, features, tokens, 3, 0, old, 0.7), head.guess(0, features, tokens, 4, 3, old, 0.7)]
@@ -227,33 +234,12 @@ def test_a_chain_has_the_bits_of_its_steps(kind: str, form: str) -> None:
         if head.information is not None:
             sums = sums + head.information(torch.tensor([token]))[0]
         token = int(head.hot[sums.argmax()])
-        assert found == token and chance == pytest.approx(float(sums.softmax(-1).max()), rel=1e-5)
+        assert found == token and chance == pytest.approx(float(sums.softmax(-1).max()), rel=1e-4)
         if kind == "lyanna":
             (state,) = head.roll([5], state, 1)
         else:
             seen = torch.ones(1, 1, place + 1, dtype=torch.bool)
             state = head.branch([5], state[:, None], torch.tensor([[token]]), place, seen)[:, 0]
-
-
-@pytest.mark.parametrize("hot", [1, 12, 33])
-def test_chains_of_any_number_of_hot_tokens(hot: int) -> None:
-    target = CausalLM(tiny("llama"))
-    head = head_of(target, hot=hot)
-    assert head.information is not None
-    logits = torch.randn(3, 2, hot, generator=torch.Generator().manual_seed(0)) - 9  # below what is filled up
-    head.add(0)
-    found = head.guess(0, features_of(target, TEXTS[4])[:-1], TEXTS[4][1:], 3, old=logits[:2, 0] * 30, weight=1.0)
-    sums = found.logits.clone()
-    sums[:2] += logits[:2, 0] * 30
-    (alone,) = grow(
-        [TEXTS[4][-1]],
-        lambda k, tokens, at: sums[k] + head.information(tokens),
-        head.hot,
-        [3],
-        1,
-        3,  # type: ignore[misc]
-    )
-    assert found.tokens == alone.tokens[1:]
 
 
 def test_without_c_heads_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
