@@ -203,10 +203,10 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
 
 
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=10)
 @pytest.mark.parametrize("name", METHODS)
-def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st.DataObject) -> None:
-    """Anywhere, with aborts, failures and sampled rows beside."""
+def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(name: str, data: st.DataObject) -> None:
+    """Interrupts and failures anywhere, with aborts, a processor that raises and sampled rows beside."""
     requests = [
         Request(PROMPTS[0], 12),
         Request(PROMPTS[2], 14, Sampler(False), seed=3),
@@ -215,23 +215,29 @@ def test_an_interrupt_undoes_the_step_and_the_engine_goes_on(name: str, data: st
     ]
     wanted = [alone(name, request) for request in requests]
     engine = engine_of(name)
+    engine.max_rows = data.draw(st.integers(1, 6))
     steps: dict[int, list[Step]] = {}
     ids = [engine.add(request) for request in requests[:2]]
     aborted, bad = engine.add(Request(PROMPTS[4], 20)), engine.add(failing(PROMPTS[3]))
     ids += [engine.add(request) for request in requests[2:]]
-    place = data.draw(st.sampled_from([*CALLS, *OTHER_CALLS]))
-    interrupt_once(*part(engine, place), data.draw(st.integers(0, 5)))
+    error, after = data.draw(st.sampled_from([None, RuntimeError(), Panic()])), data.draw(st.integers(0, 5))
+    place = data.draw(st.sampled_from(CALLS if error else [*CALLS, *OTHER_CALLS]))
+    if error is None:
+        interrupt_once(*part(engine, place), after)
     turn = 0
     while engine.busy:
         turn += 1
         if turn == 3:
             engine.abort(aborted)
+        if error is not None and turn == 1 + after:
+            Breaking(*part(engine, place), error, times=1)
         with suppress(KeyboardInterrupt):
             take_step(engine, steps)
     # Drafters begin anew, so sampled tokens may use other random numbers where drafts depend on what was before.
     for id, request, tokens in zip(ids, requests, wanted, strict=True):
         found = tokens_of(steps[id])
         assert found == tokens if request.sampler.greedy or name == "ar" else len(found) == len(tokens), place
+    assert {steps[id][-1].finish_reason for id in ids} == {"length"}
     assert [steps[id][-1].finish_reason for id in (aborted, bad)] == ["abort", "error"]
     assert_empty(engine)
 
@@ -305,26 +311,6 @@ def test_who_makes_steps_fail_is_found_and_ended_alone(name: str, place: str, er
     assert last.finish_reason == "error" and last.error is error and last.tokens == ()
     assert found == [*wanted[:2], wanted[2][: len(found[2])], *wanted[3:]]
     assert {steps[id][-1].finish_reason for id in ids if id != bad} == {"length"} and broken.times == 2**31 - 2
-    assert_empty(engine)
-
-
-@given(data=st.data())
-@settings(max_examples=6)
-@pytest.mark.parametrize("name", METHODS)
-def test_a_failure_that_happens_once_costs_nobody_anything(name: str, data: st.DataObject) -> None:
-    requests = [Request(prompt, 10) for prompt in PROMPTS]
-    wanted = [alone(name, request) for request in requests]
-    engine = engine_of(name)
-    engine.max_rows = data.draw(st.integers(1, 5))
-    place, error = data.draw(st.sampled_from(CALLS)), data.draw(st.sampled_from([RuntimeError(), Panic()]))
-    ids = [engine.add(request) for request in requests]
-    steps: dict[int, list[Step]] = {}
-    for _ in range(data.draw(st.integers(0, 6))):
-        take_step(engine, steps)
-    Breaking(*part(engine, place), error, times=1)
-    drain(engine, steps)
-    assert [tokens_of(steps[id]) for id in ids] == wanted, place
-    assert {steps[id][-1].finish_reason for id in ids} == {"length"}
     assert_empty(engine)
 
 

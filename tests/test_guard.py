@@ -9,11 +9,11 @@ from itertools import accumulate, count, groupby
 from typing import Any
 
 import pytest
-import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from toys import DRAFT, TableLM, decode, fit, noisy_copy, random_table, sampled, tiny, tokens_of
+from toys import TARGET as SAMPLED
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
@@ -395,7 +395,7 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
     turns = random.Random(3)
     pace = Scheduled(lambda: turns.random() < 0.5, False)
     # Many small batches, as all rows of one draft or pause together.
-    rows = sampled(lambda: Guarded(method.build(Parts(TableLM(toys.TARGET), TableLM(DRAFT))), pace, pace), 20, 100)
+    rows = sampled(lambda: Guarded(method.build(Parts(TableLM(SAMPLED), TableLM(DRAFT))), pace, pace), 20, 100)
     assert fit(rows) > 1e-4
 
 
@@ -408,7 +408,7 @@ def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribu
         pace.wait = min(pace.wait, 3)
         return Guarded(ChainDrafter(draft, FixedLength(2)), SpeedTracker(clock), pace)
 
-    rows = sampled(drafter, 1, 2000, target=Ticking(toys.TARGET, clock, 1.0))
+    rows = sampled(drafter, 1, 2000, target=Ticking(SAMPLED, clock, 1.0))
     drafted = [step.drafted > 0 for steps in rows for step in steps]
     assert 0.1 < sum(drafted) / len(drafted) < 0.9 and fit(rows) > 1e-4
 
