@@ -23,7 +23,6 @@ from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
-from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.heads import HiddenDrafter, hot_set
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
@@ -51,10 +50,6 @@ def toys(kind: str = "lyanna", **settings: Any) -> tuple[CausalLM, HiddenLM]:
     return target, HiddenLM(random_head(target, kind=kind, **settings), target)
 
 
-def prefilled(head: HiddenLM, id: int, features: Tensor, tokens: abc.Sequence[int] | None, chunk: int = 64) -> int:
-    return sum(head.prefill(id, features, tokens, chunk))
-
-
 # Heads.
 
 
@@ -70,8 +65,8 @@ def test_the_heads_rows(architecture: str) -> None:
 # Drafters, asked step by step.
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def sequence(tokens: abc.Sequence[int], id: int = 0, new: int = 30, **request: Any) -> Sequence:
@@ -87,12 +82,6 @@ def admit(drafter: HeadDrafter, seq: Sequence) -> None:
     list(drafter.admit(seq, random(len(seq.tokens) - 1, 32), 2))
 
 
-def answer(drafter: HeadDrafter, seq: Sequence, draft: Draft, token: int) -> None:
-    """The target rejects all of a draft and goes on with a token."""
-    seq.tokens.append(token)
-    drafter.observe([seq], [draft], [Verdict([0], token, 1, True)], [random(len(draft), 32)])
-
-
 def test_greedy_sequences_spare_the_head_only_together() -> None:
     """A sampled one does so for itself."""
     seqs = [sequence([3, 1, 4, 1], 0), sequence([3, 1, 4, 1], 1, sampler=Sampler(False)), sequence([9, 2], 2)]
@@ -106,14 +95,11 @@ def test_greedy_sequences_spare_the_head_only_together() -> None:
         assert [draft.origins[-1] for draft in proposal.drafts] == origins
         assert proposal.forwards == (0 if step == 1 else 6)
         for seq, draft in zip(seqs, proposal.drafts, strict=False):
-            answer(drafter, seq, draft, 7)
+            seq.tokens.append(7)  # the target rejects all of the draft
+            drafter.observe([seq], [draft], [Verdict([0], 7, 1, True)], [random(len(draft), 32)])
 
 
 # Budgets.
-
-
-def logistic(x: float) -> float:
-    return 1 / (1 + exp(-x))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -122,7 +108,7 @@ def test_probabilities_are_calibrated(ahead: int) -> None:
     curves = [[0.5, 0.7, 0.9], [-1.0, 1.2, 0.8], [0.3, 2.0, 0.7], [-2.0, 0.5, 0.6]]
     probabilities = [0.9, 0.6, 0.3]
     own = [curves[min(ahead + k, 3)] for k in range(3)]
-    right = [logistic(a + b * log(p / (1 - p))) for (a, b, _), p in zip(own, probabilities, strict=True)]
+    right = [1 / (1 + exp(-a - b * log(p / (1 - p)))) for (a, b, _), p in zip(own, probabilities, strict=True)]
 
     def budget() -> Budget:
         return Budget([Group([0], StepCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])

@@ -161,7 +161,6 @@ def test_old_logits_take_the_token_that_came() -> None:
     assert all(step.origins[1:4] == ("reused",) * 3 for step in steps[1::2])
 
 
-EVEN = [[0.0, 1.0, 0.9]]
 SURE, HOPELESS = [3.0, 1.0, 0.9], [-20.0, 1.0, 0.9]  # of calibrations
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from random import Random
 
 import pytest
@@ -31,7 +30,6 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
-from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import FixedLength
@@ -186,9 +184,7 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
-    layer = random_layer(draft_size=4)
-    chosen = PacerOuroboros(rows=3)
-    parts = Parts(TableLM(TARGET), TableLM(DRAFT), layer, COSTS)
+    chosen, parts = PacerOuroboros(rows=3), Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
     assert chosen.costs(parts, "greedy", 4) == COSTS
     few = chosen.costs(parts, "greedy", 1)
     assert few is not None and few.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)} and few.target == COSTS.target
@@ -196,9 +192,7 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
     assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
 
 
-@cache
-def small_layer() -> PreVerifier:
-    return random_layer(draft_size=4)
+LAYER = random_layer(draft_size=4)
 
 
 def drafter(
@@ -208,7 +202,7 @@ def drafter(
     chosen = PacerOuroboros(**made) if pacer else Ouroboros(**{"gamma": 5} | made)
     policy: LengthPolicy = FixedLength(made.get("gamma", 5))
     if pacer:
-        policy = PacerStop(small_layer(), 2, 7, costs=lambda mode, rows: COSTS)
+        policy = PacerStop(LAYER, 2, 7, costs=lambda mode, rows: COSTS)
     return kind(chosen, TableLM(DRAFT), policy, len(DRAFT), pool)  # type: ignore[arg-type]
 
 
@@ -247,18 +241,10 @@ def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> No
     assert not made.rows and not made.model.rows
 
 
-class SeenVerdicts(FixedLength):
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.seen: list[tuple[int, bool]] = []
-
-    def observe(self, seqs, drafts, verdicts) -> None:
-        self.seen += [(verdict.accepted, verdict.rejected) for verdict in verdicts]
-
-
 def test_the_targets_verdict_becomes_phrases() -> None:
     made = drafter(window=0, guesses=0, suffixes=2)
-    made.sources, made.policy = ("rejected", "suffixes"), SeenVerdicts()
+    made.sources, seen = ("rejected", "suffixes"), list[Verdict]()
+    made.policy.observe = lambda seqs, drafts, verdicts: seen.extend(verdicts)  # type: ignore[method-assign]
     seq = Sequence(Request([0, 1], 38))
     list(made.admit(seq, None, 8))
     row = made.rows[0]
@@ -276,10 +262,10 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     made.observe([seq], [first], [verdict(1)], None)
     # From the rejected token on: the target's token after each; and after the end as well.
     assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(14, 15)]
-    assert made.policy.seen == [(1, True)]
+    assert [(each.accepted, each.rejected) for each in seen] == [(1, True)]
     made.observe([seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None)  # a step that drafted nothing
     made.observe([seq], [draft()], [verdict(4)], None)
-    assert made.policy.seen[2] == (4, False)  # the phrase was rejected, not the chain
+    assert (seen[2].accepted, seen[2].rejected) == (4, False)  # the phrase was rejected, not the chain
 
 
 def test_tokens_that_the_draft_lacks() -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections import abc
 from dataclasses import replace
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -233,12 +232,6 @@ class Watching(PacerStop):
         self.asked = []
 
 
-def law_by_hand(scores: Tensor) -> list[float]:
-    """Entropy and largest probability of the softmax of scores [V]."""
-    p = scores.double().softmax(-1)
-    return [-sum(each * log(each) for each in p.tolist() if each), float(p.max())]
-
-
 @pytest.mark.parametrize("names", [INPUTS, *([name] for name in INPUTS)], ids=lambda names: "+".join(names))
 def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
     """Its every output recomputed from the text, by transformers' own forwards and torch's form of the layer: echoes,
@@ -260,8 +253,8 @@ def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
         logits, of_draft = logits_and_states(draft, text[:end] + tokens)
         ids = torch.tensor(tokens)
         log_q = logits[end - 1 : -1].softmax(-1).gather(-1, ids[:, None]).clamp(min=LEAST).log().T
-        scores, _ = logits_and_states(target, text[:end])
-        law = law_by_hand(scores[-2]) if number else [0.0, 0.0]
+        p = logits_and_states(target, text[:end])[0][-2].double().softmax(-1)
+        law = [float(torch.special.entr(p).sum()), float(p.max())] if number else [0.0, 0.0]
         with torch.no_grad():
             expected, survival = layer(
                 torch.tensor([runs]),
@@ -326,11 +319,6 @@ def test_the_automatic_block_is_the_best() -> None:
     assert [count for _, count, is_alone in policy._settings if not is_alone] == counts
 
 
-def scores_of(survival: abc.Sequence[float]) -> Tensor:
-    values = np.array(survival)
-    return torch.from_numpy(np.log(np.stack([1 - values, values, 0 * values + 1e-30], 1)))
-
-
 @pytest.mark.parametrize("cheap", [False, True])
 def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
     """By the mean of all rows, of which those that have ended count as 0; sampled rows and fixed thresholds do not."""
@@ -352,7 +340,8 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
         for each in rule.rules.values() if hasattr(rule, "rules") else [rule]:
             assert isinstance(each, ProductRule if by_products else BlockRule)
             each.threshold, each._ask = 0.5, ask
-        return rule.more(DraftState(seqs, [[1]] * len(seqs), scores_of(survival)))
+        scores = torch.tensor([[1 - each, each, 1e-30] for each in survival], dtype=torch.float64).log()
+        return rule.more(DraftState(seqs, [[1]] * len(seqs), scores))
 
     greedy, sampled = Sampler(), Sampler(greedy=False)
     given = {"costs": lambda mode, rows: costs}

@@ -32,11 +32,6 @@ KINDS = ("int4", "int8", "bfloat16")
 METHODS = ("ar", "sd", "suffix", "hybrid", "ouroboros", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")
 
 
-@pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORERUN_KERNELS", "none")
-
-
 @pytest.mark.parametrize(("kind", "steps"), [("int4", 15), ("int8", 254)])
 def test_quantising_loses_half_a_step_at_most(kind: str, steps: int) -> None:
     torch.manual_seed(0)
@@ -79,11 +74,11 @@ def test_the_forward_is_transformers_own(name: str, kind: str, heads: tuple[int,
         assert (own - wanted).abs().max() < (0.01 if kind == "bfloat16" else 0.1) * wanted.std()
 
 
-@pytest.mark.usefixtures("without_library")
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_library_torch_has_the_same_weights(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("FORERUN_KERNELS", "none")
     warn_without_kernels.cache_clear()
     model = store(tiny("qwen2"), kind)
     plain = prepare(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hidden import features_of, prefilled, sequence
+from test_hidden import features_of, sequence
 from torch import Tensor
 from toys import random_head, tiny
 
@@ -92,7 +92,7 @@ def test_rows_are_what_they_are_alone(kind: str, form: str, in_c: bool) -> None:
     def begin(head: HiddenLM, ids: list[int], chunk: int) -> HiddenLM:
         for id in ids:
             before = features[id][: -1 - new[id]]
-            assert prefilled(head, id, before, TEXTS[id][1 : -new[id]], chunk) == len(before)
+            assert sum(head.prefill(id, before, TEXTS[id][1 : -new[id]], chunk)) == len(before)
         return head
 
     def run(head: HiddenLM, ids: list[int]) -> dict[int, Tensor]:
