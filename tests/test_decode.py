@@ -111,13 +111,12 @@ class Remembered(LogitsProcessor):
         return torch.stack(rows)
 
 
+PENALTY = hf.RepetitionPenaltyLogitsProcessor(1.8)
 PROCESSORS: dict[str, LogitsProcessorList | None] = {
     "none": None,
     "temperature": LogitsProcessorList([hf.TemperatureLogitsWarper(0.6)]),
     "top-k and top-p": LogitsProcessorList([hf.TopKLogitsWarper(3), hf.TopPLogitsWarper(0.85)]),
-    "repetition": LogitsProcessorList(
-        [Remembered(hf.RepetitionPenaltyLogitsProcessor(1.8), hf.NoRepeatNGramLogitsProcessor(3))]
-    ),
+    "repetition": LogitsProcessorList([Remembered(PENALTY, hf.NoRepeatNGramLogitsProcessor(3))]),
 }
 
 

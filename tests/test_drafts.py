@@ -43,9 +43,7 @@ def conversation(prompt: list[int], answer: list[int], temperature: float = 0.0,
 
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["pacer", "pacer-ouroboros"])
-def test_laws_in_decoding_are_those_of_training(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_laws_are_those_of_training(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows at once, drafts that break off at different places."""
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)

@@ -27,7 +27,7 @@ from forerun.sampling.sampler import Drafted, Drawing, Sampler, SamplingDistribu
 from forerun.sampling.seeded import FLOOR, SeededStream
 
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
-WARM = SamplingDistribution(0.7, 0.8)
+PLAIN, WARM = SamplingDistribution(), SamplingDistribution(0.7, 0.8)
 
 
 def small(
@@ -268,9 +268,7 @@ def probabilities_by(logits: torch.Tensor, sampling: SamplingDistribution) -> to
     return scores.softmax(-1)
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingDistribution(), SamplingDistribution(1.4), WARM, SamplingDistribution(1.0, 1e-6)]
-)
+@pytest.mark.parametrize("sampling", [PLAIN, SamplingDistribution(1.4), WARM, SamplingDistribution(1.0, 1e-6)])
 @pytest.mark.parametrize("hot", [False, True])
 def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistribution, hot: bool) -> None:
     """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
@@ -295,12 +293,10 @@ def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistr
 
 @pytest.mark.parametrize(
     ("sampling", "scale", "more"),
-    [(SamplingDistribution(), 1, 0), (WARM, 1, 0), (SamplingDistribution(), 6, 0), (SamplingDistribution(), 6, 60)],
+    [(PLAIN, 1, 0), (WARM, 1, 0), (PLAIN, 6, 0), (PLAIN, 6, 60)],
 )
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_seed_drafts_the_tokens_of_its_streams(
-    sampling: SamplingDistribution, scale: float, more: int, hot: bool
-) -> None:
+def test_a_seed_drafts_its_streams_tokens(sampling: SamplingDistribution, scale: float, more: int, hot: bool) -> None:
     """The tokens of `forerun.sampling.seeded`, the improbable ones, which run as one, included; a target may have
     `more`."""
     model = small(hot=True, change=lambda weight: weight.mul_(scale), tokens=None if hot else torch.arange(130))

@@ -324,9 +324,7 @@ class Recorder(ChainDrafter):
         self.admitted.append(len(seq.output))
         yield from super().admit(seq, hidden, chunk)
 
-    def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
-    ) -> None:
+    def observe(self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: Any) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             self.observed.append((seq.id, draft.drafted, verdict.accepted))

@@ -217,11 +217,9 @@ def test_a_tree_holds_the_best_paths() -> None:
     assert all(chain.is_chain for chain in chains) and [chain.drafted for chain in chains] == [3, 2]
     assert [draft.drafted for draft in grow([5, 7], logits, head.hot, [0, 0], 2, 3)] == [0, 0]
     # If all probabilities are 1, no child is taken for its parent.
-    certain = torch.full((1, 4, 3), -1e9)
-    certain[..., 1] = 0.0
-    (draft,) = grow(
-        [9], lambda k, tokens, at: certain[:, k, None].expand(-1, tokens.shape[1], -1), torch.arange(3), [4], 3, 4
-    )
+    sure = torch.full((1, 4, 3), -1e9)
+    sure[..., 1] = 0.0
+    (draft,) = grow([9], lambda k, at, _: sure[:, k, None].expand(-1, at.shape[1], -1), torch.arange(3), [4], 3, 4)
     assert draft.tokens[:1] == [9] and max(draft.depths) == 4 and draft.is_chain
 
 
@@ -276,9 +274,8 @@ def test_requests_of_all_modes_in_one_batch(way: str) -> None:
     target = CausalLM(tiny("llama"))
     head = HiddenLM(head_of(target, way), target)
     modes: list[dict[str, Any]] = [{}, {"sampler": Sampler(False), "seed": 5}, {"sampler": Sampler(False), "seed": 6}]
-    requests = [
-        Request(prompt, 7 + 5 * i, **mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]
-    ]
+    each = [(i, prompt, mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]]
+    requests = [Request(prompt, 7 + 5 * i, **mode) for i, prompt, mode in each]
 
     def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
         drafter = Decoder(target, None, None, WAYS[way], guard=False, head=head, costs=COSTS).engine.drafter

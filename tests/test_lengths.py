@@ -208,7 +208,7 @@ def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(nam
 
 @pytest.mark.parametrize("processors", [None, TOP_P], ids=["none", "top-p"])
 @pytest.mark.parametrize("name", RULES)
-def test_rules_keep_the_distribution_in_a_batch_of_different_rows(
+def test_rules_keep_the_distribution_in_batches_of_all_lengths(
     name: str, processors: LogitsProcessorList | None
 ) -> None:
     sampler, generator = Sampler(False, processors), torch.Generator().manual_seed(3)

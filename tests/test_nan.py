@@ -106,9 +106,8 @@ class Fixed(PlainDrafter):
 
     def propose(self, seqs: abc.Sequence[Sequence]) -> Proposal:
         counts = [seq.remaining - 1 if seq.tokens[0] == self.first else 0 for seq in seqs]
-        return Proposal(
-            [Draft.chain(seq.tokens[-1], self.tokens[:count]) for seq, count in zip(seqs, counts, strict=True)]
-        )
+        texts = [self.tokens[:count] for count in counts]
+        return Proposal([Draft.chain(seq.tokens[-1], text) for seq, text in zip(seqs, texts, strict=True)])
 
 
 # Requests.

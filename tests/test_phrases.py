@@ -286,9 +286,7 @@ def test_tokens_that_the_draft_lacks() -> None:
 
 def test_phrases_outlive_the_call_where_they_may() -> None:
     target = tiny("llama")
-    made = [
-        Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(warm=warm), guard=False) for warm in (True, False)
-    ]
+    made = [Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(warm=warm), False) for warm in (True, False)]
     text = [5, 6, 7, 5, 6]
     first, second = [made[0].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)]
     assert second < first

@@ -173,9 +173,8 @@ def test_nothing_is_run_beside_what_was_asked_for() -> None:
 
 def test_a_model_of_another_architecture_has_its_linear_layers_replaced() -> None:
     torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=130, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GPTNeoXConfig(vocab_size=130, **sizes)
     model = GPTNeoXForCausalLM(config).eval()
     tokens = torch.arange(3, 30)[None]
     with torch.inference_mode():

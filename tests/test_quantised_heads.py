@@ -96,9 +96,8 @@ def test_rows_are_what_they_are_alone(kind: str, form: str, in_c: bool) -> None:
         return head
 
     def run(head: HiddenLM, ids: list[int]) -> dict[int, Tensor]:
-        states = head.extend(
-            ids, [features[id][-1 - new[id] : -1] for id in ids], [TEXTS[id][-new[id] :] for id in ids]
-        )
+        own = [features[id][-1 - new[id] : -1] for id in ids]
+        states = head.extend(ids, own, [TEXTS[id][-new[id] :] for id in ids])
         steps = torch.stack([states, *(head.roll(ids, states, 3) if kind == "lyanna" else [])], 1)  # [R, 4, d]
         return {id: torch.cat([own, head.logits(own)], -1) for id, own in zip(ids, steps, strict=True)}
 

@@ -304,9 +304,7 @@ def test_greedy_through_ratios_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 1.0, "logit_bias": {0: -9.0}},
     ],
 )
-@pytest.mark.parametrize(
-    "own", [(), (hf.NoRepeatNGramLogitsProcessor(2),), (hf.RepetitionPenaltyLogitsProcessor(2.0),)]
-)
+@pytest.mark.parametrize("own", [[], [hf.NoRepeatNGramLogitsProcessor(2)], [hf.RepetitionPenaltyLogitsProcessor(2.0)]])
 def test_a_sampler_of_parameters_is_transformers_own(options: dict[str, Any], own: list[LogitsProcessor]) -> None:
     """The same processors in the same order, and the same scores to the bit."""
     lm, text, params = CausalLM(tiny("llama")), [5, 6, 7, 5, 6, 9], SamplingParams(**options)
