@@ -245,11 +245,12 @@ WAYS = {
 }
 
 
+OF_C: dict[str, Any] = {"head_dim": 32, "intermediate_size": 64, "hot": 16, "rank": 32}
+
+
 def head_of(target: CausalLM, way: str) -> HiddenDrafter:
     """A head as the way's name has it, and in sizes that C can do if the target is a Llama."""
-    sizes = (
-        {"head_dim": 32, "intermediate_size": 64, "hot": 16, "rank": 32} if target.config.model_type == "llama" else {}
-    )
+    sizes = OF_C if target.config.model_type == "llama" else {}
     return random_head(target, kind=str(WAYS[way].head), **sizes | ({"rank": 0} if "uninformed" in way else {}))
 
 

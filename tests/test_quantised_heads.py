@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hidden import features_of, sequence
+from test_hidden import OF_C, features_of, sequence
 from torch import Tensor
 from toys import random_head, tiny
 
@@ -20,8 +20,6 @@ from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
 
-# Sizes that C can do, and layers and token information that say something.
-SIZES: dict[str, Any] = {"head_dim": 32, "intermediate_size": 64, "hot": 16, "rank": 32}
 FORMS: dict[str, dict[str, Any]] = {"today's": {}, "two layers": {"num_hidden_layers": 2}, "uninformed": {"rank": 0}}
 CASES = [("lyanna", form) for form in FORMS] + [("eagle", form) for form in ("today's", "two layers")]
 TEXTS = {4: [5, 6, 7, 8, 9, 1, 2], 2: [3, 4, 5], 9: list(range(2, 30))}
@@ -31,7 +29,7 @@ IN_C = pytest.mark.parametrize("in_c", [False, True], ids=["float32", "8 bits in
 
 
 def head_of(target: CausalLM, in_c: bool = True, **settings: Any) -> HiddenLM:
-    found = HiddenLM(random_head(target, **SIZES | settings), target, few=in_c)
+    found = HiddenLM(random_head(target, **OF_C | settings), target, few=in_c)
     assert (found.quantised is not None) == in_c
     return found
 
@@ -50,7 +48,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
     """Drafted from a cache after every place of a text, beside the unrolled training pass in float32."""
     target, tokens = CausalLM(tiny("llama")), torch.tensor([5, 6, 7, 8, 9, 1, 2, 3])
-    trained = random_head(target, kind=kind, **SIZES | FORMS[form])
+    trained = random_head(target, kind=kind, **OF_C | FORMS[form])
     fast = head_of(target, in_c, kind=kind, **FORMS[form])
     features = features_of(target, tokens.tolist())
     with torch.no_grad():
@@ -243,10 +241,10 @@ def test_a_chain_has_the_bits_of_its_steps(kind: str, form: str, hot: int) -> No
 
 def test_without_c_heads_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     target = CausalLM(tiny("llama"))
-    assert HiddenLM(random_head(target, **SIZES), target, few=False).quantised is None
+    assert HiddenLM(random_head(target, **OF_C), target, few=False).quantised is None
     few, whole = (HiddenLM(random_head(target), target, few) for few in (True, False))  # heads of 8 numbers
     assert few.quantised is None
     states = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
     assert 1e-4 < error(few.logits(states), whole.logits(states)) < 0.05  # rounded, by what 8 bits round
     monkeypatch.setenv("FORERUN_KERNELS", "none")
-    assert HiddenLM(random_head(target, **SIZES), target).quantised is None
+    assert HiddenLM(random_head(target, **OF_C), target).quantised is None
