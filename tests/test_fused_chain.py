@@ -93,12 +93,7 @@ def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How each call of a chain samples (None: it does not)."""
     found, call = list[Any](), FusedChain.__call__
-
-    def counted(self: FusedChain, *arguments: Any) -> Any:
-        found.append(arguments[-1])
-        return call(self, *arguments)
-
-    monkeypatch.setattr(FusedChain, "__call__", counted)
+    monkeypatch.setattr(FusedChain, "__call__", lambda *given: found.append(given[-1]) or call(*given))
     return found
 
 
@@ -291,10 +286,7 @@ def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistr
         numbers = torch.rand(6, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "scale", "more"),
-    [(PLAIN, 1, 0), (WARM, 1, 0), (PLAIN, 6, 0), (PLAIN, 6, 60)],
-)
+@pytest.mark.parametrize(("sampling", "scale", "more"), [(PLAIN, 1, 0), (WARM, 1, 0), (PLAIN, 6, 0), (PLAIN, 6, 60)])
 @pytest.mark.parametrize("hot", [False, True])
 def test_a_seed_drafts_its_streams_tokens(sampling: SamplingDistribution, scale: float, more: int, hot: bool) -> None:
     """The tokens of `forerun.sampling.seeded`, the improbable ones, which run as one, included; a target may have

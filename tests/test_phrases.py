@@ -125,38 +125,27 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     assert len(pool) > 20
 
 
-class Seen(OuroborosDrafter):
-    """Keeps which modes were drafted by phrases and which in step, step by step."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.steps: list[tuple[list[str], list[str]]] = []
-
-    def propose(self, seqs):
-        self.steps.append(([], []))
-        return super().propose(seqs)
-
-    def _grow(self, chains, rows):
-        self.steps[-1][1].extend(chain.seq.mode for chain in chains)
-        return super()._grow(chains, rows)
-
-    def _grow_by_phrases(self, chains):
-        self.steps[-1][0].extend(chain.seq.mode for chain in chains)
-        return super()._grow_by_phrases(chains)
-
-
 def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
     """Which is decided at each step; sampled and seeded rows go by phrases always."""
     sampler = Sampler(False)
     requests = [Request(PROMPT, new) for new in (9, 18, 30)]
     requests += [Request(PROMPT, 40, sampler, seed=1), Request(PROMPT, 40, sampler)]
-    made = drafter(pacer=True, kind=Seen, rows=2)
+    made, steps = drafter(pacer=True, rows=2), list[tuple[list[str], list[str]]]()
+    propose = made.propose
+    made.propose = lambda seqs: steps.append(([], [])) or propose(seqs)  # type: ignore[method-assign]
+    for way, grow in enumerate((made._grow_by_phrases, made._grow)):
+
+        def noted(chains, *rest, way=way, grow=grow):
+            steps[-1][way].extend(chain.seq.mode for chain in chains)
+            return grow(chains, *rest)
+
+        setattr(made, grow.__name__, noted)
     outputs = [tokens_of(steps) for steps in decode(TableLM(TARGET), made, requests)]
-    assert made.steps[0] == (["sampled"] * 2, ["greedy"] * 3)
-    for by_phrases, in_step in made.steps:
+    assert steps[0] == (["sampled"] * 2, ["greedy"] * 3)
+    for by_phrases, in_step in steps:
         assert "greedy" not in by_phrases or (not in_step and by_phrases.count("greedy") <= 2)
         assert set(in_step) <= {"greedy"} and len(in_step) != 2
-    assert {by_phrases.count("greedy") for by_phrases, _ in made.steps} == {0, 1, 2}
+    assert {by_phrases.count("greedy") for by_phrases, _ in steps} == {0, 1, 2}
     # Greedy rows say what the target says, and a seeded row what it says alone.
     plain = decode(TableLM(TARGET), PlainDrafter(), requests[:3])
     alone = decode(TableLM(TARGET), drafter(pacer=True, rows=2), requests[3:4])
@@ -195,15 +184,13 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
 LAYER = random_layer(draft_size=4)
 
 
-def drafter(
-    pacer: bool = False, pool: PhrasePool | None = None, kind: type[OuroborosDrafter] = OuroborosDrafter, **settings
-) -> OuroborosDrafter:
+def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> OuroborosDrafter:
     made = {"window": 2, "guesses": 3, "ngram": 3, "suffixes": 2} | settings
     chosen = PacerOuroboros(**made) if pacer else Ouroboros(**{"gamma": 5} | made)
     policy: LengthPolicy = FixedLength(made.get("gamma", 5))
     if pacer:
         policy = PacerStop(LAYER, 2, 7, costs=lambda mode, rows: COSTS)
-    return kind(chosen, TableLM(DRAFT), policy, len(DRAFT), pool)  # type: ignore[arg-type]
+    return OuroborosDrafter(chosen, TableLM(DRAFT), policy, len(DRAFT), pool)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pacer", [False, True])

@@ -11,7 +11,7 @@ from test_hidden import OF_C, features_of, sequence
 from torch import Tensor
 from toys import random_head, tiny
 
-from forerun.backends.heads import Guess, HiddenLM
+from forerun.backends.heads import HiddenLM
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna
@@ -137,11 +137,15 @@ def test_branches_are_what_their_paths_are(in_c: bool) -> None:
 
 
 def test_a_row_may_draft_beyond_its_context() -> None:
+    """But by no chain of one call."""
     target = CausalLM(tiny("llama"))
-    head = head_of(target, max_position_embeddings=8)
-    head.add(0)
-    state = head.extend([0], [features_of(target, TEXTS[4])], [[3] * 7])
-    assert all(bool(found.isfinite().all()) for found in head.roll([0], state, 5)) and head.length(0) == 12
+    head, features = head_of(target, max_position_embeddings=16), features_of(target, TEXTS[9])
+    for id in (0, 1):
+        head.add(id)
+    assert head.guesses(0, 8, 8) and not head.guesses(0, 8, 9) and not head.guesses(0, 0, 3)
+    assert len(head.guess(0, features[:8], TEXTS[9][1:9], 8).tokens) == 8 and head.length(0) == 8
+    state = head.extend([1], [features[:14]], [[3] * 14])
+    assert all(bool(found.isfinite().all()) for found in head.roll([1], state, 6)) and head.length(1) == 20
 
 
 GUESSING = Costs({1: 1.0, 100: 3.0}, {}, head={1: 0.01})
@@ -150,32 +154,22 @@ GUESSING = Costs({1: 1.0, 100: 3.0}, {}, head={1: 0.01})
 @pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize(
     ("kind", "form", "reuse"),
-    [
-        (kind, form, reuse)
-        for kind, form in CASES
-        for reuse in (("off", "add", "free") if kind == "lyanna" else ("off",))
-    ],
+    [(*case, "off") for case in CASES] + [("lyanna", form, reuse) for form in FORMS for reuse in ("add", "free")],
 )
 def test_a_chain_in_one_call_is_that_of_many(
     kind: str, form: str, is_planned: bool, reuse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over steps with one waiting feature or several, with old logits and a budget; a second row comes and goes."""
     target = CausalLM(tiny("llama"))
-    head, found, drafts_of = head_of(target, kind=kind, **FORMS[form]), {}, {}
+    head, calls, found = head_of(target, kind=kind, **FORMS[form]), list[Any](), {}
     head.curves = [[0.5, 1.0, 0.9]] * 8
-    calls = []
     guess = HiddenLM.guess
-
-    def watched(self: HiddenLM, *given: Any, **more: Any) -> Guess:
-        calls.append(given)
-        return guess(self, *given, **more)
-
-    monkeypatch.setattr(HiddenLM, "guess", watched)
+    monkeypatch.setattr(HiddenLM, "guess", lambda *given, **more: calls.append(given) or guess(*given, **more))
+    paced: Any = {"block": 2} if is_planned else {}
     for way in ("calls", "many"):
         own = head.fresh()
         if way == "many":
             monkeypatch.setattr(HiddenLM, "guesses", lambda *_: False)
-        paced: Any = {"block": 2} if is_planned else {}
         if kind == "lyanna":
             lyanna = (PacerLyanna if is_planned else Lyanna)(6, reuse=reuse, weight=0.7, **paced)
             drafter: HeadDrafter = LyannaDrafter(lyanna, own, GUESSING)
@@ -184,26 +178,17 @@ def test_a_chain_in_one_call_is_that_of_many(
         seqs = [sequence(range(2, 9), id, new=40) for id in range(2)]
         for seq in seqs:
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 5
-        found[way], drafts_of[way] = [], 0
+        found[way] = []
         for step in range(9):
             here = seqs if step == 4 else seqs[:1]
-            proposal = drafter.propose(here)
-            for seq, draft in zip(here, proposal.drafts, strict=True):
+            for seq, draft in zip(here, drafter.propose(here).drafts, strict=True):
                 found[way].append((draft.tokens, draft.origins, own.length(seq.id)))
-                drafts_of[way] += draft.drafted
                 path = list(range(1 + step % len(draft)))
                 seq.tokens += [*draft.tokens[1 : len(path)], 8 + step]
                 hidden = features_of(target, seq.tokens)[-len(path) - 1 : -1]
                 drafter.observe([seq], [draft], [Verdict(path, 8 + step, len(path), True)], [hidden])
-    assert found["calls"] == found["many"] and len(calls) >= 4 and drafts_of["calls"] > 9
-
-
-def test_chains_of_one_call_stay_in_the_context() -> None:
-    target = CausalLM(tiny("llama"))
-    head, features = head_of(target, max_position_embeddings=16), features_of(target, TEXTS[9])
-    head.add(0)
-    assert head.guesses(0, 8, 8) and not head.guesses(0, 8, 9) and not head.guesses(0, 0, 3)
-    assert len(head.guess(0, features[:8], TEXTS[9][1:9], 8).tokens) == 8 and head.length(0) == 8
+    assert found["calls"] == found["many"] and len(calls) >= 4
+    assert sum(len(tokens) - 1 for tokens, *_ in found["calls"]) > 9
 
 
 @pytest.mark.parametrize(

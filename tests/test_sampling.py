@@ -79,13 +79,6 @@ class Grown:
         return Draft(self.tokens, self.parents, torch.tensor(np.array(self.q)).float() if self.q else None)
 
 
-def chain(rng: np.random.Generator, tell: str = "truth") -> Draft:
-    grown = Grown()
-    for depth in range(2):
-        grown.sample_children(rng, depth, 1, tell)
-    return grown.draft()
-
-
 def block(rng: np.random.Generator, depth: int = 3, points: bool = False) -> Draft:
     """A chain that is verified as a whole. Whether it goes on after its first token depends on that token."""
     grown = Grown()
@@ -98,23 +91,21 @@ def block(rng: np.random.Generator, depth: int = 3, points: bool = False) -> Dra
     return replace(grown.draft(), block=True)
 
 
-def tree(rng: np.random.Generator, tell: str = "truth") -> Draft:
-    grown = Grown()
-    for child in grown.sample_children(rng, 0, 3, tell):
-        grown.sample_children(rng, child, 2, tell)
+def tree(rng: np.random.Generator, counts: tuple[int, ...] = (3, 2), tell: str = "truth") -> Draft:
+    """`counts`: children of each node, by depth."""
+    grown, nodes = Grown(), [0]
+    for count in counts:
+        nodes = [child for node in nodes for child in grown.sample_children(rng, node, count, tell)]
     return grown.draft()
 
 
 def mixed(rng: np.random.Generator) -> Draft:
-    grown = Grown()
-    for child in grown.sample_children(rng, 0, 2):
-        grown.sample_children(rng, child, 1)
-    return grown.draft().merge(tree(rng, "nothing"))
+    return tree(rng, (2, 1)).merge(tree(rng, tell="nothing"))
 
 
 DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
-    "sampled chain": chain,
-    "point chain": partial(chain, tell="nothing"),
+    "sampled chain": partial(tree, counts=(1, 1)),
+    "point chain": partial(tree, counts=(1, 1), tell="nothing"),
     "sampled tree": tree,
     "point tree": partial(tree, tell="nothing"),
     "mixed tree": mixed,
