@@ -87,8 +87,7 @@ def leftovers(thing: object, seen: set[int] | None = None) -> list[str]:
         return []
     seen.add(id(thing))
     found = []
-    slots = getattr(type(thing), "__slots__", ())
-    values = dict(getattr(thing, "__dict__", {})) | {slot: getattr(thing, slot, None) for slot in slots}
+    values = dict(getattr(thing, "__dict__", {}))
     values.pop("_prompt", None)  # holds the last prompt, in buffers that stay
     for name, value in values.items():
         if name in KEPT and value and not isinstance(value, int):

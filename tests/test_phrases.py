@@ -158,14 +158,13 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
     made = drafter(pacer=True, rows=1)
     engine = Engine(TableLM(TARGET), made, max_rows=2)
     first = engine.add(Request(PROMPT, 60))
-    ways, runs = [], []
+    ways = []
     for turn in range(12):
         if turn == 4:
             engine.add(Request([2, 1], 6))
         engine.step()
         (seq,) = [seq for seq in engine.running if seq.id == first]
         ways.append(len(engine.running))
-        runs.append(made.policy.past[first].runs)
         row = made.model.rows[first]
         assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
     assert 2 in ways[4:] and ways[-1] == 1

@@ -158,11 +158,10 @@ def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
         last = automaton.extend(last, 7)
     assert automaton.counted == 256
     memory = SuffixMemory(5000)
-    memory.add([7] * 2000)
-    (text,) = memory.texts
-    assert 256 < len(text) < 300 and len(memory) == len(text)
-    memory.add([7] * 2000)
-    assert memory.texts == [text]
+    for _ in range(2):
+        memory.add([7] * 2000)
+        (text,) = memory.texts
+        assert 256 < len(text) < 300 and len(memory) == len(text)
     state, length = memory.automaton.match([7] * 20)
     assert (memory.automaton.counts[state], length) == (len(text) - 19, 20)
     memory = SuffixMemory(1000)  # where it takes no other text's place
@@ -377,17 +376,12 @@ def test_auto_is_what_the_decoder_has() -> None:
     head = random_head(CausalLM(target), kind="eagle")
     assert Decoder(target, method=Hybrid()).method == Hybrid()
     assert isinstance(Decoder(target, method=Hybrid(), guard=False).engine.drafter, SuffixDrafter)
-    found = {
-        "sd": Decoder(target, None, small, Hybrid()),
-        "pacer-ouroboros": Decoder(target, None, small, Hybrid(), pre_verifier=layer),
-        "eagle": Decoder(target, None, small, Hybrid(), head=head),
-    }
-    for name, decoder in found.items():
+    for name, part in (("sd", {}), ("pacer-ouroboros", {"pre_verifier": layer}), ("eagle", {"head": head})):
+        decoder = Decoder(target, None, small, Hybrid(), **part)
         assert decoder.method == Hybrid(other=name)
-    assert found["eagle"].head is not None and found["pacer-ouroboros"].pre_verifier is layer
-    for part in ({"pre_verifier": layer}, {"head": head}):  # the method of sampling brings its parts along
-        both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)
-        assert (both.head is None) == ("head" not in part) and (both.pre_verifier is None) == ("head" in part)
+        both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)  # which brings its parts along
+        for each in (decoder, both):
+            assert (each.head is not None) == ("head" in part) and each.pre_verifier is part.get("pre_verifier")
         assert len(both.generate([[1, 2, 3]], temperature=1.0, max_new_tokens=6, ignore_eos=True)[0].tokens) == 6
     late = Decoder(target, None, small, SD(), guard=False).replace(method=Hybrid())
     assert isinstance(late.engine.drafter, HybridDrafter)
