@@ -26,13 +26,7 @@ from toys import (
     tiny_tokenizer,
     tokens_of,
 )
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
 from benchmarks.baselines.entropy import SVIP, AdaEDL
@@ -51,7 +45,6 @@ from forerun.methods.stop import DraftState, Fixed
 from forerun.sampling.probabilities import last_probabilities
 from forerun.sampling.sampler import Sampler
 
-FITS, BROKEN = 1e-4, 1e-6
 FITS, BROKEN = 1e-4, 1e-6
 
 # Thresholds at which rows stop after different tokens.
@@ -294,7 +287,10 @@ def test_stop_strings_cut_text_and_tokens(method: str) -> None:
     # ASCII output only, and a prompt that ends in what the output cannot hold: a stop string lies in the output.
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     odd = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
-    options: Any = {"logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor(odd)]), "max_new_tokens": 30}
+    options: Any = {
+        "logits_processor": LogitsProcessorList([hf.SuppressTokensLogitsProcessor(odd)]),
+        "max_new_tokens": 30,
+    }
     prompt = tokenizer.encode("def add(a, b):\n")
     plain = Decoder(target, tokenizer, None, AR()).generate(prompt, **options)
     for at in (0, 7, 20):

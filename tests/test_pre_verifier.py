@@ -190,9 +190,7 @@ def test_how_much_of_a_block_is_certain() -> None:
 
 
 RULES = ["fixed", "auto"]
-V = 4
-TARGET, DRAFT = random_table(V, 1), random_table(V, 1) + 0.5 * random_table(V, 2)
-TARGET, DRAFT = random_table(V, 1), random_table(V, 1) + 0.5 * random_table(V, 2)
+TARGET, DRAFT = random_table(4, 1), random_table(4, 1) + 0.5 * random_table(4, 2)
 
 
 def table_draft(policy: LengthPolicy) -> ChainDrafter:
