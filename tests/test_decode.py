@@ -287,10 +287,8 @@ def test_stop_strings_cut_text_and_tokens(method: str) -> None:
     # ASCII output only, and a prompt that ends in what the output cannot hold: a stop string lies in the output.
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     odd = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
-    options: Any = {
-        "logits_processor": LogitsProcessorList([hf.SuppressTokensLogitsProcessor(odd)]),
-        "max_new_tokens": 30,
-    }
+    processors = LogitsProcessorList([hf.SuppressTokensLogitsProcessor(odd)])
+    options: Any = {"logits_processor": processors, "max_new_tokens": 30}
     prompt = tokenizer.encode("def add(a, b):\n")
     plain = Decoder(target, tokenizer, None, AR()).generate(prompt, **options)
     for at in (0, 7, 20):
