@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A server with a tiny model, for the tests of a module."""
+    from serving import live
+
+    with live(max_body=2**21) as found:
+        yield found
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

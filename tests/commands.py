@@ -4,8 +4,6 @@ These imports take most of a short command's time. Each run has a process, argum
 and an exit status of its own, as with `python -m forerun`. Some test runs each command by an interpreter of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Tiny GGUF files: models of random weights with a tokenizer, as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import copy
 import zlib
 from pathlib import Path
@@ -10,18 +8,9 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 VOCAB = 320
@@ -32,23 +21,23 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama with biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"num_hidden_layers": 4}),  # the fourth does not rotate
+ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaForCausalLM, {}),
+    "llama with biases": (transformers.LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (transformers.Qwen2ForCausalLM, {}),
+    "qwen3": (transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+    "smollm3": (transformers.SmolLM3ForCausalLM, {"num_hidden_layers": 4}),  # the fourth does not rotate
 }
 
 
 def small(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model with nothing at its initial value: biases and gains are numbers too."""
-    config_class, model_class, own = ARCHITECTURES[architecture]
+    model_class, own = ARCHITECTURES[architecture]
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
     sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rms_norm_eps": 1e-5}
     sizes |= {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = model_class(config_class(**sizes | own | changes)).eval()
+    model = model_class(model_class.config_class(**sizes | own | changes)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,16 +71,16 @@ def names(model: PreTrainedModel) -> dict[str, str]:
     return {name: str(known.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}
 
 
+@torch.no_grad()
 def rounded(model: PreTrainedModel, kind: str, types: dict[str, str] | None = None) -> PreTrainedModel:
     """The model with the values that its file has."""
     same = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, parameter in same.named_parameters():
-            if parameter.ndim == 2:
-                stored = names(model)[name]
-                own = (types or {}).get(stored, kind)
-                values = gguf.dequantize(encode(stored, parameter.numpy(), own), Type[own])
-                parameter.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    for name, parameter in same.named_parameters():
+        if parameter.ndim == 2:
+            stored = names(model)[name]
+            own = (types or {}).get(stored, kind)
+            values = gguf.dequantize(encode(stored, parameter.numpy(), own), Type[own])
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(values)))
     return same
 
 
@@ -134,18 +123,14 @@ def write(
         f"{arch}.feed_forward_length": config.intermediate_size,
         f"{arch}.attention.head_count": config.num_attention_heads,
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-        f"{arch}.attention.key_length": size,
-        f"{arch}.attention.value_length": size,
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        f"{arch}.rope.dimension_count": size,
     }
+    sizes = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    told |= {f"{arch}.{name}": size for name in sizes}
     if tokenizer:
-        told |= {
-            "tokenizer.ggml.bos_token_id": 1,
-            "tokenizer.ggml.eos_token_id": 2,
-            "tokenizer.chat_template": TEMPLATE,
-        }
+        told |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+        told |= {"tokenizer.chat_template": TEMPLATE}
         told |= _pieces(writer, config.vocab_size) if pre == "pieces" else _tokenizer(writer, config.vocab_size, pre)
     for key, value in {**told, **(metadata or {})}.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
@@ -176,12 +161,8 @@ def _tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(list(MERGES))
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.padding_token_id": 0,
-        "tokenizer.ggml.add_bos_token": False,
-    }
+    told = {"model": "gpt2", "pre": pre, "padding_token_id": 0, "add_bos_token": False}
+    return {f"tokenizer.ggml.{key}": value for key, value in told.items()}
 
 
 def _pieces(writer: gguf.GGUFWriter, size: int) -> dict[str, Any]:
@@ -193,8 +174,5 @@ def _pieces(writer: gguf.GGUFWriter, size: int) -> dict[str, Any]:
     writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(len(tokens), size)])
     writer.add_token_types(kinds)
     writer.add_token_scores(scores)
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.add_bos_token": True,
-    }
+    told = {"model": "llama", "unknown_token_id": 0, "add_bos_token": True}
+    return {f"tokenizer.ggml.{key}": value for key, value in told.items()}

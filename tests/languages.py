@@ -4,8 +4,6 @@ A state is one number that is on: state t below VOCAB is what the target says of
 What follows from each state is a row of a table, so a test can say exactly what a method must do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import log, sqrt
 from typing import Any

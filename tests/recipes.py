@@ -1,7 +1,5 @@
 """What tests of training share: a small target with text or conversations, and runs of recipes on them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

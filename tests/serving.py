@@ -1,7 +1,5 @@
 """A server in a thread of the test's own process, with a tiny model."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading
@@ -23,6 +21,8 @@ from forerun.server.run import Protocol
 from forerun.server.worker import Worker
 
 NAME = "tiny"
+PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -1,27 +1,17 @@
 """The Python interface on tiny models: prompts, parameters, streams, errors."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import FrozenInstanceError
 from functools import partial
 from math import inf, nan
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from toys import noisy_copy, parts_of, tiny, tiny_tokenizer
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-)
+import transformers
+from toys import noisy_copy, parts_of, refuses, tiny, tiny_tokenizer
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 import forerun
 from forerun import Decoder, EngineOptions
@@ -46,31 +36,21 @@ def decoders(target: PreTrainedModel) -> Decoders:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_stream_gives_what_generate_gives(decoders: Decoders, name: str, temperature: float) -> None:
+def test_interleaved_streams_give_what_generate_gives(decoders: Decoders, name: str, temperature: float) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=7, ignore_eos=True)
-    prompts = ["def add", "for i in", "class"]
-    results = decoders[name].generate(prompts, params)
-    texts, tokens, reasons = [""] * 3, [[] for _ in prompts], [None] * 3
-    for chunk in decoders[name].stream(prompts, params):
-        assert chunk.text == "".join(text for text, _ in chunk.pieces)
-        texts[chunk.index] += chunk.text
-        tokens[chunk.index] += chunk.step.tokens
-        reasons[chunk.index] = chunk.finish_reason
-    assert texts == [result.text for result in results]
-    assert tokens == [result.tokens for result in results]
-    assert reasons == ["length"] * 3
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_streams_of_one_decoder_may_be_interleaved(decoders: Decoders, name: str) -> None:
-    prompts = ["def add", "for i in range"]
-    alone = [decoders[name].generate(prompt, max_new_tokens=30, ignore_eos=True).tokens for prompt in prompts]
-    streams = [decoders[name].stream(prompt, max_new_tokens=30, ignore_eos=True) for prompt in prompts]
-    tokens: list[list[int]] = [[], []]
-    for row in [0, 0, 1, 0, 1, 1] * 30:
-        chunk = next(streams[row], None)
-        tokens[row] += chunk.step.tokens if chunk else []
-    assert tokens == alone
+    calls = ["def add", "for i in"], ["class"]
+    wanted = [result for prompts in calls for result in decoders[name].generate(prompts, params)]
+    streams = [decoders[name].stream(prompts, params) for prompts in calls]
+    texts, tokens, reasons = [""] * 3, [[] for _ in wanted], [None] * 3
+    for turn in [0, 0, 1, 0, 1, 1] * 60:
+        if (chunk := next(streams[turn], None)) is not None:
+            assert chunk.text == "".join(text for text, _ in chunk.pieces)
+            row = 2 * turn + chunk.index
+            texts[row] += chunk.text
+            tokens[row] += chunk.step.tokens
+            reasons[row] = chunk.finish_reason
+    assert texts == [result.text for result in wanted]
+    assert tokens == [result.tokens for result in wanted] and reasons == ["length"] * 3
 
 
 def test_text_and_token_prompts_are_the_same(decoders: Decoders) -> None:
@@ -81,33 +61,14 @@ def test_text_and_token_prompts_are_the_same(decoders: Decoders) -> None:
     assert by_text.text == TOKENIZER.decode(by_text.tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_stop_strings_are_cut_from_the_text_and_end_where_transformers_ends(
-    decoders: Decoders, target: PreTrainedModel, name: str
-) -> None:
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-    whole = decoders["ar"].generate("def add", params).text
-    found = re.search(r"[!-~]{2}", whole[5:])  # a random model says broken characters too
-    assert found is not None
-    stop = found.group()
-    result = decoders[name].generate("def add", params, stop=stop)
-    assert (result.text, result.finish_reason) == (whole[: whole.index(stop)], "stop")
-    ids = torch.tensor([IDS])
-    options = {"do_sample": False, "max_new_tokens": 60, "stop_strings": [stop], "eos_token_id": None}
-    assert result.tokens == target.generate(ids, tokenizer=TOKENIZER, **options)[0, ids.shape[1] :].tolist()
-    assert "".join(chunk.text for chunk in decoders[name].stream("def add", params, stop=stop)) == result.text
-
-
 def test_users_own_processors_and_criteria(decoders: Decoders, target: PreTrainedModel) -> None:
     ids = torch.tensor([IDS])
-    processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(0, 300, 2)))])
+    processors = LogitsProcessorList([transformers.SuppressTokensLogitsProcessor(list(range(0, 300, 2)))])
 
-    class Twelve(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-            return torch.full((len(input_ids),), input_ids.shape[1] == ids.shape[1] + 12)
+    def twelve(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] == ids.shape[1] + 12)
 
-    criteria = StoppingCriteriaList([Twelve()])
-    own = {"logits_processor": processors, "stopping_criteria": criteria}
+    own = {"logits_processor": processors, "stopping_criteria": StoppingCriteriaList([twelve])}
     theirs = target.generate(ids, do_sample=False, max_new_tokens=40, eos_token_id=None, **own)[0, ids.shape[1] :]
     assert len(theirs) == 12
     for decoder in decoders.values():
@@ -118,22 +79,19 @@ def test_users_own_processors_and_criteria(decoders: Decoders, target: PreTraine
 def test_criteria_are_given_the_scores_that_gave_the_token(decoders: Decoders) -> None:
     seen: list[tuple[int, int]] = []
 
-    class Sees(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-            assert scores.shape == (1, decoders["sd"].target.vocab_size)
-            seen.append((int(input_ids[0, -1]), int(scores[0].argmax())))
-            return torch.zeros(1, dtype=torch.bool)
+    def see(input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        assert scores.shape == (1, decoders["sd"].target.vocab_size)
+        seen.append((int(input_ids[0, -1]), int(scores[0].argmax())))
+        return torch.zeros(1, dtype=torch.bool)
 
     for penalty in (1.0, 1.3):
         for name in ("ar", "sd", "lyanna"):
             seen.clear()
             options = {"max_new_tokens": 20, "ignore_eos": True, "repetition_penalty": penalty}
-            result = decoders[name].generate("def add", stopping_criteria=StoppingCriteriaList([Sees()]), **options)
+            result = decoders[name].generate("def add", stopping_criteria=StoppingCriteriaList([see]), **options)
             assert seen == [(token, token) for token in result.tokens]
-
-
-def test_processors_with_a_state_of_their_own_are_refused(decoders: Decoders) -> None:
-    marks = SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 64, 0, 64, torch.device("cpu"))
+    # Processors with a state of their own are refused.
+    marks = transformers.SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 64, 0, 64, torch.device("cpu"))
     with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor is not supported: it keeps state"):
         decoders["sd"].generate("def add", logits_processor=LogitsProcessorList([marks]))
 
@@ -145,15 +103,11 @@ def test_sampling_params_stand_alone(target: PreTrainedModel) -> None:
     assert own.generate("def add", max_new_tokens=30).tokens == plain.generate("def add", max_new_tokens=30).tokens
 
 
-def test_a_seed_repeats_and_no_seed_follows_torch(decoders: Decoders) -> None:
+def test_without_a_seed_it_follows_torch(decoders: Decoders) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
-    for name, decoder in decoders.items():
-        assert decoder.generate("def", params, seed=1).tokens == decoder.generate("def", params, seed=1).tokens
-        assert decoder.generate("def", params, seed=1).tokens != decoder.generate("def", params, seed=2).tokens
-        decoder = decoder.replace(guard=False)  # which goes by the clock where no seed is given
-        # Without a seed, outputs that they remember, or how often drafts were right, change what is sampled.
-        if name in ("sd", "suffix", "hybrid"):
-            continue
+    # Outputs that the others remember, or how often drafts were right, change what is sampled.
+    for name in decoders.keys() - {"sd", "suffix", "hybrid"}:
+        decoder = decoders[name].replace(guard=False)  # which goes by the clock
         torch.manual_seed(3)
         first, second = decoder.generate("def", params).tokens, decoder.generate("def", params).tokens
         torch.manual_seed(3)
@@ -166,9 +120,8 @@ def test_the_context_ends_a_sequence(decoders: Decoders) -> None:
         assert (len(IDS) + len(result.tokens), result.finish_reason) == (96, "length")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
+def test_prompts_that_are_refused(decoders: Decoders) -> None:
+    for prompts, options, message in (
         ([], {}, "no prompts"),
         ("", {}, "prompt 0 is empty"),
         ([[1], []], {}, "prompt 1 is empty"),
@@ -176,20 +129,14 @@ def test_the_context_ends_a_sequence(decoders: Decoders) -> None:
         ([5] * 96, {}, "96 tokens; the target's context of 96"),
         ("a", {"temperature": -0.1}, "temperature must be"),
         ("a", {"tempreature": 1.0}, "unknown option 'tempreature'"),
-        ("a", {"params": GenerationConfig()}, "params must be SamplingParams, not GenerationConfig"),
-    ],
-)
-def test_mistakes_are_named_before_any_work(
-    decoders: Decoders, prompts: object, options: dict[str, object], message: str
-) -> None:
-    for run in (decoders["sd"].generate, decoders["sd"].stream):
-        with pytest.raises(ValueError, match=message):
-            run(prompts, **options)
+        ("a", {"params": transformers.GenerationConfig()}, "params must be SamplingParams, not GenerationConfig"),
+    ):
+        for run in (decoders["sd"].generate, decoders["sd"].stream):
+            refuses(message, run, prompts, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_load_names_what_is_wrong() -> None:
+    for options, message in (
         ({"method": "turbo"}, "unknown method 'turbo'; there are ar, sd, pacer, suffix"),
         ({"draft": "embedded", "gama": 3}, "no setting 'gama'"),
         ({"draft": "embedded", "gamma": 0}, "gamma must be an integer of at least 1, not 0"),
@@ -200,17 +147,13 @@ def test_mistakes_are_named_before_any_work(
         ({"device": "meta"}, "cannot use device 'meta'"),
         ({"max_row": 3}, "no setting 'max_row'"),
         ({"target": tiny("llama"), "method": "sd"}, "needs a draft"),
-    ],
-)
-def test_load_names_what_is_wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        forerun.load(**options)
+    ):
+        refuses(message, forerun.load, **options)
 
 
 def test_generate_of_text_needs_a_tokenizer(target: PreTrainedModel) -> None:
     for options in ({"prompts": "text"}, {"prompts": [1], "stop": "a"}):
-        with pytest.raises(ValueError, match="need a tokenizer"):
-            forerun.load(target).generate(**options)
+        refuses("need a tokenizer", forerun.load(target).generate, **options)
 
 
 def test_options_are_objects_or_given_singly_and_a_decoder_does_not_change(target: PreTrainedModel) -> None:
@@ -223,12 +166,8 @@ def test_options_are_objects_or_given_singly_and_a_decoder_does_not_change(targe
     assert (one.method.name, one.options.max_rows, other.target) == ("ar", 3, one.target)
 
 
-# Parameters.
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
+def test_a_bad_value_is_named() -> None:
+    for name, values, message in (
         ("seed", [1.5, True, "7"], "must be an integer, not"),
         ("seed", [-1, 2**62], "must be 0 or more and below 2**62, not"),
         ("max_new_tokens", [0], "must be at least 1, not"),
@@ -243,13 +182,9 @@ def test_options_are_objects_or_given_singly_and_a_decoder_does_not_change(targe
         ("repetition_penalty", [nan], "must be above 0, not"),
         ("ignore_eos", ["no"], "must be True or False, not"),
         ("stop", [["a", ""], 5, b"a"], "must be strings that are not empty, not"),
-    ],
-)
-def test_a_bad_value_is_named(name: str, values: list[Any], message: str) -> None:
-    for value in values:
-        with pytest.raises(ValueError) as error:
-            SamplingParams(**{name: value})
-        assert f"{name} {message} {value!r}" in str(error.value)
+    ):
+        for value in values:
+            refuses(re.escape(f"{name} {message} {value!r}"), SamplingParams, **{name: value})
 
 
 def test_numbers_of_numpy_are_numbers_and_a_stop_string_may_stand_alone() -> None:

@@ -1,7 +1,5 @@
 """Batch jobs: every line of the input gets one record, whatever is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -16,16 +14,14 @@ import typer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from serving import make_decoder, models, until
+from toys import refuses
 
 from forerun.api.decoder import Decoder
 from forerun.api.load import load
 from forerun.cli.batch_jobs import batch
-from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, Line, read_line, scan
+from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, read_line, scan
 from forerun.scale.batch_folder import Folder
 from forerun.server.worker import Loader
-
-COMMAND = [sys.executable, "-m", "forerun", "batch"]
-PROMPTS = [f"for i in range({i}): print" for i in range(24)]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +41,6 @@ def asked(custom_id: str, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
-def many(path: Path, tokens: int) -> Path:
-    lines = [asked(f"r{i}", prompt=each, max_tokens=tokens, temperature=0) for i, each in enumerate(PROMPTS)]
-    return write(path, lines)
-
-
 def records(out: Path) -> list[dict[str, Any]]:
     """All of them, a torn one left out."""
     path = out / "records.jsonl"
@@ -57,19 +48,8 @@ def records(out: Path) -> list[dict[str, Any]]:
     return [json.loads(each) for each in raw.splitlines(keepends=True) if each.endswith(b"\n")]
 
 
-def check_whole(out: Path, model: Path, tokens: int) -> None:
-    """One record a prompt, with what the model alone says, greedily."""
-    found = {each["custom_id"]: each for each in records(out)}
-    assert len(records(out)) == len(found) == len(PROMPTS)
-    wanted = load(model, method="ar").generate(PROMPTS, max_new_tokens=tokens)
-    for i, each in enumerate(wanted):
-        choice = found[f"r{i}"]["response"]["body"]["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == (each.text, each.finish_reason)
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "message"),
-    [
+def test_a_bad_line_is_named() -> None:
+    for line, code, message in (
         (b"x", "invalid_json", "the line is not JSON (column 1)"),
         (b"[" * 100_000, "invalid_json", "the line is not JSON"),
         (b'{"prompt": "\xff"}', "invalid_json", "the line is not JSON"),
@@ -84,12 +64,9 @@ def check_whole(out: Path, model: Path, tokens: int) -> None:
         (asked("a", "/v1/embeddings"), "invalid_url", "must be /v1/chat/completions or /v1/completions, not '/v1/emb"),
         ({**asked("a"), "body": []}, "invalid_body", "body must be an object"),
         (asked(""), "invalid_custom_id", "custom_id must be a string"),
-    ],
-)
-def test_a_bad_line_is_named(line: Any, code: str, message: str) -> None:
-    found = read_line(7, line if isinstance(line, bytes) else json.dumps(line).encode(), {}, {})
-    assert isinstance(found, BadLine)
-    assert found.code == code and message in found.message and found.number == 7
+    ):
+        found = read_line(7, line if isinstance(line, bytes) else json.dumps(line).encode(), {}, {})
+        assert found.code == code and message in found.message and found.number == 7
 
 
 def test_defaults_fill_in_what_a_line_lacks() -> None:
@@ -99,7 +76,6 @@ def test_defaults_fill_in_what_a_line_lacks() -> None:
         (asked("a", CHAT, max_tokens=None), {"max_tokens": 5, "seed": 2}),
     ):
         found = read_line(3, json.dumps(line).encode(), {}, {"max_tokens": 5, "seed": 2**62 - 1})
-        assert isinstance(found, Line)
         assert json.loads(found.body) == (wanted if "prompt" in line else line.get("body", line) | wanted)
 
 
@@ -127,11 +103,8 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
     status = {number: each["response"] and each["response"]["status_code"] for number, each in sorted(found.items())}
     assert status == {1: 200, 2: 200, 4: None, 5: 400, 6: None, 7: 200, 8: None, 9: 200, 10: 404}
     errors = {number: each["error"] for number, each in found.items() if each["error"] is not None}
-    assert {each["line"]: each["code"] for each in errors.values()} == {
-        4: "invalid_json",
-        6: "duplicate_custom_id",
-        8: "duplicate_custom_id",
-    }
+    codes = {each["line"]: each["code"] for each in errors.values()}
+    assert codes == {4: "invalid_json", 6: "duplicate_custom_id", 8: "duplicate_custom_id"}
     assert all(each["message"].startswith(f"line {number}: ") for number, each in errors.items())
     assert errors[6]["message"].endswith("custom_id 'plain' stands on line 2 already")
     assert [found[number]["custom_id"] for number in (1, 2, 8)] == ["chat \U0001f600", "plain", None]
@@ -164,8 +137,7 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
     ):
         if not options:
             write(source, ["{}"])
-        with pytest.raises(ValueError, match=message):
-            batch(source, out, **(run | options))  # type: ignore[arg-type]
+        refuses(message, batch, source, out, **run | options)
 
 
 def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path) -> None:
@@ -173,8 +145,7 @@ def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path
     texts = []
     for rows in (1, 5):
         out = tmp_path / f"out{rows}"
-        with pytest.raises(ValueError, match="unknown dtype"):  # what cannot be loaded leaves the folder free
-            batch(source, out, target=str(model), method="suffix", dtype="float12")
+        refuses("unknown dtype", batch, source, out, target=str(model), method="suffix", dtype="float12")
         batch(source, out, target=str(model), method="suffix", seed=5, max_new_tokens=20, max_rows=rows)
         texts.append({each["line"]: each["response"]["body"]["choices"][0]["text"] for each in records(out)})
     assert texts[0] == texts[1] and len(set(texts[0].values())) == 6
@@ -189,27 +160,22 @@ class Breaking(Loader):
         add, abort, advance = engine.add, engine.abort, engine.advance
         fails = decoder.tokenizer.encode("!" * 100)[-8:]  # type: ignore[union-attr]
 
-        def breaking_add(request: Any, id: int | None = None) -> Any:
-            if request.tokens[-8:] == fails and id is not None:
+        def breaking_add(request: Any, id: int) -> Any:
+            if request.tokens[-8:] == fails:
                 fatal.add(id)
             return add(request, id)
 
-        def breaking_abort(id: int) -> Any:
-            fatal.discard(id)
-            return abort(id)
-
-        def breaking_advance() -> Any:
+        def breaking_advance() -> None:
             if fatal:
                 raise RuntimeError("no memory")
-            return advance()
+            advance()
 
-        engine.add, engine.abort, engine.advance = breaking_add, breaking_abort, breaking_advance  # type: ignore[method-assign]
+        engine.add, engine.advance = breaking_add, breaking_advance  # type: ignore[method-assign,assignment]
+        engine.abort = lambda id: fatal.discard(id) or abort(id)  # type: ignore[method-assign,func-returns-value]
         return decoder
 
 
-def test_what_our_engine_cannot_answer_is_asked_again(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_failed_is_asked_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     prompts = [f"the cat {i}" for i in range(9)]
     prompts[2] = "!" * 100
     source = write(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
@@ -237,23 +203,21 @@ def test_what_our_engine_cannot_answer_is_asked_again(
 
 def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> None:
     source, out = scan(write(tmp_path / "in.jsonl", ["x"] * 4)), tmp_path / "out"
-    bad = [BadLine(i, None, "code", "why" * 40) for i in range(1, 5)]
+    first, *others = [BadLine(i, None, "code", "why" * 40) for i in range(1, 5)]
     folder = Folder(out, source, {})
-    folder.refuse(bad[0])
+    folder.refuse(first)
     size = (out / "records.jsonl").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, limits[1]))
     try:
-        with pytest.raises(ValueError, match=r"cannot write to .*out: File too large"):
-            folder.refuse(bad[1])
-        with pytest.raises(ValueError, match="cannot write to"):
-            folder.close()
+        refuses(r"cannot write to .*out: File too large", folder.refuse, others[0])
+        refuses("cannot write to", folder.close)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (out / "records.jsonl").stat().st_size == size + size // 2
     folder = Folder(out, source, {})
     assert folder.done == {1}
-    for each in bad[1:]:
+    for each in others:
         folder.refuse(each)
     folder.close()
     assert folder.ended and [each["line"] for each in records(out)] == [1, 2, 3, 4]
@@ -267,28 +231,32 @@ def test_an_input_that_changes_meanwhile_ends_the_job(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("more\n")
     for again in (lines, source.lines({1}, {})):
-        with pytest.raises(ValueError, match=r"in\.jsonl was changed while the job ran"):
-            next(again)
+        refuses(r"in\.jsonl was changed while the job ran", next, again)
 
 
 @pytest.mark.timeout(700)
 def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
-    source, out = many(tmp_path / "in.jsonl", 160), tmp_path / "out"
-    options = ["--target", str(model), "--method", "suffix", "--max-rows", "2", "--threads", "1"]
-    with subprocess.Popen([*COMMAND, str(source), str(out), *options], stderr=subprocess.PIPE) as process:
+    """There is one record a prompt, with what the model alone says, greedily."""
+    prompts = [f"for i in range({i}): print" for i in range(24)]
+    lines = [asked(each, prompt=each, max_tokens=160, temperature=0) for each in prompts]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    command = [sys.executable, "-m", "forerun", "batch", str(source), str(out), "--target", str(model)]
+    command += ["--method", "suffix", "--max-rows", "2", "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         until(lambda: len(records(out)) >= 3 or process.poll() is not None, 600)
         assert process.poll() is None
-        with pytest.raises(ValueError, match="another process is at this job"):
-            batch(source, out, target=str(model), method="suffix", max_rows=2)
+        refuses("another process is at this job", batch, source, out, target=str(model), method="suffix", max_rows=2)
         process.send_signal(signal.SIGKILL)
     before = records(out)
-    assert 3 <= len(before) < len(PROMPTS)
+    assert 3 <= len(before) < len(prompts)
     with (out / "records.jsonl").open("ab") as file:  # as if it had been killed within a record
         file.write(b'{"id":"batch_req_1","line":')
     batch(source, out, target=str(model), method="suffix")
-    assert records(out)[: len(before)] == before
-    check_whole(out, model, 160)
-    assert json.loads((out / "summary.json").read_text())["last_run"]["records"] == len(PROMPTS) - len(before)
+    assert records(out)[: len(before)] == before and len(records(out)) == len(prompts)
+    found = {each["custom_id"]: each["response"]["body"]["choices"][0] for each in records(out)}
+    for prompt, each in zip(prompts, load(model, method="ar").generate(prompts, max_new_tokens=160), strict=True):
+        assert (found[prompt]["text"], found[prompt]["finish_reason"]) == (each.text, each.finish_reason)
+    assert json.loads((out / "summary.json").read_text())["last_run"]["records"] == len(prompts) - len(before)
 
 
 def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
@@ -299,45 +267,34 @@ def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
         ("empty.jsonl", "has no lines"),
         (os.devnull, "is no plain file"),
     ):
-        with pytest.raises(ValueError, match=message):
-            scan(tmp_path / name)
+        refuses(message, scan, tmp_path / name)
     source, out = scan(write(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3)), tmp_path / "out"
-
-    def refused(path: Path, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            Folder(path, source, {"seed": 1})
-
-    refused(source.path, "is a file; the output goes into a folder")
-    refused(tmp_path, "is not empty, and has no job")
-    folder = Folder(out, source, {"seed": 1})
+    job = {"seed": 1}
+    refuses("is a file; the output goes into a folder", Folder, source.path, source, job)
+    refuses("is not empty, and has no job", Folder, tmp_path, source, job)
+    folder = Folder(out, source, job)
     folder.refuse(BadLine(2, None, "code", "why"))
-    refused(out, "another process is at this job")
+    refuses("another process is at this job", Folder, out, source, job)
     folder.close()
     path = out / "records.jsonl"
     record = path.read_bytes()
     path.write_bytes(record + b"\0\0\n" + record.replace(b'"line":2', b'"line":3'))
-    refused(out, r"records\.jsonl is damaged in line 2: take that line out")
+    refuses(r"records\.jsonl is damaged in line 2: take that line out", Folder, out, source, job)
     path.write_bytes(record + record)  # a line that is there twice, at the end
-    again = Folder(out, source, {"seed": 1})
+    again = Folder(out, source, job)
     assert again.done == {2} and path.read_bytes() == record
     again.close()
     (out / "job.json").write_text("{}")
-    refused(out, r"job\.json is damaged")
+    refuses(r"job\.json is damaged", Folder, out, source, job)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, r"forerun batch needs fastapi: pip install 'forerun\[serve\]'"),
+def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, message in (
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"target": "./nothing"}, "no model folder './nothing' for the target"),
-    ],
-)
-def test_mistakes_are_named_before_anything_is_written(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not options:
-        monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "fastapi" else name)
-    with pytest.raises(ValueError, match=message):
-        batch(write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
+        ({}, r"forerun batch needs fastapi: pip install '\.\[serve\]'"),
+    ):
+        if not options:
+            monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "fastapi" else name)
+        refuses(message, batch, write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()

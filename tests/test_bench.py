@@ -1,7 +1,5 @@
 """`forerun bench`: processes on tiny random models, and the parts whose answers are known by hand."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json
@@ -16,7 +14,7 @@ from typing import Any
 import commands
 import pytest
 from tokenizers.processors import TemplateProcessing
-from toys import noisy_copy, save_lines, save_models, tiny, tiny_tokenizer
+from toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
@@ -31,7 +29,7 @@ from forerun.bench.records import Record, Times, parse, times, total, work
 from forerun.bench.report import differences, explained, parted, results, spread, summary
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
-from forerun.methods import AR, SD, Method, method
+from forerun.methods import AR, SD, Method, Suffix, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 
@@ -64,11 +62,10 @@ def options(folder: Path, *more: str) -> list[str]:
 
 def test_a_run(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = run(
-        *options(folder, "--methods", "sd", "--methods", "suffix", "--json", "--out", str(out)),
-        *("--dataset", str(folder / "own.jsonl"), "--batch", "3", "--rounds", "2", "--max-new-tokens", "12"),
-        *("--method-arg", "sd.gamma=3"),
-    )
+    arguments = options(folder, "--methods", "sd", "--methods", "suffix", "--json", "--out", str(out))
+    arguments += ["--dataset", str(folder / "own.jsonl"), "--batch", "3", "--rounds", "2", "--max-new-tokens", "12"]
+    arguments += ["--method-arg", "sd.gamma=3"]
+    done = run(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed == json.loads((out / "results.json").read_text())
@@ -96,62 +93,52 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert names[3:6] == names[1:3] + names[:1] and names[6:9] == names[2::-1]  # each is before and after each other
     assert {path.name for path in out.iterdir()} == {"costs.json", "records.jsonl", "results.json", "run.json"}
     assert all(str(folder) not in path.read_text() for path in out.iterdir())
+    refused = run(*arguments)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "holds a run already" in refused.stderr
+    assert json.loads(run(*arguments, "--resume").stdout)["methods"] == methods  # nothing is left to measure
 
 
-def test_a_run_that_was_stopped_goes_on(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    records, costs = out / "records.jsonl", out / "costs.json"
-    arguments = options(folder, "--methods", "sd", "--dataset", str(folder / "own.jsonl"), "--out", str(out), "--json")
-    arguments += ["--batch", "3", "--max-new-tokens", "8", "--rounds", "3", "--temperature", "1"]
-    whole = run(*arguments)
-    assert whole.returncode == 0, whole.stderr
+def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Path) -> None:
+    target, out = shutil.copytree(folder / "target", tmp_path / "target"), tmp_path / "out"
+    records, costs, claim = (out / name for name in ("records.jsonl", "costs.json", "run.json"))
+    pair = {"target": str(target), "draft": str(folder / "draft")}
+    how: dict[str, Any] = {"batch": 3, "rounds": 3, "max_new_tokens": 8, "temperature": 1.0}
+    plan = Plan({"ar": AR(), "sd": SD(2)}, ("own.jsonl",), **how, **pair)
+    files = {"own.jsonl": read_prompts(str(folder / "own.jsonl"), None, None)}
+
+    def refused(message: str, plan: Plan = plan, resume: bool = True) -> None:
+        refuses(message, bench, plan, files, out, resume=resume)
+
+    refused("out holds none")
+    whole = bench(plan, files, out)
     lines = records.read_text().splitlines(keepends=True)
     records.write_text("".join(lines[:7]) + lines[7][:50])  # killed while it wrote the fourth of six batches
     (out / "results.json").unlink()
     kept = json.loads(costs.read_text()) | {"policy": 123.0}
     costs.write_text(json.dumps(kept))
-
-    for more, message in (
-        ([], "out holds a run already: give --resume to continue it, or another --out"),
-        (["--resume", "--seed", "5"], "out holds a run with other arguments: seed was 0, not 5"),
-        (["--resume", "--method-arg", "sd.gamma=7"], "out holds a run with other arguments: methods.sd was {"),
-    ):
-        refused = run(*arguments, *more)
-        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and message in refused.stderr
+    refused("out holds a run already: give --resume to continue it, or another --out", resume=False)
+    refused("out holds a run with other arguments: seed was 0, not 5", replace(plan, seed=5))
+    refused("out holds a run with other arguments: methods.sd was {", replace(plan, methods={"ar": AR(), "sd": SD(7)}))
+    stored = claim.read_text()
+    claim.write_text(stored.replace('"versions.torch": "', '"versions.torch": "0.'))
+    refused(r'versions\.torch was "0\.')
+    claim.write_text("{")
+    refused("run.json is damaged")
+    claim.write_text(stored)
 
     def counts(text: str) -> list[tuple[Any, ...]]:
         parsed = map(parse, text.splitlines())
         return [(each.group, each.prompts, each.method, replace(each.stats, seconds=0.0)) for each in parsed]
 
-    done = run(*arguments, "--resume")
-    assert done.returncode == 0, done.stderr
-    again = records.read_text()
+    results, again = bench(plan, files, out, resume=True), records.read_text()
     assert again.startswith("".join(lines[:6])) and counts(again) == counts("".join(lines))
-    results = json.loads(done.stdout)
-    assert results["methods"]["sd"]["tau"] == json.loads(whole.stdout)["methods"]["sd"]["tau"]
-    assert results["costs"] == kept  # methods go by what was measured first
-
-
-def test_another_model_or_version_is_refused(folder: Path, tmp_path: Path) -> None:
-    target, out = shutil.copytree(folder / "target", tmp_path / "target"), tmp_path / "out"
-    plan = Plan({"ar": AR()}, ("own.jsonl",), target=str(target), max_new_tokens=4)
-    files = {"own.jsonl": [Prompt("1", tokens=(5, 6, 7))]}
-    with pytest.raises(ValueError, match="out holds none"):
-        bench(plan, files, out, resume=True)
-    bench(plan, files, out)
-    stored = (out / "run.json").read_text()
-    other = stored.replace('"versions.torch": "', '"versions.torch": "0.')
-    for text, message in ((other, r'versions\.torch was "0\.'), ("{", "run.json is damaged")):
-        (out / "run.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            bench(plan, files, out, resume=True)
-    (out / "run.json").write_text(stored)
+    assert results["methods"]["sd"]["tau"] == whole["methods"]["sd"]["tau"]
+    assert json.loads((out / "results.json").read_text())["costs"] == kept  # methods go by what was measured first
     (target / "config.json").write_text((target / "config.json").read_text() + " ")
-    with pytest.raises(ValueError, match=r"other arguments: models\.models was "):
-        bench(plan, files, out, resume=True)
+    refused(r"other arguments: models\.models was ")
 
 
-def test_others_run_beside_our_methods(folder: Path) -> None:
+def test_methods_of_others_run_beside_ours(folder: Path) -> None:
     """A runner gets the prompts and the target, is warmed up, measured in turns and compared like any method."""
     seen: list[Any] = []
 
@@ -170,11 +157,9 @@ def test_others_run_beside_our_methods(folder: Path) -> None:
         return Runner(make, {"draft": ours("sd").gamma}, one_by_one=True) if name == "other" else None  # type: ignore[attr-defined]
 
     methods = parse_methods(["sd", "other"], ["sd.gamma=3"], None, {}, runner_of)
-    with pytest.raises(ValueError, match="unknown method 'another'"):
-        parse_methods(["another"], [], None, {}, runner_of)
-    plan = Plan(
-        methods, ("own.jsonl",), target=str(folder / "target"), draft=str(folder / "draft"), max_new_tokens=5, batch=2
-    )
+    refuses("unknown method 'another'", parse_methods, ["another"], [], None, {}, runner_of)
+    pair = {"target": str(folder / "target"), "draft": str(folder / "draft")}
+    plan = Plan(methods, ("own.jsonl",), max_new_tokens=5, batch=2, **pair)
     found = bench(plan, {"own.jsonl": [Prompt("1", tokens=(5, 6, 7)), Prompt("2", tokens=(7, 8))]})
     assert seen == [(plan, [(5, 6, 7), (7, 8)]), 5, None, None]
     assert found["arguments"]["methods"]["other"] == {"draft": 3}
@@ -187,30 +172,24 @@ def test_others_run_beside_our_methods(folder: Path) -> None:
     assert (other["differences"]["outputs"], other["differences"]["differ"]) == (4, 4)
     (line,) = differences(found, found["methods"])
     assert line.startswith("other: 4 of 4 outputs differ from ar's, at margins of at most")
-    with pytest.raises(ValueError, match="method 'other' needs a draft model"):
-        Plan({"ar": AR(), "other": Runner(make, needs_draft=True)})
+    refuses("method 'other' needs a draft model", Plan, {"ar": AR(), "other": Runner(make, needs_draft=True)})
 
 
-def test_tuning_names_the_best_value(folder: Path) -> None:
+def test_tuning_names_the_value_of_the_best_median_speedup(folder: Path) -> None:
     arguments = ["--tune", "sd.gamma=1,4", "--dataset", str(folder / "own.jsonl"), "--max-new-tokens", "8"]
     done = run(*options(folder, *arguments, "--rounds", "1"))
     assert done.returncode == 0, done.stderr
     assert "sd.gamma=4" in done.stdout and "best by median speedup" in done.stdout
-
-
-@pytest.mark.parametrize("best", [1, 2, 4])
-def test_the_best_value_has_the_best_median_speedup(best: int) -> None:
     plan = Plan(parse_methods([], [], "sd.gamma=1,2,4", {}), draft="embedded", tune="sd.gamma=1,2,4")
-    records = [record("ar", 100, number) for number in range(3)]
-    for number, gamma in product(range(3), (1, 2, 4)):
-        # The best is the fastest but once, when another is by far: its mean would be better.
-        records.append(record(f"sd.gamma={gamma}", 150 if gamma == best else 120 if number else 900, number))
-    assert results(plan, {"d": FACTS}, records, {})["tuned"] == {"sd": {"gamma": best}}
+    for best in (1, 2, 4):
+        records = [record("ar", 100, number) for number in range(3)]
+        for number, gamma in product(range(3), (1, 2, 4)):
+            # The best is the fastest but once, when another is by far: its mean would be better.
+            records.append(record(f"sd.gamma={gamma}", 150 if gamma == best else 120 if number else 900, number))
+        assert results(plan, {"d": FACTS}, records, {})["tuned"] == {"sd": {"gamma": best}}
 
 
-def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_settings_are_of_the_embedded_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(profiles.FOLDERS, "embedded", tmp_path)
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").touch()
@@ -225,35 +204,39 @@ def test_settings_that_come_with_forerun_are_of_the_embedded_pair_and_of_how_it_
     assert profiles.shipped("some/model", "embedded") is profiles.shipped("embedded", "some/model") is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--method-arg", "sd.gamma"], "--method-arg takes METHOD.NAME=VALUE, not 'sd.gamma'"),
-        (["--method-arg", "sd.gamma=x"], "sd.gamma must be of type int | None, not 'x'"),
-        (["--method-arg", "turbo.n=3"], "'turbo' is no method with settings"),
-        (["--methods", "ar", "--method-arg", "sd.gamma=3"], "method 'sd' is not among --methods"),
-        (["--tune", "sd.gamma=2,three"], "sd.gamma must be of type int | None, not 'three'"),
-        (["--tune", "sd.gamma=2", "--methods", "sd"], "leave out --methods"),
-        (["--dataset", "mbpp"], "unknown dataset 'mbpp'; there are humaneval, gsm8k, specbench"),
-        (["--dataset", "humaneval"], "needs --data: a folder with HumanEval.jsonl or HumanEval.jsonl.gz, which"),
-        (["--dataset", "gsm8k", "--data", "."], "openai/grade-school-math has, in ."),
-        (["--dataset", "specbench", "--data", "nothing"], "no file or folder nothing: dataset 'specbench' is in"),
-        (["--dataset", "nothing.jsonl"], "cannot read nothing.jsonl"),
-        (["--dataset", "stdlib-test,stdlib-test"], "dataset 'stdlib-test' is given twice"),
-        (["--dataset", "vocabulary.jsonl"], "prompt '1' has token ids outside 0.."),
-        (["--max-new-tokens", "2000"], "leaves no room for a prompt in the context of"),
-        (["--target", "./nothing"], "no model folder './nothing' for the target"),
-        (["--target", "some/model"], "method 'sd' needs a draft model: give --draft"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_2(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+MISTAKES = {
+    "bench --method-arg sd.gamma": "--method-arg takes METHOD.NAME=VALUE, not 'sd.gamma'",
+    "bench --method-arg sd.gamma=x": "sd.gamma must be of type int | None, not 'x'",
+    "bench --method-arg turbo.n=3": "'turbo' is no method with settings",
+    "bench --methods ar --method-arg sd.gamma=3": "method 'sd' is not among --methods",
+    "bench --tune sd.gamma=2,three": "sd.gamma must be of type int | None, not 'three'",
+    "bench --tune sd.gamma=2 --methods sd": "leave out --methods",
+    "bench --dataset mbpp": "unknown dataset 'mbpp'; there are humaneval, gsm8k, specbench",
+    "bench --dataset humaneval": "needs --data: a folder with HumanEval.jsonl or HumanEval.jsonl.gz, which",
+    "bench --dataset gsm8k --data .": "openai/grade-school-math has, in .",
+    "bench --dataset specbench --data nothing": "no file or folder nothing: dataset 'specbench' is in",
+    "bench --dataset nothing.jsonl": "cannot read nothing.jsonl",
+    "bench --dataset stdlib-test,stdlib-test": "dataset 'stdlib-test' is given twice",
+    "bench --dataset vocabulary.jsonl": "prompt '1' has token ids outside 0..",
+    "bench --max-new-tokens 2000": "leaves no room for a prompt in the context of",
+    "bench --target ./nothing": "no model folder './nothing' for the target",
+    "bench --target some/model": "method 'sd' needs a draft model: give --draft",
+    "tune --top-p 0.5": "top_p 0.5 needs a temperature above 0",
+    "tune --data prompts.txt": "--data takes a .jsonl file with a prompt a line, not 'prompts.txt'",
+    "tune --data nothing.jsonl": "cannot read nothing.jsonl: No such file or directory",
+    "tune --target ./nothing": "no model folder './nothing' for the target",
+    "tune --budget 0": "Invalid value for '--budget'",
+    "tune --head nothing": "no head in the folder 'nothing'",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_mistakes_are_one_line_and_exit_2(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vocabulary.jsonl").write_text('{"tokens": [99999999]}\n')
     monkeypatch.chdir(tmp_path)
-    done = run(*arguments)
+    done = commands.run(*command.split())
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("forerun: ") and message in done.stderr
+    assert done.stderr.startswith("forerun: ") and MISTAKES[command] in done.stderr
 
 
 def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
@@ -267,8 +250,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
         ("\n", "own.jsonl has no prompts"),
     ):
         path.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            read_prompts(str(path), None, None)
+        refuses(message, read_prompts, str(path), None, None)
 
 
 def test_public_datasets(tmp_path: Path) -> None:
@@ -283,19 +265,22 @@ def test_public_datasets(tmp_path: Path) -> None:
     assert read_prompts("specbench", tmp_path, None) == [Prompt("writing/81", "a")]
     with (tmp_path / "question.jsonl").open("a") as file:
         file.write('\n{"question_id": 81, "category": "writing", "turns": ["c"]}\n')
-    with pytest.raises(ValueError, match="line 3: prompt 'writing/81' is there twice"):
-        read_prompts("specbench", tmp_path, 1)
+    refuses("line 3: prompt 'writing/81' is there twice", read_prompts, "specbench", tmp_path, 1)
     with pytest.raises(ValueError, match="--data must be a folder for 2 datasets"):
         check_datasets(["humaneval", "gsm8k"], tmp_path / "gsm8k_test.jsonl")
 
 
-def test_long_prompts_lose_their_beginning() -> None:
-    """But not what a tokenizer puts in front of every text."""
+def test_long_prompts_lose_their_beginning(folder: Path) -> None:
+    """But not what a tokenizer puts in front of every text. There is room for the output then."""
     prompt = Prompt("a", tokens=(1, 2, 3, 4))
     for front in ((), (1,)):
         assert tokenised(prompt, None, 4, 10, front=front) == prompt
     for most, front, kept in ((3, (), (2, 3, 4)), (3, (1,), (1, 3, 4)), (3, (9,), (2, 3, 4)), (1, (1,), (4,))):
         assert tokenised(prompt, None, most, 10, front=front) == Prompt("a", tokens=kept, cut=True)
+    plan = Plan({"ar": AR()}, ("own.jsonl",), target=str(folder / "target"), max_new_tokens=90)
+    ((*prompts,),) = load_prompts(plan, {"own.jsonl": read_prompts(str(folder / "own.jsonl"), None, None)})[0].values()
+    assert max(len(prompt.tokens or ()) for prompt in prompts) == 96 - 90
+    assert [prompt.cut for prompt in prompts] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(("template", "front"), [("E E $A", (0, 0)), ("$A E", ()), ("E $A E", (0,))])
@@ -308,8 +293,7 @@ def test_what_a_tokenizer_puts_in_front_begins_every_prompt(template: str, front
     (bare,) = stdlib_prompts("stdlib-test", tiny_tokenizer(), 12 - len(front), 1)
     assert prompt.tokens == (*front, *(bare.tokens or ()))
     if front:
-        with pytest.raises(ValueError, match="prompt_tokens must be more than"):
-            stdlib_prompts("stdlib-test", tokenizer, len(front), 1)
+        refuses("prompt_tokens must be more than", stdlib_prompts, "stdlib-test", tokenizer, len(front), 1)
 
 
 def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
@@ -318,32 +302,26 @@ def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 20}))
     files = {"own.jsonl": [Prompt("1", tokens=(5, 6, 7))]}
     pair = {"target": str(folder / "target"), "draft": str(tmp_path / "draft")}
-    plan = Plan(parse_methods(["sd"], [], None, {}), ("own.jsonl",), max_new_tokens=8, **pair)
+    plan = Plan({"sd": SD()}, ("own.jsonl",), max_new_tokens=8, **pair)
     assert load_prompts(plan, files)[1] is not None  # the tokenizer says that the rest is padding
     for path in (tmp_path / "draft").glob("tokenizer*"):
         path.unlink()
     plan = replace(plan, target=pair["draft"])
     assert load_prompts(plan, files)[1] is None
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"hidden_size": "many"}))
-    with pytest.raises(ValueError, match="cannot load target"):
-        load_prompts(plan, files)
+    refuses("cannot load target", load_prompts, plan, files)
 
 
 def test_the_commit_is_of_a_repository_that_has_this_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, other = tmp_path / "forerun/bench/report.py", tmp_path / "other"
     source.parent.mkdir(parents=True)
-    source.touch()
-    other.touch()
     monkeypatch.setattr(report, "__file__", str(source))
-
-    def git(*arguments: str) -> None:
-        names = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", str(tmp_path), *names, *arguments], check=True, capture_output=True)
-
-    git("init")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init"], check=True, capture_output=True)
     for added, length in ((other, 0), (source, 12)):
-        git("add", str(added))
-        git("commit", "-m", added.name)
+        added.touch()
+        for command in (["add", str(added)], ["commit", "-m", added.name]):
+            subprocess.run([*git, *command], check=True, capture_output=True)
         other.write_text("changed")
         commit = report.versions()["commit"]
         assert len(commit or "") == length
@@ -351,19 +329,10 @@ def test_the_commit_is_of_a_repository_that_has_this_source(tmp_path: Path, monk
     assert report.versions()["commit"] == f"{commit}+"
 
 
-def test_prompts_leave_room_for_the_output(folder: Path) -> None:
-    plan = Plan(parse_methods(["ar"], [], None, {}), ("own.jsonl",), target=str(folder / "target"), max_new_tokens=90)
-    sets, _ = load_prompts(plan, {"own.jsonl": read_prompts(str(folder / "own.jsonl"), None, None)})
-    assert max(len(prompt.tokens or ()) for prompt in sets["own.jsonl"]) == 96 - 90
-    assert [prompt.cut for prompt in sets["own.jsonl"]] == [True, False, True, False]
-
-
 def test_stored_settings_give_way_to_given_ones() -> None:
     tuned = {"sd": {"gamma": 7}}
-    assert parse_methods(["sd"], [], None, tuned)["sd"] == SD(7)
-    assert parse_methods(["sd"], ["sd.gamma=2"], None, tuned)["sd"] == SD(2)
-    assert list(parse_methods([], [], None, {})) == ["ar", "sd", "suffix"]
-    assert list(parse_methods(["sd", "ar"], [], None, {})) == ["sd", "ar"]
+    assert parse_methods([], [], None, tuned) == {"ar": AR(), "sd": SD(7), "suffix": Suffix()}
+    assert list(parse_methods(["sd", "ar"], ["sd.gamma=2"], None, tuned).items()) == [("sd", SD(2)), ("ar", AR())]
 
 
 def test_margins_are_the_target_s_at_the_first_difference(pair: Pair) -> None:
@@ -436,11 +405,11 @@ def test_prefill_is_part_of_the_time(pair: Pair, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
     monkeypatch.setattr(decoder.engine.target, "prefill", slow)
-    prompts = [Prompt("a", tokens=(3, 4, 5)), Prompt("b", tokens=(6, 7))]
     run = decoder_run(decoder, SamplingParams(max_new_tokens=6, ignore_eos=True))
-    outcome = run([prompt.tokens or () for prompt in prompts], [0, 1], None)
+    outcome = run([(3, 4, 5), (6, 7)], [0, 1], None)
     assert outcome.seconds == outcome.stats.seconds == 10.0 and outcome.stats.tokens_per_s == 12 / 10
     steps = [[replace(each, seconds=0.5) for each in row] for row in outcome.steps]
+    prompts = [Prompt("a"), Prompt("b")]
     (found,) = group_records((0, "d", 0), prompts, {"ar": replace(outcome, steps=steps)}, None)
     assert found.prefill_seconds == 10.0 - 0.5 * len({each.number for row in steps for each in row})
     assert found.stats.seconds == 10.0
@@ -474,22 +443,18 @@ def test_one_preemption_does_not_set_where_the_time_goes() -> None:
     assert sum(summary(records, {})["ar"]["time"].values()) == pytest.approx(1, abs=2e-4)
 
 
-def step(tokens: int, tested: int, accepted: int, seconds: float, id: int = 0, number: int = 0) -> Step:
+def step(tokens: int, tested: int, accepted: int, seconds: float, number: int = 0) -> Step:
     shares = {"draft": 0.2, "policy": 0.1, "verify": 0.5, "forward": 0.6}
     counts = {"drafted": 3, "tested": tested, "accepted": accepted, "draft_forwards": 3}
     spent = {f"{part}_seconds": share * seconds for part, share in shares.items()}
-    return Step(id, number, 1, (1,) * tokens, ("draft",) * tokens, **counts, **spent, seconds=seconds)  # type: ignore[arg-type]
+    return Step(0, number, 1, (1,) * tokens, ("draft",) * tokens, **counts, **spent, seconds=seconds)  # type: ignore[arg-type]
 
 
-def test_statistics_add_up() -> None:
+def test_statistics_add_up_and_a_step_of_a_batch_counts_once() -> None:
     steps = [step(3, 3, 2, 1.0), step(1, 1, 0, 1.0), step(4, 3, 3, 2.0)]
     apart = total([summarise(steps[:1], 1.0), summarise(steps[1:], 3.0)])
-    assert apart == summarise(steps, 4.0)
-    assert apart.acceptance_by_position == (2 / 3, 1.0, 0.5)
+    assert apart == summarise(steps, 4.0) and apart.acceptance_by_position == (2 / 3, 1.0, 0.5)
     assert apart.tau_without_bonus == pytest.approx(5 / 3)
-
-
-def test_a_step_of_a_batch_counts_once() -> None:
     long = [step(1, 1, 0, 1.0, number=7), step(1, 1, 0, 3.0, number=8)]
     spent = times([long[1:], [replace(each, id=1) for each in long]])
     assert spent.steps == 2 and spent.seconds == pytest.approx(4.0)

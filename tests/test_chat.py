@@ -1,16 +1,16 @@
 """Conversations: as prompts, through a decoder, on the command line, in a terminal, and as data sets."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +20,18 @@ import pytest
 import torch
 from ggufs import TEMPLATE, small, write
 from rich.console import Console
-from toys import tiny_tokenizer
+from toys import refuses, tiny_tokenizer
 from transformers import LogitsProcessorList
 
 import forerun
 from forerun.api.decoder import Decoder
 from forerun.bench.datasets import Prompt, read_prompts, tokenised
 from forerun.bench.models import load_prompts
-from forerun.bench.plan import Plan, parse_methods
+from forerun.bench.plan import Plan
 from forerun.cli.generate import chat
 from forerun.cli.talk import Talk, ask
 from forerun.cli.writing import Answer, Reading
+from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
 
@@ -51,9 +52,6 @@ def decoder(file: Path) -> Decoder:
     return forerun.load(file, method="ar")
 
 
-# Prompts.
-
-
 def test_a_prompt_is_what_the_template_makes(tmp_path: Path) -> None:
     begins = {"tokenizer.chat_template": "{{ bos_token }}" + TEMPLATE}
     decoder = forerun.load(write(tmp_path / "m.gguf", small(), pre="pieces", metadata=begins), method="ar")
@@ -69,9 +67,8 @@ def test_a_prompt_is_what_the_template_makes(tmp_path: Path) -> None:
     assert tokenizer.decode(ids).endswith(text)
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
+def test_messages_that_are_refused(decoder: Decoder) -> None:
+    for messages, message in (
         ([], "there are no messages"),
         ("hello", "messages must be a list of {role, content}, not str"),
         (["hello"], "message 1 must be {role, content}, not str"),
@@ -86,35 +83,22 @@ def test_a_prompt_is_what_the_template_makes(tmp_path: Path) -> None:
         ([{"role": "user", "content": "a\0"}], "the content of message 1 has a NUL character"),
         ([{"role": "user", "content": "a\ud800"}], "message 1 has half of a surrogate pair"),
         ([USER, ANSWER], "the last message is from the assistant; there is nothing to answer"),
-    ],
-)
-def test_messages_that_are_refused(decoder: Decoder, messages: Any, message: str) -> None:
-    for call in (decoder.chat, decoder.stream_chat):
-        with pytest.raises(ValueError) as error:
-            call(messages)
-        assert message in str(error.value) and "\n" not in str(error.value)
+    ):
+        for call in (decoder.chat, decoder.stream_chat):
+            refuses(re.escape(message), call, messages)
 
 
 def test_refusals_of_a_whole_chat(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer: Any = decoder.tokenizer
-    with pytest.raises(ValueError, match="a chat needs a tokenizer"):
-        chat_prompt(None, [USER])
-    with pytest.raises(ValueError, match="the model has no chat template"):
-        chat_prompt(tiny_tokenizer(), [USER])
-    with pytest.raises(ValueError, match="there is a system prompt and a system message"):
-        chat_prompt(tokenizer, [SYSTEM, USER], "another")
+    refuses("a chat needs a tokenizer", chat_prompt, None, [USER])
+    refuses("the model has no chat template", chat_prompt, tiny_tokenizer(), [USER])
+    refuses("there is a system prompt and a system message", chat_prompt, tokenizer, [SYSTEM, USER], "another")
     for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation"):
-        with pytest.raises(ValueError, match=f"'{name}' is no argument for the chat template"):
-            chat_prompt(tokenizer, [USER], **{name: None})
-    with pytest.raises(ValueError, match="leaves room for at most 2047"):
-        decoder.chat([{"role": "user", "content": "x" * 3000}])
+        refuses(f"'{name}' is no argument for the chat template", chat_prompt, tokenizer, [USER], **{name: None})
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('No system\n  prompts, please') }}")
-    with pytest.raises(ValueError, match=r"^the chat template refuses these messages: No system prompts, please$"):
-        chat_prompt(tokenizer, [USER])
+    message = "^the chat template refuses these messages: No system prompts, please$"
+    refuses(message, chat_prompt, tokenizer, [USER])
     assert turn_ends(tokenizer) == frozenset()
-
-
-# Answers.
 
 
 def test_chat_is_generate_on_the_rendered_prompt(decoder: Decoder) -> None:
@@ -159,18 +143,13 @@ def test_progress_counts_the_tokens_that_were_read(decoder: Decoder) -> None:
     assert seen == [(len(prompt) + 2, len(prompt) + 3)]
 
 
-# The command line.
-
-
 def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = decoder.chat([USER], system="the", max_new_tokens=8)
     options: Any = {"target": str(file), "system": "the", "max_new_tokens": 8}
     chat("hello", **options)
     assert capsys.readouterr() == (wanted.text + "\n", "")
-    (file.parent / "in.txt").write_text("hello\n")
-    with (file.parent / "in.txt").open() as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        chat(None, as_json=True, method="suffix", **options)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    chat(None, as_json=True, method="suffix", **options)
     result = json.loads(capsys.readouterr().out)
     assert (result["tokens"], result["method"]) == (wanted.tokens, "suffix")
 
@@ -185,11 +164,7 @@ def test_mistakes_on_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatc
         (None, {"as_json": True}, "--json is for one answer"),
     ):
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-        with pytest.raises(ValueError, match=message):
-            chat(prompt, **{"target": str(file), **options})
-
-
-# Conversations.
+        refuses(message, chat, prompt, **{"target": str(file), **options})
 
 
 @pytest.fixture
@@ -198,6 +173,7 @@ def talk(decoder: Decoder, capsys: Any) -> Any:
 
 
 def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
+    """Mistakes leave a conversation as it was."""
     talk.take("hello")
     first = [*talk.messages]
     assert first[0] == USER and first[1]["role"] == "assistant"
@@ -219,6 +195,17 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
     assert talk.messages[1]["content"] == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
     talk.take("/system")
     assert talk.system is None
+    talk.take("/undo")
+    talk.take("/undo")  # of nothing
+    talk.take("hello")
+    before = [*talk.messages]
+    for text, message in (
+        ("/bogus", "unknown command /bogus; there are /help, /system, .*, /quit"),
+        ("x" * 2100, "fills the context of 2048: /undo takes back a turn, /clear all"),
+        ("/system a\0", "has a NUL character"),
+    ):
+        refuses(message, talk.take, text)
+        assert (talk.messages, talk.system) == (before, None)
 
 
 def test_each_answer_has_a_seed(talk: Any) -> None:
@@ -237,23 +224,8 @@ def test_tokens_are_tinted_and_nothing_steers_the_terminal() -> None:
     console = Console(force_terminal=True, file=io.StringIO(), color_system="standard", soft_wrap=True)
     answer = Answer()
     answer.write((each for each in [chunk]), console, Reading())
-    assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == "\x1b[32mGrüße\x1b[0m [2Jthere"
     assert answer.text == chunk.text and answer.finish_reason == "stop"
-
-
-def test_mistakes_leave_a_conversation_as_it_was(talk: Any) -> None:
-    talk.take("/undo")
-    talk.take("hello")
-    before = [*talk.messages]
-    for text, message in (
-        ("/bogus", "unknown command /bogus; there are /help, /system, .*, /quit"),
-        ("x" * 2100, "fills the context of 2048: /undo takes back a turn, /clear all"),
-        ("/system a\0", "has a NUL character"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            talk.take(text)
-        assert (talk.messages, talk.system) == (before, None)
 
 
 def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +233,8 @@ def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch
     stream, count = Decoder.stream_chat, 20
 
     def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
-        for number, chunk in enumerate(stream(*args, **options)):
-            if number == count:
-                raise KeyboardInterrupt
-            yield chunk
+        yield from islice(stream(*args, **options), count)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Decoder, "stream_chat", interrupted)
     whole = talk.decoder.chat([USER], max_new_tokens=40).text
@@ -274,8 +244,7 @@ def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch
     assert "cut by Ctrl-C" in capsys.readouterr().err
     count = 0
     talk.take("the")
-    assert len(talk.messages) == 2
-    assert "the conversation is as it was" in capsys.readouterr().err
+    assert len(talk.messages) == 2 and "the conversation is as it was" in capsys.readouterr().err
 
 
 def test_lines_go_on_after_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,26 +300,19 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-# Data sets.
-
-
 def test_data_sets_of_conversations(file: Path, tmp_path: Path, decoder: Decoder) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"messages": [SYSTEM, USER]}) + "\n" + json.dumps({"prompt": "hello"}) + "\n")
     files = {str(path): read_prompts(str(path), None, None)}
     assert files[str(path)][0] == Prompt("1", messages=(SYSTEM, USER))
-    plan = Plan(methods=parse_methods(["ar"], [], None, {}), datasets=(str(path),), target=str(file))
-    rendered = tuple(chat_prompt(decoder.tokenizer, [SYSTEM, USER]))
-    message = tuple(chat_prompt(decoder.tokenizer, [USER]))
+    rendered, message = (tuple(chat_prompt(decoder.tokenizer, each)) for each in ([SYSTEM, USER], [USER]))
     for is_chat in (False, True):
-        asked = Plan(**{**plan.__dict__, "chat": is_chat})
-        ((first, second),) = load_prompts(asked, files)[0].values()
+        plan = Plan({"ar": AR()}, (str(path),), target=str(file), chat=is_chat)
+        ((first, second),) = load_prompts(plan, files)[0].values()
         assert first.tokens == rendered
-        assert (second.tokens == message) is is_chat
-        assert asked.arguments()["chat"] is is_chat
+        assert (second.tokens == message) is plan.arguments()["chat"] is is_chat
     path.write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n")
-    with pytest.raises(ValueError, match=r"talks.jsonl, line 1: .*the last message is from the assistant"):
-        read_prompts(str(path), None, None)
+    refuses(r"talks.jsonl, line 1: .*the last message is from the assistant", read_prompts, str(path), None, None)
 
 
 def test_conversations_are_not_cut(decoder: Decoder) -> None:

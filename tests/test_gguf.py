@@ -1,7 +1,5 @@
 """Models out of GGUF files: their values, their forwards, their tokenizers, and files that are damaged."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import itertools
@@ -20,6 +18,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
+from toys import refuses
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
 from forerun.api.loading import check_draft_tokenizer, translation_for
@@ -53,8 +52,7 @@ def test_matrices_keep_their_values(tmp_path: Path, kind: str, tied: bool) -> No
     original = ggufs.small(tie_word_embeddings=tied, **sizes)
     expected = ggufs.rounded(original, kind)
     model, note = load_gguf(ggufs.write(tmp_path / "a.gguf", original, kind))
-    assert note is None
-    assert type(model) is LlamaForCausalLM
+    assert note is None and type(model) is LlamaForCausalLM
     for name, linear in linears(expected).items():
         module = model.get_submodule(name)
         assert isinstance(module, StoredLinear) and isinstance(module.stored, Panels)
@@ -74,8 +72,7 @@ def test_forwards(tmp_path: Path, architecture: str, kind: str) -> None:
     expected = logits(ggufs.rounded(original, kind))
     path = ggufs.write(tmp_path / "a.gguf", original, kind)
     plain, note = load_gguf(path, "float32")
-    assert note is None
-    assert not any(isinstance(module, StoredLinear) for module in plain.modules())
+    assert note is None and not any(isinstance(module, StoredLinear) for module in plain.modules())
     torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-5)
     model, _ = load_gguf(path)
     distance = float((logits(model) - expected).norm() / expected.norm())
@@ -133,15 +130,10 @@ def test_floats_beside_blocks(tmp_path: Path) -> None:
     half = original.model.embed_tokens.weight.half().float()
     assert torch.equal(model.model.embed_tokens(torch.arange(ggufs.VOCAB)), half)
     assert torch.equal(model.lm_head.stored.floats(), half)
-    with pytest.raises(ValueError, match="unknown weights 'int3'; there are float32, bfloat16, int8, int4"):
-        load_gguf(tmp_path / "a.gguf", "int3")
+    refuses("unknown weights 'int3'; there are float32, bfloat16, int8, int4", load_gguf, tmp_path / "a.gguf", "int3")
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(intermediate_size=80), "F16")
-    with pytest.raises(ValueError, match=r"blk\.0\.ffn_down\.weight has 80 inputs.*choose bfloat16"):
-        load_gguf(path, "int4")
+    refuses(r"blk\.0\.ffn_down\.weight has 80 inputs.*choose bfloat16", load_gguf, path, "int4")
     load_gguf(path, "bfloat16")
-
-
-# What the file says beside its tensors.
 
 
 def test_configuration(tmp_path: Path) -> None:
@@ -152,10 +144,8 @@ def test_configuration(tmp_path: Path) -> None:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     for name in (*sizes, "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
         assert getattr(config, name) == getattr(original.config, name), name
-    assert config.model_type == "qwen3"
-    assert config.rms_norm_eps == pytest.approx(1e-5)
-    assert config.rope_parameters["rope_theta"] == 5000
-    assert config.pad_token_id == 5
+    assert config.model_type == "qwen3" and config.rms_norm_eps == pytest.approx(1e-5)
+    assert config.rope_parameters["rope_theta"] == 5000 and config.pad_token_id == 5
     model, _ = load_gguf(path)
     assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7]
     assert not gguf_config(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16")).tie_word_embeddings
@@ -169,7 +159,7 @@ def test_configuration(tmp_path: Path) -> None:
     assert (config.head_dim, config.rope_parameters["rope_theta"]) == (16, 10000)
 
 
-def test_rotations(tmp_path: Path) -> None:
+def test_rotations_and_windows(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
     metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
@@ -183,40 +173,29 @@ def test_rotations(tmp_path: Path) -> None:
     path = ggufs.write(path, plain, "F32", tensors={"rope_freqs.weight": factors})
     for kind in (None, "float32"):
         torch.testing.assert_close(logits(load_gguf(path, kind)[0]), logits(scaled), rtol=0, atol=1e-5)
-
-
-def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
-    metadata = {"llama.attention.sliding_window": 16}
-    model, _ = load_gguf(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata))
-    assert type(model) is MistralForCausalLM
-    assert model.config.sliding_window == 16
-    expected = logits(ggufs.small())
+    # A sliding window makes a Mistral.
+    path = ggufs.write(path, plain, "F32", metadata={"llama.attention.sliding_window": 16})
+    model, expected = load_gguf(path)[0], logits(plain)
+    assert type(model) is MistralForCausalLM and model.config.sliding_window == 16
     torch.testing.assert_close(logits(model)[:, :16], expected[:, :16], rtol=0, atol=1e-5)
     assert not torch.allclose(logits(model)[:, 30:], expected[:, 30:], atol=1e-2)
 
 
-# Tokenizers.
-
-
-@pytest.mark.parametrize(
-    ("pre", "text", "tokens"),
-    [
+def test_tokenizer(tmp_path: Path) -> None:
+    for pre, text, tokens in (
         ("smollm", "  12 the", ["ĠĠ", "1", "2", "Ġthe"]),  # digits by themselves
         ("gpt-2", "  12 the", ["Ġ", "Ġ", "12", "Ġthe"]),  # with the space before them
         ("llama-bpe", "  1234 the", ["Ġ", "Ġ", "123", "4", "Ġthe"]),  # three at most
         ("qwen2", " 12A\u030a", ["Ġ", "1", "2", "Ã", "ħ"]),  # composed: one letter
         ("tekken", "12lowTHE", ["1", "2", "l", "ow", "T", "H", "E"]),
-    ],
-)
-def test_tokenizer(tmp_path: Path, pre: str, text: str, tokens: list[str]) -> None:
-    tokenizer = gguf_tokenizer(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre))
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == tokens
-    strange = "  x\n\tthé 東京 \U0001f600 12345 it's <|im_end|>"
-    ids = tokenizer(strange)["input_ids"]
-    assert tokenizer.decode(ids) == strange
-    assert ids[-1] == 2
-    assert "<|im_end|>" not in tokenizer.decode(ids, skip_special_tokens=True)
+    ):
+        tokenizer = gguf_tokenizer(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre))
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.convert_ids_to_tokens(ids) == tokens
+        strange = "  x\n\tthé 東京 \U0001f600 12345 it's <|im_end|>"
+        ids = tokenizer(strange)["input_ids"]
+        assert tokenizer.decode(ids) == strange and ids[-1] == 2
+        assert "<|im_end|>" not in tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_pieces(tmp_path: Path) -> None:
@@ -257,21 +236,18 @@ def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
-    def error(**changes: Any) -> str:
-        path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", **changes)
-        with pytest.raises(ValueError, match=r"a\.gguf") as caught:
-            gguf_tokenizer(path)
-        return str(caught.value)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"tokenizer": False}, "it has no tokenizer"),
+        ({"pre": "new"}, "cuts texts as 'new'; known are default, gpt-2, smollm"),
+        ({"metadata": {"tokenizer.ggml.eos_token_id": 400}}, "eos_token_id is 400; there are 320 tokens"),
+        ({"metadata": {"tokenizer.ggml.model": "abc"}}, "of the kind 'abc'; known are gpt2, llama"),
+    ]
+    for changes, message in refused:
+        with pytest.raises(ValueError, match=rf"a\.gguf.*{message}"):
+            gguf_tokenizer(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", **changes))
 
-    assert "it has no tokenizer" in error(tokenizer=False)
-    assert "cuts texts as 'new'; known are default, gpt-2, smollm" in error(pre="new")
-    assert "eos_token_id is 400; there are 320 tokens" in error(metadata={"tokenizer.ggml.eos_token_id": 400})
-    assert "of the kind 'abc'; known are gpt2, llama" in error(metadata={"tokenizer.ggml.model": "abc"})
 
-
-def test_files_with_the_same_tokenizer_are_told_by_their_headers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_with_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def file(name: str, **changes: Any) -> Path:
         return ggufs.write(tmp_path / name, ggufs.small(), "F16", **changes)
 
@@ -284,15 +260,11 @@ def test_files_with_the_same_tokenizer_are_told_by_their_headers(
         without.setattr("forerun.api.loading.load_tokenizer", None)  # it is not made
         assert translation_for(tokenizer, same) is None
         check_draft_tokenizer(tokenizer, same)
-    with pytest.raises(ValueError, match="tokenizer differs"):
-        check_draft_tokenizer(tokenizer, others[0])
-    tokenizer.add_tokens(["more"])  # no longer what the file says
-    with pytest.raises(ValueError, match="tokenizer differs"):
-        check_draft_tokenizer(tokenizer, same)
-    tokenizer = gguf_tokenizer(first)
-    backend = copy.deepcopy(tokenizer).backend_tokenizer  # a copy shares nothing
-    backend.add_tokens(["new"])
-    assert tokenizer.backend_tokenizer.token_to_id("new") is None
+    copied = copy.deepcopy(tokenizer)
+    copied.add_tokens(["more"])  # no longer what the file says; the other has it not
+    for own, other in ((tokenizer, others[0]), (copied, same)):
+        refuses("tokenizer differs", check_draft_tokenizer, own, other)
+    assert tokenizer.backend_tokenizer.token_to_id("more") is None
 
 
 def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,21 +297,16 @@ def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
     assert half.kv_bytes == 2 * 2 * 16 * 2 * 4  # as above, in float32
 
 
-# Files that are not as they should be.
-
-
 def refused(path: Path) -> str:
     """What `load_gguf` says, in one line that names the file."""
     with pytest.raises(ValueError, match=r"^cannot load '.*\.gguf': .+$") as caught:
         load_gguf(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_contents_that_do_not_fit(tmp_path: Path) -> None:
+    for changes, words in (
         ({"split.count": 3}, "one of 3 shards"),
         ({"general.architecture": "falcon"}, "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3"),
         ({"llama.block_count": 4_000_000_000}, "tensors of 2 layers; llama.block_count is 4000000000"),
@@ -361,12 +328,10 @@ def refused(path: Path) -> str:
         ({"blk.0.ffn_up.weight": np.ones((64, 64), np.float32)}, "need [96, 64]"),
         ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, "a tensor blk.0.attn_q_norm.weight, which Llama"),
         ({"rope_freqs.weight": np.zeros(8, np.float32)}, "rope_freqs.weight must be above 0"),
-    ],
-)
-def test_contents_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    model = ggufs.small("qwen2" if "qwen2.attention.sliding_window" in changes else "llama")
-    part = "tensors" if next(iter(changes)).endswith(".weight") else "metadata"
-    assert words in refused(ggufs.write(tmp_path / "a.gguf", model, **{part: changes}))
+    ):
+        model = ggufs.small("qwen2" if "qwen2.attention.sliding_window" in changes else "llama")
+        part = "tensors" if next(iter(changes)).endswith(".weight") else "metadata"
+        assert words in refused(ggufs.write(tmp_path / "a.gguf", model, **{part: changes}))
 
 
 def test_files_that_are_cut_short_or_no_gguf(tmp_path: Path) -> None:
@@ -434,15 +399,12 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 def test_find(tmp_path: Path) -> None:
-    assert find("org/name") is None
-    assert find(tmp_path) is None
+    assert find("org/name") is None and find(tmp_path) is None
     file = tmp_path / "a.gguf"
-    with pytest.raises(ValueError, match=r"there is no file '.*a\.gguf'"):
-        find(file)
+    refuses(r"there is no file '.*a\.gguf'", find, file)
     file.write_bytes(b"GGUF")
     assert find(file) == find(str(file)) == find(tmp_path) == file
     (tmp_path / "b.GGUF").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"holds several GGUF files; give one of a\.gguf, b\.GGUF"):
-        find(tmp_path)
+    refuses(r"holds several GGUF files; give one of a\.gguf, b\.GGUF", find, tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert find(tmp_path) is None

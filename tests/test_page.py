@@ -3,8 +3,7 @@
 Skipped where one of them is missing. axe-core is looked for in the file that AXE_CORE names, and in node_modules.
 """
 
-from __future__ import annotations
-
+import asyncio
 import json
 import os
 import shutil
@@ -38,27 +37,25 @@ expect = sync_api.expect
 HTML = '<img src=x onerror="document.title=1"><b>bold</b> & </span><script>alert(1)</script>'
 
 
-def step(pieces: list[tuple[str, str]], rejected: list[str], tested: int | None = None) -> dict[str, Any]:
+def step(pieces: list[tuple[str, str]], *rejected: str) -> dict[str, Any]:
     """What a chunk says of a step: all pieces but the last were drafted."""
     accepted = len(pieces) - 1
-    drafted = accepted + len(rejected)
-    tested = accepted + bool(rejected) if tested is None else tested
-    found = {"pieces": pieces, "drafted": drafted, "tested": tested, "accepted": accepted, "rejected": rejected}
-    return found | {"rests": False}
+    counts = {"drafted": accepted + len(rejected), "tested": accepted + bool(rejected), "accepted": accepted}
+    return {"pieces": pieces, "rejected": rejected, "rests": False, **counts}
 
 
 SCRIPTS: dict[str, list[dict[str, Any]]] = {
     "hello": [
-        step([("Cats ", "bonus")], []),
-        step(
-            [("purr ", "draft"), ("when ", "phrase"), ("they ", "window"), ("\n", "correction")], ["do", "like\n", ""]
-        ),
-        step([("are ", "lookup"), ("glad.", "reused"), (" So", "bonus")], []),
-        step([(".", "correction")], [" it"]),
+        step([("Cats ", "bonus")]),
+        step([("purr ", "draft"), ("when ", "phrase"), ("they ", "window"), ("\n", "correction")], "do", "like\n", ""),
+        step([("are ", "lookup"), ("glad.", "reused"), (" So", "bonus")]),
+        step([(".", "correction")], " it"),
     ],
-    "html": [step([(HTML, "draft"), ("!", "bonus")], ["<i>no</i>"])],
-    "rests": [step([("So", "bonus")], []), *[step([(".", "bonus")], []) | {"rests": True}] * 2],
+    "html": [step([(HTML, "draft"), ("!", "bonus")], "<i>no</i>")],
+    "rests": [step([("So", "bonus")]), *[step([(".", "bonus")]) | {"rests": True}] * 2],
+    "slow": [step([(f"{number} ", "bonus")]) for number in range(10_000)],
 }
+SCRIPTS["broken"] = SCRIPTS["cut"] = SCRIPTS["slow"][:1]
 
 
 def refused(status: int, message: str, retry: int = 0, **more: str) -> Response:
@@ -72,7 +69,7 @@ class Stub:
         self.bodies: list[dict[str, Any]] = []
         self.not_ready = 0  # times that /health is still 503
         self.key = ""
-        self.left = threading.Event()  # a client went away in mid-stream, or that ended
+        self.left = threading.Event()  # a stream has ended, or its client has gone away
         self.streams = self.most_streams = 0  # at once
         self.app = FastAPI()
         self.app.get("/health")(self.health)
@@ -85,6 +82,11 @@ class Stub:
             response = await proceed(request)
             response.headers["Content-Security-Policy"] = PAGE_HEADERS["Content-Security-Policy"]
             return response
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+        if scope.get("path") == "/v1/chat/completions":
+            self.left.set()
 
     def health(self) -> Response:
         self.not_ready -= 1
@@ -107,40 +109,29 @@ class Stub:
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def stream(self, script: str, plain: bool) -> AsyncIterator[str]:
-        import anyio
-
         def event(data: Any) -> str:
             return f"data: {json.dumps(data)}\n\n"
 
-        def chunk(content: str, taken: dict[str, Any], finish: str | None = None) -> str:
-            return event({"choices": [{"delta": {"content": content}, "finish_reason": finish}], "forerun": taken})
-
         self.streams += 1
         self.most_streams = max(self.streams, self.most_streams)
-        yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) + ": keep-alive\n\n"
-        if script in ("slow", "broken", "cut"):
-            try:
-                for number in range(10_000 if script == "slow" else 1):
-                    yield chunk(f"{number} ", step([(f"{number} ", "bonus")], []))
-                    await anyio.sleep(0.02)
-            finally:
-                self.left.set()
-            if script == "broken":
-                yield event({"error": {"message": "a processor raised"}}) + "data: [DONE]\n\n"
-            return
         steps = SCRIPTS.get(script, SCRIPTS["hello"])
         if plain:
-            steps = [step([(piece, "bonus")], []) for each in steps for piece, _ in each["pieces"]]
-            if script == "differs":
-                steps = steps[1:]
+            steps = [step([(piece, "bonus")]) for each in steps for piece, _ in each["pieces"]]
+            steps = steps[script == "differs" :]
+        yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) + ": keep-alive\n\n"
         for each in steps:
-            text = chunk("".join(piece for piece, _ in each["pieces"]), each, "stop" if each is steps[-1] else None)
+            delta = {"content": "".join(piece for piece, _ in each["pieces"])}
+            finish = "stop" if each is steps[-1] and script not in ("broken", "cut") else None
+            text = event({"choices": [{"delta": delta, "finish_reason": finish}], "forerun": each})
             yield text[: len(text) // 2]  # a network splits where it likes
-            await anyio.sleep(0.005)
+            await asyncio.sleep(0.005)
             yield text[len(text) // 2 :]
         self.streams -= 1
-        tokens = sum(len(each["pieces"]) for each in steps)
-        yield event({"choices": [], "usage": {"completion_tokens": tokens}}) + "data: [DONE]\r\n\r\n"
+        if script == "broken":
+            yield event({"error": {"message": "a processor raised"}}) + "data: [DONE]\n\n"
+        elif script != "cut":
+            tokens = sum(len(each["pieces"]) for each in steps)
+            yield event({"choices": [], "usage": {"completion_tokens": tokens}}) + "data: [DONE]\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +145,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def stub() -> Iterator[Stub]:
     made = Stub()
-    with running(made.app) as url:
-        made.url = url + "/"
+    with running(made) as made.url:
         yield made
 
 
@@ -169,7 +159,7 @@ def opened(browser: Any, url: str, **options: Any) -> Any:
     page.on("request", lambda request: request.url.startswith(url) or page.wrong.append(request.url))
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
     page.on("console", lambda said: "Content Security" in said.text and page.wrong.append(said.text))
-    page.goto(url)
+    page.goto(url + "/")
     return page
 
 
@@ -193,9 +183,9 @@ def ask(page: Any, text: str, until: str | None = "done") -> Any:
 
 
 def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: Stub) -> None:
+    """The legend hides an origin, and arrows walk the steps."""
     answer = ask(page, "hello")
-    text = "Cats purr when they \nare glad. So."
-    assert answer.locator(".text").text_content() == text
+    assert answer.locator(".text").text_content() == "Cats purr when they \nare glad. So."
     expect(page.locator("#log")).to_have_attribute("aria-busy", "false")
     styles = answer.locator(".piece").evaluate_all(
         "pieces => pieces.map(p => [p.className, getComputedStyle(p).backgroundColor,"
@@ -208,16 +198,46 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
     assert len({color for *_, color in styles}) == 1  # the text keeps its colour
     counts = page.locator("#legend button").evaluate_all("all => all.map(b => b.querySelector('b').textContent)")
     assert counts == ["1", "1", "1", "1", "1", "2", "2"]
-    assert page.locator("#tau").text_content() == "2.25"  # 9 tokens in 4 steps
-    assert page.locator("#alpha").text_content() == "0.71"  # 5 of 7
-    assert page.locator("#tokens").text_content() == "9"
-    body = stub.bodies[0]
-    assert body["messages"] == [{"role": "user", "content": "hello"}]
-    assert (body["model"], body["stream"], body["forerun"]) == ("stub-model", True, True)
-    assert body["stream_options"] == {"include_usage": True}
-    assert (body["temperature"], body["max_tokens"], body["top_p"]) == (0, 256, 1)
-    assert not {"seed", "forerun_method", "cache_salt"} & set(body)
+    for figure, value in {"tau": "2.25", "alpha": "0.71", "tokens": "9"}.items():  # 9 tokens in 4 steps; 5 of 7
+        assert page.locator(f"#{figure}").text_content() == value
+    assert stub.bodies[0] == {
+        "model": "stub-model",
+        "messages": [{"role": "user", "content": "hello"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "forerun": True,
+        **{"temperature": 0, "max_tokens": 256, "top_p": 1},
+    }
     assert answer.locator(".reused").get_attribute("title") == "reused: used again after a rejected token"
+    entry, drafted = page.locator("#legend button").first, answer.locator(".draft")
+    look = "e => getComputedStyle(e).textDecorationLine + getComputedStyle(e).backgroundColor"
+    marked = drafted.evaluate(look)
+    assert "underline" in marked
+    entry.press("Enter")
+    expect(entry).to_have_attribute("aria-pressed", "false")
+    assert drafted.evaluate(look) == "nonergba(0, 0, 0, 0)"
+    assert "underline" in answer.locator(".lookup").evaluate(look)
+    entry.press("Enter")
+    expect(entry).to_have_attribute("aria-pressed", "true")
+    assert drafted.evaluate(look) == marked
+    strip, line = page.locator("#steps"), page.locator("#step")
+    expect(strip.locator("[role=option]")).to_have_count(4)
+    expect(line).to_contain_text("Step 4 of 4: 1 drafted, 1 tested, 0 accepted, 1 rejected.")
+    strip.press("Home")
+    expect(line).to_contain_text("Step 1 of 4: nothing drafted.")
+    strip.press("ArrowRight")
+    expect(line).to_contain_text("Step 2 of 4: 6 drafted, 4 tested, 3 accepted, 3 rejected.")
+    assert line.locator("s").all_text_contents() == ["do", "like↵", "(no text)"]
+    assert line.locator(".piece").all_text_contents() == ["purr ", "when ", "they ", "↵"]
+    assert answer.locator(".here").all_text_contents() == ["purr ", "when ", "they ", "\n"]
+    assert strip.get_attribute("aria-activedescendant") == strip.locator("[aria-selected=true]").get_attribute("id")
+    strip.press("End")
+    strip.press("ArrowRight")
+    expect(line).to_contain_text("Step 4 of 4")
+    strip.press("ArrowLeft")
+    expect(line).to_contain_text("Step 3 of 4: 2 drafted, 2 tested, 2 accepted, 0 rejected.")
+    answer.locator(".phrase").click()  # a token leads to its step
+    expect(line).to_contain_text("Step 2 of 4")
 
 
 def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> None:
@@ -245,40 +265,7 @@ def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> No
     assert len(stub.bodies) == 2 and page.locator("article").count() == 0
 
 
-def test_the_legend_hides_an_origin_and_arrows_walk_the_steps(page: Any) -> None:
-    answer = ask(page, "hello")
-    entry, drafted = page.locator("#legend button").first, answer.locator(".draft")
-    line = "e => getComputedStyle(e).textDecorationLine + getComputedStyle(e).backgroundColor"
-    marked = drafted.evaluate(line)
-    assert "underline" in marked
-    entry.press("Enter")
-    expect(entry).to_have_attribute("aria-pressed", "false")
-    assert drafted.evaluate(line) == "nonergba(0, 0, 0, 0)"
-    assert "underline" in answer.locator(".lookup").evaluate(line)
-    entry.press("Enter")
-    expect(entry).to_have_attribute("aria-pressed", "true")
-    assert drafted.evaluate(line) == marked
-    strip, line = page.locator("#steps"), page.locator("#step")
-    expect(strip.locator("[role=option]")).to_have_count(4)
-    expect(line).to_contain_text("Step 4 of 4: 1 drafted, 1 tested, 0 accepted, 1 rejected.")
-    strip.press("Home")
-    expect(line).to_contain_text("Step 1 of 4: nothing drafted.")
-    strip.press("ArrowRight")
-    expect(line).to_contain_text("Step 2 of 4: 6 drafted, 4 tested, 3 accepted, 3 rejected.")
-    assert line.locator("s").all_text_contents() == ["do", "like↵", "(no text)"]
-    assert line.locator(".piece").all_text_contents() == ["purr ", "when ", "they ", "↵"]
-    assert answer.locator(".here").all_text_contents() == ["purr ", "when ", "they ", "\n"]
-    assert strip.get_attribute("aria-activedescendant") == strip.locator("[aria-selected=true]").get_attribute("id")
-    strip.press("End")
-    strip.press("ArrowRight")
-    expect(line).to_contain_text("Step 4 of 4")
-    strip.press("ArrowLeft")
-    expect(line).to_contain_text("Step 3 of 4: 2 drafted, 2 tested, 2 accepted, 0 rejected.")
-    answer.locator(".phrase").click()  # a token leads to its step
-    expect(line).to_contain_text("Step 2 of 4")
-
-
-def test_side_by_side_runs_one_after_the_other_and_says_whether_the_texts_are_equal(page: Any, stub: Stub) -> None:
+def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) -> None:
     page.check("#both")
     ask(page, "hello")
     said = page.locator(".verdict").last
@@ -344,9 +331,9 @@ def test_errors_and_what_the_model_writes_are_shown_as_text(page: Any, stub: Stu
     assert page.title() == "forerun"
 
 
-def test_it_waits_for_the_model_and_for_a_key(browser: Any, stub: Stub) -> None:
+def test_it_waits_for_the_model_and_for_a_key(page: Any, stub: Stub) -> None:
     stub.not_ready, stub.key = 2, "secret"
-    page = opened(browser, stub.url)
+    page.reload()
     expect(page.locator("#status")).to_have_text("503: the model is being loaded. Waiting …")
     expect(page.locator("#send")).to_be_disabled()
     expect(page.locator("#status")).to_contain_text("wants an API key")
@@ -354,7 +341,6 @@ def test_it_waits_for_the_model_and_for_a_key(browser: Any, stub: Stub) -> None:
     page.fill("#key", "secret")
     expect(page.locator("#status")).to_have_text("stub-model is ready.")
     expect(page.locator("#send")).to_be_enabled()
-    page.context.close()
 
 
 LOOKS: dict[str, dict[str, Any]] = {
@@ -395,7 +381,7 @@ def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: 
 
 def test_the_real_server_is_understood(browser: Any) -> None:
     with live() as server:
-        page = opened(browser, server.url + "/")
+        page = opened(browser, server.url)
         expect(page.locator("#status")).to_have_text("tiny is ready.")
         page.click("summary")
         page.fill("#max_tokens", "40")

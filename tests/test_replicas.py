@@ -1,8 +1,6 @@
 """Many engines for one app: answers that go on elsewhere are those of a single engine. Most tests stand on engines
 in this process, which are lost on purpose; the last ones on Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -10,20 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
-from serving import NAME, events, make_decoder
+from serving import CHAT, NAME, PLAIN, events, make_decoder
 from transformers import GenerationConfig
-from typer.testing import CliRunner
 
-from forerun.cli.commands import app as cli
 from forerun.scale import fleet as fleets
 from forerun.scale import messages
 from forerun.scale.fleet import Fleet, LostError
@@ -34,16 +31,15 @@ from forerun.server.errors import ApiError
 from forerun.server.readers import Readers
 from forerun.server.worker import Worker
 
-PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
 
 
 class Engines:
     """Replicas in this process. Each loses its callers after N lists of steps, as if it had died."""
 
-    def __init__(self, count: int = 2, lists: int | None = None, make: Any = make_decoder) -> None:
+    def __init__(self, count: int = 2, lists: float = inf, make: Any = make_decoder) -> None:
         self.workers = {f"r{i}": Worker(make) for i in range(count)}
-        self.readers, self.lists = Readers(), lists  # None for any number
+        self.readers, self.lists = Readers(), lists
         self.silent: set[str] = set()
         self.asked: list[tuple[str, tuple[SentRequest, ...]]] = []
 
@@ -62,16 +58,12 @@ class Engines:
         if name in self.silent:
             await asyncio.sleep(600)
         left = self.lists
-        stream = decode(self.workers[name], self.readers, sent)
-        try:
+        async with aclosing(decode(self.workers[name], self.readers, sent)) as stream:
             async for found in stream:
-                if found and left is not None:
-                    if not left:
-                        raise LostError("killed")
-                    left -= 1
+                if found and not left:
+                    raise LostError("killed")
+                left -= bool(found)
                 yield found
-        finally:
-            await stream.aclose()
 
 
 def ask(worker: Backend, act: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
@@ -146,8 +138,7 @@ def test_answers_that_lose_their_replicas_are_those_of_one_engine(quick: None) -
     engines = Engines(lists=2)
     fleet = Fleet(engines)
     found = answers(fleet, bodies + stopping)
-    assert fleet.resumed > len(bodies)
-    assert not +fleet.loads
+    assert fleet.resumed > len(bodies) and not +fleet.loads
     for one, other in zip(found, wanted, strict=True):
         assert "choices" in one, one
         for each, its in zip(one["choices"], other["choices"], strict=True):
@@ -182,20 +173,16 @@ def test_an_answer_that_loses_every_replica_ends_with_an_error(monkeypatch: pyte
         return [await http.post(PLAIN, json=body | {"stream": stream}) for stream in (True, False)]
 
     streamed, whole = ask(Fleet(engines), act)
-    assert (
-        events(streamed)[-1]["error"]["code"] == whole.json()["error"]["code"] == "replica_lost"
-        and whole.status_code == 500
-    )
-    assert len(engines.asked) == 2 * (fleets.LOSSES + 1)
+    assert events(streamed)[-1]["error"]["code"] == whole.json()["error"]["code"] == "replica_lost"
+    assert whole.status_code == 500 and len(engines.asked) == 2 * (fleets.LOSSES + 1)
 
 
 def test_a_replica_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "SILENCE", 3.0)
     engines = Engines()
     engines.silent = {"r0"}
-    bodies = [(PLAIN, LONG | {"prompt": f"{i} the cat"}) for i in range(6)]
     fleet = Fleet(engines)
-    found = answers(fleet, bodies)
+    found = answers(fleet, [(PLAIN, LONG | {"prompt": f"{i} the cat"}) for i in range(6)])
     assert all(each["choices"][0]["finish_reason"] == "length" for each in found)
     assert "r0" in {name for name, _ in engines.asked} and fleet.resumed
 
@@ -206,26 +193,24 @@ def test_prompts_with_one_beginning_meet_and_errors_keep_their_shape() -> None:
     async def act(http: httpx.AsyncClient) -> Any:
         for i in range(4):
             await http.post(PLAIN, json=LONG | {"prompt": [*shared, 100 + i]})
-        bad = [{"n": 128, "max_tokens": 0}, {"n": 100}, {"max_tokens": 500}]
-        bad.append({"max_tokens": 500, "stream": True})
-        bad.append({"response_format": {"type": "regex", "regex": "("}})
-        found = [await http.post(PLAIN, json=body | {"prompt": "a"}) for body in bad]
-        return found, (await http.get("/health")).status_code, (await http.get("/metrics")).text
+        for param, body in (
+            ("max_tokens", {"n": 128, "max_tokens": 0}),
+            ("n", {"n": 100}),
+            ("max_tokens", {"max_tokens": 500}),
+            ("max_tokens", {"max_tokens": 500, "stream": True}),
+            ("response_format", {"response_format": {"type": "regex", "regex": "("}}),
+        ):
+            refused = await http.post(PLAIN, json=body | {"prompt": "a"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert (await http.get("/health")).status_code == 200
+        return (await http.get("/metrics")).text
 
     engines = Engines(3, make=lambda: make_decoder(max_rows=4, max_queue=60, kv_memory=100_000))
-    found, health, figures = ask(Fleet(engines), act)
+    figures = ask(Fleet(engines), act)
     assert len({name for name, _ in engines.asked[:4]}) == 1
-    assert [each.status_code for each in found] == [400] * 5
-    params = ["max_tokens", "n", "max_tokens", "max_tokens", "response_format"]
-    assert [each.json()["error"]["param"] for each in found] == params
-    assert health == 200
-    for line in (
-        "num_requests_running 3.0",
-        "num_requests_waiting 6.0",
-        "prefix_cache_hits_total 9.0",
-        "kv_cache_usage_perc 0.25",
-    ):
-        assert f"forerun:{line}" in figures
+    for name, value in {"num_requests_running": 3, "num_requests_waiting": 6, "prefix_cache_hits_total": 9}.items():
+        assert f"forerun:{name} {value}.0" in figures
+    assert "forerun:kv_cache_usage_perc 0.25" in figures
 
 
 def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_them() -> None:
@@ -239,25 +224,22 @@ def test_more_than_all_replicas_hold_is_refused_and_a_reader_that_goes_frees_the
             await asyncio.sleep(0.01)
         assert set(fleet.loads.values()) == {2}
         refused = await http.post(PLAIN, json=body)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "queue_full"
+        assert refused.headers["Retry-After"]
         for each in asked:
             each.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
         while +fleet.loads or any(worker.engine.busy for worker in engines.workers.values()):
             await asyncio.sleep(0.01)
-        return refused
 
-    refused = ask(fleet, act)
-    assert refused.status_code == 503 and refused.json()["error"]["code"] == "queue_full"
-    assert refused.headers["Retry-After"]
+    ask(fleet, act)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
-    engines, failed = Engines(0), []
-    engines.model = AsyncMock(side_effect=ValueError("no such model"))  # type: ignore[method-assign]
-    fleet = Fleet(engines)
+    fleet = Fleet(SimpleNamespace(model=AsyncMock(side_effect=ValueError("no such model"))))  # type: ignore[arg-type]
+    fleet.on_failure = ended = Mock()
 
     async def main() -> None:
-        fleet.on_failure = lambda: failed.append(fleet.failed)
         fleet.start()
         with pytest.raises(ValueError, match="no such model"):
             await until_ready(fleet)
@@ -265,34 +247,18 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
             fleet.submit([], 0.0)
 
     asyncio.run(main())
-    assert isinstance(failed[0], ValueError)
-
-
-def test_options_of_replicas_are_checked_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: name)
-    for options, message in (
-        (["--replicas", "2"], "--replicas is for --ray"),
-        (["--ray", ""], "--ray takes local, auto or HOST:PORT"),
-    ):
-        found = CliRunner().invoke(cli, ["serve", *options])
-        assert isinstance(found.exception, ValueError) and message in str(found.exception)
+    assert ended.called and isinstance(fleet.failed, ValueError)
 
 
 def test_an_answer_that_nobody_waits_for_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
-
-    async def call(*args: Any) -> None:
-        try:
-            await asyncio.sleep(600)
-        finally:
-            ended.append(True)
-
     async def main() -> None:
-        stream = decode(SimpleNamespace(decoder=object()), SimpleNamespace(call=call), [])  # type: ignore[arg-type]
+        reading = asyncio.get_running_loop().create_future()
+        readers: Any = SimpleNamespace(call=lambda *_: reading)
+        stream = decode(SimpleNamespace(decoder=object()), readers, [])  # type: ignore[arg-type]
         assert [await anext(stream) for _ in range(2)] == [[], []]
         await stream.aclose()
         await asyncio.sleep(0)
-        assert ended
+        assert reading.cancelled()
 
     monkeypatch.setattr(messages, "BEAT", 0.01)
     asyncio.run(main())
@@ -305,18 +271,8 @@ def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPat
 
     from forerun.scale import replicas
 
-    found: list[Any] = []  # what Serve answers: statuses, and then what the replica does
-
-    def answer() -> Any:
-        each = found.pop(0)
-        if isinstance(each, Exception):
-            raise each
-        return each
-
-    async def remote() -> Any:
-        return answer()
-
-    handle = SimpleNamespace(model=SimpleNamespace(remote=remote))
+    answer = Mock()  # by Serve: statuses, and then what the replica does
+    handle = SimpleNamespace(model=SimpleNamespace(remote=AsyncMock(side_effect=answer)))
 
     def application(status: str, message: str = "", running: int = 0) -> Any:
         engine = SimpleNamespace(message=message, replica_states={"RUNNING": running})
@@ -324,15 +280,14 @@ def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(applications={"one": found})
 
     monkeypatch.setattr(replicas, "LOOK", 0.0)
-    monkeypatch.setattr(replicas.serve, "start", lambda **options: None)
-    monkeypatch.setattr(replicas.serve, "run_many", lambda *targets, **options: [handle])
-    monkeypatch.setattr(replicas.serve, "status", answer)
+    for name, own in (("start", Mock()), ("run_many", Mock(return_value=[handle])), ("status", answer)):
+        monkeypatch.setattr(replicas.serve, name, own)
     waits, partly = application("DEPLOYING"), application("DEPLOYING", running=1)
     failed = application("DEPLOY_FAILED", "Traceback\n\n  ValueError: no model\n")
     info = ModelInfo(None, GenerationConfig(), None, 1, None)
 
     def start(*answers: Any) -> ModelInfo:
-        found[:] = answers
+        answer.side_effect = answers
         return asyncio.run(replicas.ServeReplicas(None, "one").model())  # type: ignore[arg-type]
 
     for answers, message in (
@@ -344,7 +299,7 @@ def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPat
         with pytest.raises((ValueError, TypeError)) as raised:
             start(*answers)
         assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
-    assert found == [info]
+    assert next(answer.side_effect) is info
     assert start(waits, partly, ActorDiedError(), info) is info  # one replica is enough
 
 
@@ -354,12 +309,7 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     nodes = [{"Alive": alive, "Resources": {"CPU": cores}} for alive, cores in ((True, 3.0), (True, 2.0), (False, 8.0))]
     nodes.append({"Alive": True, "Resources": {}})
-    deleted = []
-
-    def delete(name: str, _blocking: bool) -> None:
-        deleted.append(name)
-        raise ConnectionError("the cluster is gone")
-
+    delete = Mock(side_effect=ConnectionError("the cluster is gone"))
     monkeypatch.setattr(replicas, "cluster", lambda *options: nullcontext())
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
@@ -374,13 +324,14 @@ def test_an_application_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "--replicas 3 with 2 threads each do not fit into 5 cores"
     with pytest.raises(ValueError, match=message), serving(3, 2):
         pass
-    assert not deleted
+    assert not delete.called
     message = "what ended the server"
     with pytest.raises(ValueError, match=message), serving(2, 2):
         raise ValueError(message)
     with serving(5, 1) as fleet:
         assert fleet._replicas._application._bound_deployment.ray_actor_options["num_gpus"] == 0.3333
-    assert fleet._replicas._name == deleted[1] != deleted[0]
+    first, second = (call.args[0] for call in delete.call_args_list)
+    assert fleet._replicas._name == second != first
 
 
 def slow_decoder() -> Any:
@@ -418,15 +369,10 @@ def ray_cluster() -> Iterator[Any]:
 def test_a_server_that_ends_before_its_replicas_start_takes_its_application_along(ray_cluster: Any) -> None:
     from ray import serve
 
-    @ray_cluster.remote(num_cpus=2)
-    class Holder:
-        def is_there(self) -> bool:
-            return True
-
     address = ray_cluster.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "forerun", "serve", "--port", "0", "--ray", address, "--target", "embedded"]
-    holder = Holder.remote()  # so that no replica finds room
-    assert ray_cluster.get(holder.is_there.remote())
+    held = ray_cluster.util.placement_group([{"CPU": 2}])  # so that no replica finds room
+    ray_cluster.get(held.ready())
     server = subprocess.Popen([*command, "--replicas", "2"], stderr=subprocess.PIPE, text=True)
     try:
         while not (names := [each for each in serve.status().applications if each.startswith("forerun-")]):
@@ -439,7 +385,7 @@ def test_a_server_that_ends_before_its_replicas_start_takes_its_application_alon
     assert server.returncode == 0 and "Traceback" not in errors
     ended = serve.status().applications.get(names[0])
     assert ended is None or ended.status == "DELETING"
-    ray_cluster.kill(holder)
+    ray_cluster.util.remove_placement_group(held)
 
 
 @pytest.mark.slow
@@ -456,15 +402,9 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     async def act(http: httpx.AsyncClient) -> Any:
         while len(worker.available()) < 2:
             await asyncio.sleep(0.05)
-        begun, take = set[Any](), worker._take
-
-        def noted(job: Any, *args: Any) -> None:
-            begun.add(job)
-            take(job, *args)
-
-        worker._take = noted  # type: ignore[method-assign]
+        worker._take = taken = Mock(wraps=worker._take)  # type: ignore[method-assign]
         streams = [asyncio.ensure_future(http.post(PLAIN, json=each | {"stream": True})) for each in bodies]
-        while len(begun) < len(bodies):
+        while len({call.args[0] for call in taken.call_args_list}) < len(bodies):
             await asyncio.sleep(0.01)
         assert len(worker.loads) == 2
         victim = max(worker.loads, key=lambda name: worker.loads[name])
@@ -478,6 +418,5 @@ def test_streams_go_on_when_a_replica_is_killed(ray_cluster: Any) -> None:
     found = ask(worker, act)
     assert worker.resumed >= 3 and len(worker.recovered) == worker.resumed
     for chunks, other in zip(found, wanted, strict=True):
-        assert "error" not in chunks[-1]
-        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert "error" not in chunks[-1] and chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert "".join(each["choices"][0]["text"] for each in chunks) == other["choices"][0]["text"]

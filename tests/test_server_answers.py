@@ -1,7 +1,5 @@
 """What clients get: OpenAI's and others against a server of this process; and what requests with salts share."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -17,7 +15,7 @@ import httpx
 import openai
 import pytest
 import torch
-from serving import NAME, Live, figures, get, live, make_decoder, post
+from serving import CHAT, HELLO, NAME, PLAIN, Live, figures, get, live, make_decoder, post
 from toys import noisy_copy, tiny
 
 from forerun import Decoder
@@ -25,18 +23,10 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
-from forerun.model.prefix_store import PrefixStore
 from forerun.scale.messages import SentRequest, rebuild
 
-PLAIN, CHATS = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(5, 65))
-CHAT: list[Any] = [{"role": "user", "content": "the cat sat"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live() as found:
-        yield found
+SAT: list[Any] = [{"role": "user", "content": "the cat sat"}]
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +45,15 @@ def complete(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
 
 
 def test_a_greedy_answer_is_the_decoders(client: openai.OpenAI, decoder: Any) -> None:
-    found = client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, max_tokens=24)
-    wanted = decoder.chat(CHAT, max_new_tokens=24)
+    """With drafts, and plainly on request."""
+    found = client.chat.completions.create(model=NAME, messages=SAT, temperature=0, max_tokens=24)
+    wanted = decoder.chat(SAT, max_new_tokens=24)
     assert found.choices[0].message.content == wanted.text
     assert found.choices[0].finish_reason == wanted.finish_reason == "length"
     assert found.usage is not None and found.usage.completion_tokens == 24
     plain = complete(client, ["def add", "for i"], temperature=0, max_tokens=12)
     texts = [each.text for each in decoder.generate(["def add", "for i"], max_new_tokens=12)]
     assert [each.text for each in plain.choices] == texts
-
-
-def test_plain_decoding_on_request_says_the_same(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
     answers = [complete(client, "def add", **options, extra_body={"forerun_method": each}) for each in (None, "ar")]
     assert answers[0].choices[0].text == answers[1].choices[0].text
@@ -100,7 +88,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, decoder: A
 def test_chunks_of_a_chat(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 20, "extra_body": {"forerun": True}}
     usage: Any = {"include_usage": True}
-    chunks = client.chat.completions.create(model=NAME, messages=CHAT, stream=True, stream_options=usage, **options)
+    chunks = client.chat.completions.create(model=NAME, messages=SAT, stream=True, stream_options=usage, **options)
     *middle, last = chunks
     assert middle[0].choices[0].delta.role == "assistant" and not middle[0].choices[0].delta.content
     assert [each.choices[0].finish_reason for each in middle] == [None] * (len(middle) - 1) + ["length"]
@@ -109,9 +97,9 @@ def test_chunks_of_a_chat(client: openai.OpenAI) -> None:
     texts = [each.choices[0].delta.content or "" for each in middle[1:]]
     assert ["".join(piece for piece, _ in step["pieces"]) for step in steps] == texts
     assert all(len(step["rejected"]) == step["drafted"] - step["accepted"] for step in steps)
-    speculative = last.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
-    assert speculative["num_spec_steps"] == len(steps)
-    assert speculative["num_accepted_draft_tokens"] == sum(step["accepted"] for step in steps)
+    counts = last.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    accepted = sum(step["accepted"] for step in steps)
+    assert (counts["num_spec_steps"], counts["num_accepted_draft_tokens"]) == (len(steps), accepted)
 
 
 def test_logprobs_are_the_models_own(client: openai.OpenAI, decoder: Any) -> None:
@@ -127,7 +115,7 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI, decoder: Any) -> Non
     assert given.tokens == [decoder.tokenizer.decode([token]) for token in tokens]
     assert given.text_offset[:2] == [0, len(given.tokens[0])]
     chat = client.chat.completions.create(
-        model=NAME, messages=CHAT, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
+        model=NAME, messages=SAT, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
     )
     content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
     assert content is not None and len(content) == 3
@@ -184,7 +172,7 @@ def test_other_endpoints(client: openai.OpenAI, server: Live, decoder: Any) -> N
     assert found["tokens"] == decoder.tokenizer("the cat")["input_ids"] and found["count"] == len(found["tokens"])
     assert found["max_model_len"] == 512
     assert post(server, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "the cat"}
-    rendered = post(server, "/tokenize", {"messages": CHAT}).json()
+    rendered = post(server, "/tokenize", {"messages": SAT}).json()
     assert "assistant" in decoder.tokenizer.decode(rendered["tokens"])
     assert get(server, "/health").json() == {"status": "ok"}
     assert "version" in get(server, "/version").json()
@@ -205,7 +193,7 @@ def test_what_clients_send_along_is_understood(server: Live, caplog: pytest.LogC
     absent = dict.fromkeys(("temperature", "stop", "n", "logit_bias", "suffix"))
     body = {"model": NAME, "messages": messages, "max_tokens": 3} | more | absent
     with caplog.at_level("INFO"):
-        assert post(server, CHATS, body).status_code == 200
+        assert post(server, CHAT, body).status_code == 200
     assert "unknown fields: 'unknown'" in caplog.text
 
 
@@ -220,7 +208,7 @@ def url(server: Live, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def expected(decoder: Any) -> str:
-    return str(decoder.chat([{"role": "user", "content": "hello"}], max_new_tokens=6).text)
+    return str(decoder.chat(HELLO, max_new_tokens=6).text)
 
 
 @pytest.mark.skipif(find_spec("langchain_openai") is None, reason="langchain-openai is not installed")
@@ -290,57 +278,40 @@ def spent(server: Live, path: str, body: dict[str, Any]) -> list[int]:
     return [now - then for now, then in zip(ran(server.worker.engine), before, strict=True)]
 
 
-@pytest.mark.parametrize("path", [PLAIN, CHATS])
-def test_requests_share_with_those_of_their_salt_only(path: str) -> None:
-    chat = [{"role": "user", "content": "the cat sat on the mat " * 5}]
-    body: dict[str, Any] = {"messages": chat} if path == CHATS else {"prompt": PROMPT}
+def test_requests_share_with_those_of_their_salt_only() -> None:
+    chat = {"messages": [{"role": "user", "content": "the cat sat on the mat " * 5}]}
+    bodies: dict[str, dict[str, Any]] = {PLAIN: {"prompt": PROMPT}, CHAT: chat}
     with live() as server:
-        whole = spent(server, path, body)
-        assert min(whole[0], whole[2]) > 30 and whole[1::2] == [0, 0]
-        for salt in ("one", "other", "One"):
-            assert spent(server, path, body | {"cache_salt": salt}) == whole
-            for again in (salt, "one", None):
-                assert spent(server, path, body | {"cache_salt": again}) == [0, 1, 0, 1]
+        for path, body in bodies.items():
+            whole = spent(server, path, body)
+            assert min(whole[0], whole[2]) > 30 and whole[1::2] == [0, 0]
+            for salt in ("one", "other", "One"):
+                assert spent(server, path, body | {"cache_salt": salt}) == whole
+                for again in (salt, "one", None):
+                    assert spent(server, path, body | {"cache_salt": again}) == [0, 1, 0, 1]
+        # What was answered is shared in the same way.
+        prompt = [each + 100 for each in PROMPT]
+        answer = make_decoder().generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+        spent(server, PLAIN, {"prompt": prompt, "max_tokens": 20, "cache_salt": "one", "forerun": True})
+        turn = {"prompt": [*prompt, *answer, 7, 8, 9]}
+        assert spent(server, PLAIN, turn | {"cache_salt": "other"})[0] == len(turn["prompt"]) - 1
+        assert spent(server, PLAIN, turn | {"cache_salt": "one"})[0] < 6
 
 
-def test_what_was_answered_is_shared_in_the_same_way(server: Live) -> None:
-    prompt = [each + 100 for each in PROMPT]
-    answer = make_decoder().generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
-    spent(server, PLAIN, {"prompt": prompt, "max_tokens": 20, "cache_salt": "one", "forerun": True})
-    turn = {"prompt": [*prompt, *answer, 7, 8, 9]}
-    assert spent(server, PLAIN, turn | {"cache_salt": "other"})[0] == len(turn["prompt"]) - 1
-    assert spent(server, PLAIN, turn | {"cache_salt": "one"})[0] < 6
-
-
-def test_the_prompt_cache_is_one_salts_too() -> None:
-    """Without a store the prompt before is known all the same."""
-    lm = CausalLM(tiny("llama"))
+def test_the_prompt_before_is_one_salts_too() -> None:
+    """Without a store; and if it is given up, or runs at the same time."""
+    target = tiny("llama", context=512)
+    lm = CausalLM(target)
     for salt, wanted in (("one", 9), ("one", 0), ("other", 9), ("", 9), ("", 0), ("other", 9)):
         assert sum(lm.prefill([5, 9, 3, 7, 7, 2, 11, 60, 4], 4, salt=salt)) == wanted
     begun = lm.prefill([5, 9, 3, 8, 8], 1, salt="one")
     next(begun)
     begun.close()
     assert sum(lm.prefill([5, 9, 3, 8, 8], 1, salt="other")) == 5
-
-
-def test_requests_that_run_together_share_prompts_within_a_salt_only() -> None:
-    target = tiny("llama", context=512)
     made = Decoder(target, draft=noisy_copy(target, 0.03), method=method("sd"), guard=False, prefix_bytes=0)
     engine = made.engine
     made.session.add([Request(PROMPT[:50], 5, salt=salt) for salt in ("one", "one", "other", "")]).collect()
     assert [engine.target.prefilled, engine.drafter.model.prefilled] == [3 * 49] * 2  # type: ignore[attr-defined]
-
-
-def test_a_text_takes_no_other_salts_place() -> None:
-    store = PrefixStore(10**6)
-    lm = CausalLM(tiny("llama"))
-    list(lm.prefill([1, 2, 3, 4], 9))
-    for salt in ("one", "other"):
-        store.put([1, 2, 3], lm.prompts.cache.view(0, 3), salt=salt)
-    store.put([1, 2, 3, 4], lm.prompts.cache.view(0, 4), salt="one")
-    assert [(len(each.tokens), each.salt) for each in store._entries] == [(3, "other"), (4, "one")]
-    found = [store.find([1, 2, 3, 4], salt=salt) for salt in ("one", "other", "")]
-    assert [each and each[1] for each in found] == [4, 3, None]
 
 
 @pytest.mark.parametrize("name", ["suffix", "ouroboros"])
@@ -352,22 +323,12 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
         (found,) = decoder.session.add([Request(PROMPT[:9], 60, salt=salt)]).collect()
         return [(step.drafted, step.draft_forwards) for step in found]
 
-    def size(decoder: Decoder) -> int:
-        (pool,) = decoder.pools.values()  # type: ignore[union-attr]
-        return len(pool)
-
     made = Decoder(target, draft=draft, method=method(name), guard=False)
     first = steps(made, "one")
-    assert size(made) == 0 and steps(made, "one") == first
-    plain = steps(made, "")
-    assert size(made) > 0 and plain == first
-    held = size(made)
-    assert steps(made, "one") == first and size(made) == held
+    (pool,) = made.pools.values()  # type: ignore[union-attr]
+    assert len(pool) == 0 and steps(made, "one") == first
+    assert steps(made, "") == first and (size := len(pool)) > 0
+    assert steps(made, "one") == first and len(pool) == size
     assert steps(made, "") != first  # it drafts from what the one before it said
-
-
-def test_a_salt_goes_along_to_replicas() -> None:
-    decoder = make_decoder()
-    asked = replace(decoder.request("the cat"), salt="one")
-    (found,) = rebuild([SentRequest.of(asked, 1)], decoder)
-    assert asked.salt == found.salt == "one"
+    sent = replace(made.request([5, 6]), salt="one")
+    assert rebuild([SentRequest.of(sent, 1)], made)[0].salt == "one"  # by a replica

@@ -2,8 +2,6 @@
 
 Anything a client may send gives no 5xx, and no answer that /openapi.json does not promise."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -161,19 +159,15 @@ def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch, kin
         assert failed.wait(30) and isinstance(server.worker.failed, kind)
 
 
-def short() -> Any:
-    """A model whose context is short, so that no answer takes long."""
-    target = tiny("llama", vocab=300, context=48)
-    return Decoder(target, make_decoder().tokenizer, noisy_copy(target, 0.02), guard=False)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed")
 def test_nothing_that_a_client_sends_breaks_it(tmp_path: Path) -> None:
     """Schemathesis makes the same cases in each run. It also sends what the schema allows and the server refuses, such
     as token ids that there are not: that is no failure."""
     report = tmp_path / "report.json"
-    with live(short) as server:
+    target = tiny("llama", vocab=300, context=48)  # a short one, so that no answer takes long
+    tokenizer, draft = make_decoder().tokenizer, noisy_copy(target, 0.02)
+    with live(lambda: Decoder(target, tokenizer, draft, guard=False)) as server:
         command = [*COMMAND, f"{server.url}/openapi.json", "--report-json-path", str(report)]
         env = os.environ | {"NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)

@@ -1,30 +1,19 @@
 """What is refused, and with which error."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
-from serving import Live, answered, events, figures, get, held, live, make_decoder, post, until
+from serving import CHAT, HELLO, PLAIN, Live, answered, events, figures, get, held, live, make_decoder, post, until
 
 from forerun.sampling.grammar import FormError, Grammar
 from forerun.server.middleware import BodyLimit
-
-PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(max_body=2**21) as found:
-        yield found
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -107,8 +96,7 @@ def test_other_refusals(server: Live) -> None:
     assert refusal(post(server, PLAIN, {"prompt": "a", "model": "gpt"}), 404)["param"] == "model"
     assert refusal(post(server, PLAIN, {"prompt": ["a", "b", "c"], "n": 128}))["param"] == "n"
     assert refusal(post(server, PLAIN, {"prompt": "a" * 2**21}), 413)
-    assert refusal(post(server, "/v1/nothing", {}), 404)
-    assert refusal(get(server, PLAIN), 405)
+    assert refusal(post(server, "/v1/nothing", {}), 404) and refusal(get(server, PLAIN), 405)
     assert refusal(get(server, "/v1/models/other"), 404)
     chunks = iter([b'{"prompt": "'] + [b"a" * 2**19] * 8)
     try:  # without a content-length
@@ -158,32 +146,18 @@ def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
         assert len({each["text"] for each in found.json()["choices"]}) == 1
 
 
-def test_an_answer_that_takes_too_long() -> None:
-    with live(max_seconds=0.02) as server:
-        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "forerun_method": "ar"}
-        found = post(server, PLAIN, body)
-        assert refusal(found, 504)["code"] == "timeout" and found.headers["x-should-retry"] == "false"
-        assert events(post(server, PLAIN, body | {"stream": True}))[-1]["error"]["code"] == "timeout"
-
-
 class Panic(BaseException):
     """As a library's in Rust: no handler of exceptions catches it."""
 
 
 MARK = 299  # a token that only the culprit's prompt has
+FAILURES = [*product(("forward", "prefill", "observe"), ("whole", "streamed"))]
+FAILURES += product(("forward", "commit", "prefill", "join"), ("once",))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), Panic("broken")], ids=["exception", "panic"])
-@pytest.mark.parametrize(
-    ("place", "how"),
-    [
-        *((place, how) for place in ("forward", "prefill", "observe") for how in ("whole", "streamed")),
-        *((place, "once") for place in ("forward", "commit", "prefill", "join")),
-    ],
-)
-def test_a_failing_step_costs_nobody_but_its_culprit(
-    monkeypatch: pytest.MonkeyPatch, place: str, how: str, error: BaseException
-) -> None:
+@pytest.mark.parametrize(("place", "how"), FAILURES)
+def test_a_failing_step_is_undone(monkeypatch: pytest.MonkeyPatch, place: str, how: str, error: BaseException) -> None:
     """Of 16 requests, one breaks every step and ends alone; or one call fails once, and all are answered."""
     with live(lambda: make_decoder(max_rows=12)) as server:  # so that four wait for a row
         engine, more = server.worker.engine, {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -262,15 +236,12 @@ def test_a_body_that_never_ends(limit: int, seconds: float, status: int) -> None
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_goes_ends_its_request(server: Live, stream: bool) -> None:
-    body, name = (
-        {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "stream": stream},
-        "forerun:generation_tokens_total",
-    )
-    before = figures(server)[name]
+    body = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "stream": stream}
+    before = figures(server)["forerun:generation_tokens_total"]
     with held(server.worker.engine), pytest.raises(httpx.ReadTimeout):
         try:
             httpx.post(server.url + PLAIN, json=body, timeout=2, trust_env=False)
         finally:
             until(lambda: not server.service.open)  # the abort is with the engine before its next step
     until(lambda: not server.rows)
-    assert figures(server)[name] - before < 40
+    assert figures(server)["forerun:generation_tokens_total"] - before < 40

@@ -142,14 +142,15 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         (["--max-seconds", "0"], "--max-seconds"),
         (["--api-key", "two words "], "--api-key"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--replicas", "2"], "--replicas is for --ray"),
+        (["--ray", ""], "--ray takes local, auto or HOST:PORT"),
         ([], "pip install '.[serve]'"),
     ],
 )
 def test_mistakes_are_one_line(
     options: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not options:
-        monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: options or name != "uvicorn" or None)
     monkeypatch.setattr(sys, "argv", ["forerun", "serve", "--target", "embedded", *options])
     assert cli._run() == 2
     error = capsys.readouterr().err

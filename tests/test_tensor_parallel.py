@@ -1,12 +1,11 @@
 """A target split among two processes says what it says in one. One job of torchrun does it all: it is slow to start."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +71,10 @@ def rank(folder: Path) -> None:
         main()
     assert ended.value.code == 0
     if own == 1:  # killed from without between two forwards, in the middle of an output
-        meet, calls = tensor_parallel.Ranks.meet, []
+        meet, calls = tensor_parallel.Ranks.meet, count(1)
 
         def counted(ranks: tensor_parallel.Ranks, place: bytes) -> float:
-            calls.append(place)
-            if len(calls) == 40:
+            if next(calls) == 40:
                 os.kill(os.getpid(), signal.SIGKILL)
             return meet(ranks, place)
 
@@ -86,23 +84,15 @@ def rank(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from toys import (  # the ranks are quicker without
-        noisy_copy,
-        random_head,
-        random_layer,
-        save_models,
-        tiny,
-        tiny_tokenizer,
-    )
+    import toys  # the ranks are quicker without
 
-    path = tmp_path_factory.mktemp("split")
-    target = tiny("llama", 3, vocab=len(tiny_tokenizer()))
-    draft = noisy_copy(target, 0.02)
-    save_models(path, target=target, draft=draft, odd=target)
+    target = toys.tiny("llama", 3, vocab=len(toys.tiny_tokenizer()))
+    draft = toys.noisy_copy(target, 0.02)
+    path = toys.save_models(tmp_path_factory.mktemp("split"), target=target, draft=draft, odd=target)
     config = path / "odd" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 1}))
-    random_layer(target, draft).save_pretrained(path / "layer")
-    random_head(forerun.model.causal_lm.CausalLM(target), hot=64).save_pretrained(path / "head")
+    toys.random_layer(target, draft).save_pretrained(path / "layer")
+    toys.random_head(forerun.model.causal_lm.CausalLM(target), hot=64).save_pretrained(path / "head")
     return path
 
 
@@ -154,9 +144,8 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         forerun.load(tensor_parallel=True)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_lost"),
-    [
+def test_errors_of_the_network_are_told_apart() -> None:
+    for error, is_lost in (
         (torch.distributed.DistStoreError("wait timed out"), True),
         (RuntimeError("[../gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:1234"), True),
         (RuntimeError("NCCL communicator was aborted on rank 0"), True),
@@ -164,13 +153,11 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (RuntimeError("CUDA error: peer access is not supported between these two devices"), False),
         (RuntimeError("[../aten/src/ATen/native/socket.cpp:1] timeout must be above 0"), False),
-    ],
-)
-def test_errors_of_the_network_are_told_apart(error: Exception, is_lost: bool) -> None:
-    with pytest.raises(RuntimeError) as caught, tensor_parallel.network():
-        raise error
-    assert isinstance(caught.value, tensor_parallel.RankLostError) == is_lost
-    assert not is_lost or str(caught.value).endswith(str(error).split("] ", 1)[-1])
+    ):
+        with pytest.raises(RuntimeError) as caught, tensor_parallel.network():
+            raise error
+        assert isinstance(caught.value, tensor_parallel.RankLostError) == is_lost
+        assert not is_lost or str(caught.value).endswith(str(error).split("] ", 1)[-1])
 
 
 @pytest.mark.parametrize(("gpus", "message"), [(0, "needs the package accelerate"), (1, "a GPU each; there are 1")])

@@ -1,7 +1,5 @@
 """The proposer for vLLM: what it makes of rows of tokens, and vLLM's own output with it and without."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import toys
+from toys import noisy_copy, refuses, save_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from forerun.integrations.vllm import Proposer
@@ -29,11 +27,10 @@ def config(model: PreTrainedModel | None = None, tokenizer: str | None = None, *
     """What the proposer reads of vLLM's configuration."""
     text = model.config if model is not None else SimpleNamespace(eos_token_id=None)
     size = model.config.vocab_size if model is not None else 300
+    own = {"max_model_len": CONTEXT, "hf_text_config": text, "get_vocab_size": lambda: size, "tokenizer": tokenizer}
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
-        model_config=SimpleNamespace(
-            max_model_len=CONTEXT, hf_text_config=text, get_vocab_size=lambda: size, tokenizer=tokenizer
-        ),
+        model_config=SimpleNamespace(**own),
         additional_config={"forerun": options} if options else {},
     )
 
@@ -49,16 +46,12 @@ def ask(proposer: Proposer, rows: Sequence[tuple[Sequence[int], Sequence[int]]])
 
 
 def test_drafts_are_ragged_and_bounded() -> None:
-    found = ask(
-        Proposer(config(method="suffix")), [(COUNTING, [10, 11]), ([1, 2, 3], [4]), (COUNTING, []), ([5, 6, 7, 5], [6])]
-    )
-    assert found[0] == [12, 13, 14, 15, 16, 17][: len(found[0])] and len(found[0]) > 3
-    assert found[1] == [] and found[2] == []
-    assert 0 < len(found[3]) <= MOST and found[3][0] == 7
-
-
-def test_nothing_is_drafted_beyond_the_context() -> None:
     proposer = Proposer(config(method="suffix"))
+    rows = [(COUNTING, [10, 11]), ([1, 2, 3], [4]), (COUNTING, []), ([5, 6, 7, 5], [6])]
+    counted, new, unread, repeated = ask(proposer, rows)
+    assert counted == [12, 13, 14, 15, 16, 17][: len(counted)] and len(counted) > 3
+    assert new == unread == []
+    assert 0 < len(repeated) <= MOST and repeated[0] == 7
     text = (COUNTING * 10)[: CONTEXT - 3]
     assert len(ask(proposer, [(text, [text[-12]])])[0]) == 1  # one more comes from the target itself
     full = (COUNTING * 10)[:CONTEXT]
@@ -76,15 +69,10 @@ def test_rows_that_move_keep_their_text_and_those_that_end_are_forgotten() -> No
     assert texts.rows[1].seq.output == [5, 1, 2]
     ask(proposer, [([*two, 8, 9], [7])])
     drafter: Any = proposer._drafter
-    assert list(drafter.rows) == [ids[1]]
-    assert drafter.memory.texts == [(1, 2, 3, 4, 5, 1, 2)]
+    assert list(drafter.rows) == [ids[1]] and drafter.memory.texts == [(1, 2, 3, 4, 5, 1, 2)]
     # What ended is drafted from in other texts.
     assert ask(proposer, [([*two, 8, 9, 7], [8]), ([30, 31, 3, 4], [5])])[1][:2] == [1, 2]
-
-
-def test_equal_texts_and_a_new_text_in_an_old_row() -> None:
-    proposer = Proposer(config(method="suffix"))
-    texts = proposer._texts
+    # Two rows have one text, and then one of them has a new one.
     ask(proposer, [([1, 2], [1]), ([1, 2], [1])])
     first = {text.seq.id for text in texts.rows.values()}
     assert len(first) == 2
@@ -95,36 +83,29 @@ def test_equal_texts_and_a_new_text_in_an_old_row() -> None:
 
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     """A random Llama with heads of a size that vLLM has kernels for."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 300, "num_key_value_heads": 1, "max_position_embeddings": 512}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=300, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.06, **sizes
-            )
-        ).eval()
+        return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.06)).eval()
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and a draft that agrees sometimes."""
-    root, target = tmp_path_factory.mktemp("models"), tiny_llama()
-    found = {"target": target, "draft": toys.noisy_copy(target, 0.006)}
-    for name, model in found.items():
-        model.save_pretrained(root / name)
-        toys.tiny_tokenizer().save_pretrained(root / name)
-    return {name: root / name for name in found}
+    target = tiny_llama()
+    return save_models(tmp_path_factory.mktemp("models"), target=target, draft=noisy_copy(target, 0.006))
 
 
 METHODS: list[dict[str, Any]] = [{"threshold": 0.1}, {"method": "sd", "gamma": 4}]
 
 
 @pytest.mark.parametrize("options", METHODS, ids=lambda options: options.get("method", "-".join(options)))
-def test_a_draft_model_says_what_it_would_say_alone(folders: dict[str, Path], options: dict[str, Any]) -> None:
+def test_a_draft_model_says_what_it_would_say_alone(folder: Path, options: dict[str, Any]) -> None:
     """After whatever was accepted and rejected, a draft is the draft model's own continuation."""
-    target, draft = tiny_llama(), str(folders["draft"])
-    proposer = Proposer(config(target, str(folders["target"]), draft=draft, draft_weights="float32", **options))
-    alone = LlamaForCausalLM.from_pretrained(folders["draft"]).eval()
+    target, draft = tiny_llama(), str(folder / "draft")
+    proposer = Proposer(config(target, str(folder / "target"), draft=draft, draft_weights="float32", **options))
+    alone = LlamaForCausalLM.from_pretrained(draft).eval()
 
     def next_of(model: PreTrainedModel, tokens: list[int]) -> int:
         with torch.inference_mode():
@@ -157,9 +138,8 @@ def test_a_draft_model_says_what_it_would_say_alone(folders: dict[str, Path], op
     assert len(drafter._present) == 1 and len(drafter.model.cache.ids) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_mistakes_are_named() -> None:
+    for options, named in (
         ({"method": "medusa"}, "'medusa' is not for vLLM"),
         ({"method": "sd"}, "'sd' needs draft=FOLDER"),
         ({"method": "suffix", "draft": "x"}, "'suffix' takes no draft"),
@@ -168,11 +148,8 @@ def test_a_draft_model_says_what_it_would_say_alone(folders: dict[str, Path], op
         ({"method": "suffix", "gamma": 3}, "no setting 'gamma'"),
         ({"draft": 3}, "draft must be a name"),
         ({"draft": "x", "draft_weights": "int3"}, "unknown weights 'int3'"),
-    ],
-)
-def test_mistakes_are_named(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Proposer(config(**options))
+    ):
+        refuses(named, Proposer, config(**options))
 
 
 # vLLM itself, in a process of its own, as its import takes longest.
@@ -208,14 +185,15 @@ for options in cases:
     cleanup_dist_env_and_memory()
 """
 METHODS_OF_VLLM = ("suffix", "cumulative")
+Answers = dict[str | None, tuple[list[list[int]], dict[str, int]]]
 
 
 @pytest.fixture(scope="module")
-def answered(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]], dict[str, int]]]:
+def answered(folder: Path) -> Answers:
     """By method, None for none: the tokens after the prompts, and vLLM's counters of drafts."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed here; .ci/vllm makes an environment that has it")
-    drafting = {"draft": str(folders["draft"]), "draft_weights": "float32", "threshold": 0.1}
+    drafting = {"draft": str(folder / "draft"), "draft_weights": "float32", "threshold": 0.1}
     cases: list[dict[str, Any] | None] = [None, {"method": "suffix"}, drafting]
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -226,7 +204,7 @@ def answered(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]]
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-    asked = json.dumps([str(folders["target"]), PROMPTS, cases])
+    asked = json.dumps([str(folder / "target"), PROMPTS, cases])
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, asked], env=os.environ | settings, capture_output=True, text=True, timeout=290
     )
@@ -238,10 +216,7 @@ def answered(folders: dict[str, Path]) -> dict[str | None, tuple[list[list[int]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS_OF_VLLM)
-def test_vllm_says_the_same_with_the_proposer(
-    answered: dict[str | None, tuple[list[list[int]], dict[str, int]]], method: str
-) -> None:
+def test_vllm_says_the_same_with_the_proposer(answered: Answers, method: str) -> None:
     accepted, drafted = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"
     tokens, counts = answered[method]
-    assert tokens == answered[None][0]
-    assert 0 < counts[accepted] <= counts[drafted]
+    assert tokens == answered[None][0] and 0 < counts[accepted] <= counts[drafted]

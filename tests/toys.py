@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from scipy.stats import chisquare
@@ -434,6 +435,15 @@ def fit(
     """The `p_value` of the first `length` tokens of rows of steps after the prompt, where a TableLM is the target."""
     joint = joint_distribution(table, prompt, length, processors)
     return p_value([tokens_of(steps)[:length] for steps in rows], joint)
+
+
+def refuses(message: str, call: Callable[..., Any], /, *given: Any, **named: Any) -> None:
+    """Assert that a call raises a ValueError of one line that matches the message."""
+    with pytest.raises(ValueError, match=message) as error:
+        call(*given, **named)
+    text = str(error.value)
+    del error  # whose traceback would keep open what the call has opened
+    assert "\n" not in text
 
 
 def rows_of(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
