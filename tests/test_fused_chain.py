@@ -195,43 +195,51 @@ def test_a_cache_that_grows_and_other_threads() -> None:
     assert other.cache.capacity > 256
 
 
-def decoder_of(name: str, options: dict[str, Any], hot: bool, **layer: Any) -> Decoder:
-    parts: dict[str, Any] = {"draft": small(hot=hot), "costs": COSTS}
-    if name == "pacer":
-        parts["pre_verifier"] = random_layer(tiny("llama"), tiny("llama"), **layer)
-    return Decoder(small(), method=method(name, **options), guard=False, **parts)
-
-
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "asked"),
     [
-        ("sd", {"gamma": 3}),
-        ("cumulative", {"threshold": 0.02, "most": 7}),
-        ("confidence", {"threshold": 0.05}),
-        (BASELINES["heuristic"], {"gamma": 4}),
-        ("pacer", {"block": 2, "most": 7, "threshold": 0.3}),
-        ("pacer", {"block": 3, "most": 8, "threshold": 0.3}),
+        ("sd", {"gamma": 3}, {}),
+        ("cumulative", {"threshold": 0.02, "most": 7}, {}),
+        ("confidence", {"threshold": 0.05}, {}),
+        (BASELINES["heuristic"], {"gamma": 4}, {}),
+        ("pacer", {"block": 2, "most": 7, "threshold": 0.3}, {}),
+        ("pacer", {"block": 3, "most": 8, "threshold": 0.3}, {}),
+        *[("sd", {"gamma": 3}, {"temperature": 0.8, "seed": seed}) for seed in (None, 4)],
+        *[("pacer", {"block": 2, "most": 7, "threshold": 0.47}, {"temperature": 0.8, "seed": s}) for s in (None, 4)],
     ],
 )
 def test_methods_draft_the_same(
-    name: str, options: dict[str, Any], hot: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    options: dict[str, Any],
+    asked: dict[str, Any],
+    hot: bool,
+    calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lengths and all, alone and where a second request joins; and the call is what drafts."""
+    """Lengths and all, alone and where a second request joins, greedy or with a seed; and the call is what drafts."""
+    layer = {"seed": 2} if asked else {"seed": 3, "inputs": ["confidence", "echoes", "history", "entropy"]}
 
-    def decoded() -> list[list[tuple[Any, ...]]]:
-        decoder = decoder_of(name, options, hot, seed=3, inputs=["confidence", "echoes", "history", "entropy"])
-        found = [decoder.generate(PROMPT, max_new_tokens=30, ignore_eos=True)]
-        found += decoder.generate([PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True)
+    def decoded(**more: Any) -> list[list[tuple[Any, ...]]]:
+        parts = {"pre_verifier": random_layer(tiny("llama"), tiny("llama"), **layer)} if name == "pacer" else {}
+        chosen = method(name, **options)
+        decoder = Decoder(small(), None, small(hot=hot), chosen, guard=False, costs=COSTS, **parts)
+        torch.manual_seed(8)
+        found = [decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **asked, **more)]
+        found += decoder.generate([PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True, **asked, **more)
         return [[(step.tokens, step.origins, step.drafted, step.accepted) for step in each.steps] for each in found]
 
-    once = decoded()
-    assert calls
+    nucleus = {"top_p": 0.9} if asked else {}
+    once, done = decoded(**nucleus), len(calls)
+    assert done > (8 if asked else 0) and any(step[3] for each in once for step in each)
+    assert {each and each.numbers is None for each in calls} == {bool(asked["seed"]) if asked else None}
     lengths = {step[2] for each in once for step in each}
     if name == "pacer":  # blocks, of which some end a draft and some do not
-        assert options["block"] in lengths and max(lengths) > options["block"]
+        assert {options["block"], 2 * options["block"]} & lengths and max(lengths) > options["block"]
+    if asked:  # what is not of these two settings goes token by token
+        assert any(step[2] for each in decoded(top_k=5) for step in each) and len(calls) == done
     monkeypatch.setattr(ChainDrafter, "_at_once", lambda *_: None)
-    assert decoded() == once
+    assert asked.get("seed", 0) is None or decoded(**nucleus) == once
 
 
 def test_costs_know_what_a_token_of_a_chain_takes() -> None:
@@ -354,33 +362,6 @@ def test_a_sampler_has_a_distribution_or_none() -> None:
     assert [of(), of(warm)] == [SamplingDistribution(), SamplingDistribution(0.5)]
     assert [of(best), of(warm, best)] == [SamplingDistribution(1.0, 0.9), SamplingDistribution(0.5, 0.9)]
     assert of(best, warm) is of(few) is of(warm, few) is of(warm, greedy=True) is of(greedy=True) is None
-
-
-@pytest.mark.parametrize("name", ["sd", "pacer"])
-@pytest.mark.parametrize("hot", [False, True])
-@pytest.mark.parametrize("seed", [None, 4])
-def test_sampled_methods_draft_in_one_call(
-    seed: int | None, hot: bool, name: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a seed output and drafts are what they are without the call; the call is what drafts."""
-    options = {"gamma": 3} if name == "sd" else {"block": 2, "most": 7, "threshold": 0.47}
-
-    def decoded(**asked: Any) -> Any:
-        decoder = decoder_of(name, options, hot, seed=2)
-        torch.manual_seed(8)
-        return decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, seed=seed, **asked)
-
-    once = decoded(temperature=0.8, top_p=0.9)
-    assert len(calls) > 8 and all((each.numbers is None) == (seed is not None) for each in calls)
-    assert once.stats.accepted > 0
-    done = len(calls)
-    assert decoded(temperature=0.8, top_k=5).stats.drafted > 0 and len(calls) == done  # this goes token by token
-    lengths = {step.drafted for step in once.steps}
-    assert name == "sd" or ({2, 4} & lengths and max(lengths) > 2)
-    monkeypatch.setattr(ChainDrafter, "_at_once", lambda *_: None)
-    again = decoded(temperature=0.8, top_p=0.9)
-    both = [[(step.tokens, step.drafted) for step in each.steps] for each in (once, again)]
-    assert seed is None or both[0] == both[1]
 
 
 def test_numbers_that_are_not_needed_are_still_to_come() -> None:

@@ -14,7 +14,7 @@ from transformers.generation import logits_process as hf
 
 from benchmarks.baselines import oracle
 from benchmarks.baselines.entropy import SVIP, AdaEDL
-from benchmarks.baselines.heuristic import Heuristic, HeuristicSchedule
+from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.baselines.oracle import MismatchStop, Oracle, SeeingOracle, Truth, plainly
 from forerun import Decoder
 from forerun.bench.datasets import Prompt
@@ -253,14 +253,6 @@ def test_greedy_rows_are_hasty_again_when_sampled_ones_have_stopped() -> None:
     decode(TableLM(TARGET), drafter, [Request([0], 40), Request([0], 40, Sampler(False), seed=1)])
     assert {count for rows, count in calls if rows == 2} == {1}
     assert max(count for rows, count in calls if rows == 1) > 1
-
-
-def test_what_is_certain_is_that_of_the_shortest_that_still_drafts() -> None:
-    policy, seqs = HeuristicSchedule(2), [Sequence(Request(PROMPTS[id], 30), id) for id in range(2)]
-    for seq in seqs:
-        policy.admit(seq)
-    policy.observe([seqs[0]], [Draft.chain(0, [0, 0])], [Verdict([0, 1, 2], 0, 2, False)])
-    assert [policy.begin(seqs, 2).min_more(depth) for depth in range(4)] == [2, 1, 2, 1]
 
 
 def test_argmax() -> None:
