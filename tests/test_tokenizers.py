@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,13 +32,12 @@ from forerun.engine.stats import summarise
 from forerun.engine.step import Drafter, Proposal, Step
 from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.translated import Reader, TextDrafter, TranslatedDrafter
+from forerun.methods.translated import Reader, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
 from forerun.zoo import SMOLLM2, find, locate
 
-WAYS = ("shared", "text")
 TEXT = "the cat sat on the mat, def add(a, b): caf\u00e9 \u6771\u4eac"
 
 
@@ -66,9 +64,9 @@ MAKERS = {"byte-level": bytelevel, "pieces": pieces, "lower case": lowercasing}
 
 
 @cache
-def translation(name: str, way: str) -> Translation:
+def translation(name: str) -> Translation:
     """From the toys' byte-level tokenizer to another one."""
-    return translate(tiny_tokenizer(), MAKERS[name](), name, way)
+    return translate(tiny_tokenizer(), MAKERS[name](), name)
 
 
 # Tokens as bytes.
@@ -94,7 +92,7 @@ def test_of_several_tokens_with_the_same_bytes_one_counts() -> None:
     tokenizer.add_tokens([AddedToken("cat", normalized=False), AddedToken("  ", normalized=False)])
     assert Vocabulary(tokenizer).ids[b"cat"] == names["cat"]  # no new one
     assert Vocabulary(tokenizer).ids[b"  "] == len(names)
-    both = translate(tiny_tokenizer(), tokenizer, "d", "shared")
+    both = translate(tiny_tokenizer(), tokenizer, "d")
     ours = Vocabulary(tiny_tokenizer())
     assert both.shared[ours.ids[b"a"]] == names["a"]
     assert len(set(both.shared.values())) == len(both.shared)
@@ -128,10 +126,9 @@ ours = st.lists(st.integers(0, 299), max_size=24)
 
 
 @given(tokens=ours, other=ours, cuts=st.lists(st.integers(0, 24), max_size=6), name=st.sampled_from(list(MAKERS)))
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_read_is_the_text(way: str, tokens: list[int], other: list[int], cuts: list[int], name: str) -> None:
+def test_what_is_read_is_the_text(tokens: list[int], other: list[int], cuts: list[int], name: str) -> None:
     """Whatever was read before, of this text or of another one with the same beginning."""
-    both = translation(name, way)
+    both = translation(name)
     reader = Reader(both)
     for count in cuts:
         reader.read(tokens[:count] + other[count:] if count % 2 else tokens[:count])
@@ -146,40 +143,34 @@ def test_what_is_read_is_the_text(way: str, tokens: list[int], other: list[int],
         assert found.lower() == text.lower()
 
 
-@given(before=st.text("the cat\n\u00e9\u6771", max_size=9), said=st.text("the cat\n\u00e9\u6771", max_size=9))
-@pytest.mark.parametrize("name", MAKERS)
-def test_what_is_written_is_what_was_said(name: str, before: str, said: str) -> None:
-    both = translation(name, "text")
-    tokens = tiny_tokenizer().encode(before)
-    found = both.write(tokens, both.draft.encode(said))
-    assert both.target.spell(found).decode() == said
-    ended = both.write(tokens, [*both.draft.encode(said), both.draft.end])
-    assert ended == [*found, 0]
-
-
-def test_tokens_that_both_have_are_read_one_by_one_and_others_from_the_beginning_of_their_word() -> None:
+def test_tokens_that_both_have_are_read_one_by_one_and_others_from_the_beginning_of_their_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
     target, draft = of_letters("ab cd"), of_letters("dcba", [("a", "b"), ("ab", "c")])
-    both = translate(target, draft, "d", "shared")
+    both = translate(target, draft, "d")
     assert both.shared == {0: 3, 1: 2, 3: 1, 4: 0}
-    merging, by_text = translate(draft, target, "d", "shared"), translate(target, draft, "d", "text")
+    merging = translate(draft, target, "d")
     for translation, *texts in (
         (merging, ([3, 2], [0, 1]), ([3, 2, 5], [0, 1, 0, 1, 3])),  # abc is one of the draft's no more
         (both, ([0, 1, 3], [3, 2, 1])),  # not abc: as the draft has drafted them
-        (by_text, ([0, 1], [4]), ([0, 1, 3], [5]), ([0, 1], [4])),
     ):
         reader = Reader(translation)
         for tokens, found in texts:
             assert reader.read(tokens) and reader.tokens == found
 
 
-def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_them() -> None:
+def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
     target, letters = tiny_tokenizer(), of_letters("the ")
     special, half = [0, *target.encode("the"), 0], target.encode("he \u6771")
-    reader = Reader(translate(target, pieces(), "d", "text"))
+    reader = Reader(translate(target, pieces(), "d"))
     assert reader.read(special) and reader.tokens[0] == reader.tokens[-1] == 2
-    reader = Reader(translate(target, letters, "d", "text"))
+    reader = Reader(translate(target, letters, "d"))
     assert reader.read(special) and reader.tokens == [0, 1, 2]
-    reader = Reader(translate(target, letters, "d", "shared"))
+    reader = Reader(translate(target, letters, "d"))
     spell = reader.translation.draft.spell
     assert not reader.read(half[:-1]) and b"he ".startswith(spell(reader.tokens))
     assert reader.read([*half, *target.encode(" e")]) and spell(reader.tokens) == b"he  e"
@@ -195,15 +186,14 @@ ORDER = [2, 0, 3, 1]  # the draft's numbers of the target's tokens
 NONE: LogitsProcessorList | None = None
 HEAT = LogitsProcessorList([hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(3)])
 AGAIN = LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(1.8), hf.NoRepeatNGramLogitsProcessor(3)])
-CASES: dict[str, tuple[Method, str, LogitsProcessorList | None]] = {
-    "sd": (SD(3), "shared", NONE),
-    "sd, top-k": (SD(3), "shared", HEAT),
-    "sd, repetition": (SD(3), "shared", AGAIN),
-    "sd by tokens": (SD(3, verification="token"), "shared", NONE),
-    "cumulative": (Cumulative(0.3, 4), "shared", NONE),
-    "hybrid": (Hybrid(width=2, most=6, threshold=1.5, other="sd"), "shared", NONE),
-    "text": (SD(3), "text", NONE),
-    "text, repetition": (Confidence(0.4, 4), "text", AGAIN),
+CASES: dict[str, tuple[Method, LogitsProcessorList | None]] = {
+    "sd": (SD(3), NONE),
+    "sd, top-k": (SD(3), HEAT),
+    "sd, repetition": (SD(3), AGAIN),
+    "sd by tokens": (SD(3, verification="token"), NONE),
+    "cumulative": (Cumulative(0.3, 4), NONE),
+    "hybrid": (Hybrid(width=2, most=6, threshold=1.5, other="sd"), NONE),
+    "confidence, repetition": (Confidence(0.4, 4), AGAIN),
 }
 
 
@@ -211,9 +201,9 @@ def built(chosen: Method, target: Tensor, draft: Tensor, translation: Translatio
     return chosen.build(Parts(TableLM(target), TableLM(draft), translation=translation))  # type: ignore[arg-type]
 
 
-def drafter_of(chosen: Method, way: str) -> TranslatedDrafter:
+def drafter_of(chosen: Method) -> TranslatedDrafter:
     """For a target of a, b, c, ab, from a draft of c, a, b, bc."""
-    both = translate(of_letters("abc", [("a", "b")]), of_letters("cab", [("b", "c")]), "d", way)
+    both = translate(of_letters("abc", [("a", "b")]), of_letters("cab", [("b", "c")]), "d")
     return built(chosen, TARGET, DRAFT, both)
 
 
@@ -230,9 +220,9 @@ def sampled(drafter: Drafter, processors: LogitsProcessorList | None, count: int
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampling_follows_the_targets_distribution(case: str) -> None:
-    chosen, way, processors = CASES[case]
+    chosen, processors = CASES[case]
     # Those with a penalty take one row after the other.
-    rows = sampled(drafter_of(chosen, way), processors, ROWS if processors is not AGAIN else ROWS // 3)
+    rows = sampled(drafter_of(chosen), processors, ROWS if processors is not AGAIN else ROWS // 3)
     found = summarise([step for row in rows for step in row], 1.0)
     assert found.drafted > found.accepted > 0.2 * len(rows)
     assert fit(rows, TARGET, PROMPT, JOINT, processors) > FITS
@@ -240,7 +230,7 @@ def test_sampling_follows_the_targets_distribution(case: str) -> None:
 
 def test_a_wrong_distribution_is_seen() -> None:
     """The test above has the power to see a draft that keeps what it gave tokens that the target has not got."""
-    drafter = drafter_of(SD(3), "shared")
+    drafter = drafter_of(SD(3))
     own = drafter.propose
 
     def unnormalised(seqs: list) -> Proposal:
@@ -254,11 +244,10 @@ def test_a_wrong_distribution_is_seen() -> None:
     assert fit(sampled(drafter, NONE, ROWS), TARGET, PROMPT, JOINT) < BROKEN
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_seed_gives_the_tokens_of_plain_decoding(way: str) -> None:
+def test_a_seed_gives_the_tokens_of_plain_decoding() -> None:
     asked = [Request(PROMPT, 12, Sampler(False), seed=3, stream=row) for row in range(40)]
     plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), asked)]
-    rows = decode(TableLM(TARGET), drafter_of(SD(3), way), asked)
+    rows = decode(TableLM(TARGET), drafter_of(SD(3)), asked)
     assert [tokens_of(steps) for steps in rows] == plain
     assert summarise([step for row in rows for step in row], 1.0).accepted > 20
 
@@ -268,8 +257,7 @@ def test_a_seed_gives_the_tokens_of_plain_decoding(way: str) -> None:
 
 @pytest.mark.parametrize("asked", ["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("chosen", [SD(3), Cumulative(0.3, 5), Heuristic(3)], ids=lambda chosen: chosen.name)
-@pytest.mark.parametrize("way", WAYS)
-def test_the_same_draft_under_other_numbers_does_what_it_did(way: str, chosen: Method, asked: str) -> None:
+def test_the_same_draft_under_other_numbers_does_what_it_did(chosen: Method, asked: str) -> None:
     table = TARGET + random_table(V, 6, 0.4)
 
     def run(drafter: Drafter) -> list:
@@ -283,21 +271,17 @@ def test_the_same_draft_under_other_numbers_does_what_it_did(way: str, chosen: M
 
     names = {"abcd"[i]: number for i, number in enumerate(ORDER)}
     other = of_letters("".join(sorted(names, key=names.__getitem__)))
-    both = translate(of_letters("abcd"), other, "d", way)
+    both = translate(of_letters("abcd"), other, "d")
     assert both.shared == dict(enumerate(ORDER))
     found = run(built(chosen, TARGET, permuted(table, ORDER), both))
     assert sum(step[2] for row in found for step in row) > 20
-    if way == "shared" or asked == "greedy":
-        assert found == run(built(chosen, TARGET, table, None))
-    else:  # its drafts are the most probable tokens, which is another method
-        assert all(step[1] for row in found for step in row[:-1])
+    assert found == run(built(chosen, TARGET, table, None))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_drafts_rows_hold_what_was_read(way: str) -> None:
+def test_the_drafts_rows_hold_what_was_read() -> None:
     """Also where a word's next letters change how the draft cuts its first ones."""
     draft = of_letters("b a", [("a", "b"), ("\u0120", "ab")])
-    both = translate(of_letters("ab cd"), draft, "d", way)
+    both = translate(of_letters("ab cd"), draft, "d")
     mine, theirs = random_table(5, 1, 1.3), random_table(5, 2, 1.3)
     drafter = built(Cumulative(0.3, 5), mine, theirs, both)
     table: TableLM = drafter.model
@@ -331,15 +315,14 @@ def draft_for(name: str, context: int = 256) -> PreTrainedModel:
 PROMPTS = ["the cat sat", "def add(a, b):\n", "caf\u00e9 \u6771\u4eac \U0001f600"]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_greedy_output_is_the_targets(name: str, way: str) -> None:
+def test_greedy_output_is_the_targets(name: str) -> None:
     """Random models write what is no text: bytes of half characters, special tokens, words in parts."""
     tokenizer = tiny_tokenizer()
     plain = Decoder(target_model(), tokenizer, method=AR())
     wanted = [plain.generate(prompt, max_new_tokens=24).tokens for prompt in PROMPTS]
     for guard in (False, None) if name == "byte-level" else (False,):
-        how = {"translation": translation(name, way), "max_rows": 2}
+        how = {"translation": translation(name), "max_rows": 2}
         decoder = Decoder(target_model(), tokenizer, draft_for(name, 64), SD(3), guard, **how)
         found = decoder.generate(PROMPTS, max_new_tokens=24)
         assert [each.tokens for each in found] == wanted
@@ -349,9 +332,8 @@ def test_greedy_output_is_the_targets(name: str, way: str) -> None:
         assert [each.tokens for each in seeded] == [each.tokens for each in also]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_hot_tokens_and_processors_that_force_others(way: str) -> None:
-    both, plain = translation("byte-level", way), Decoder(target_model(), tiny_tokenizer(), method=AR())
+def test_hot_tokens_and_processors_that_force_others() -> None:
+    both, plain = translation("byte-level"), Decoder(target_model(), tiny_tokenizer(), method=AR())
     draft = prepare_draft(draft_for("byte-level"), None, 40)
     decoder = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
     strange = next(id for id in range(1, 300) if id not in both.shared)
@@ -365,15 +347,15 @@ def test_the_drafts_context_may_be_short() -> None:
     """Where the draft's tokens fill it, nothing more is drafted; the target's may be fewer or more."""
     long = "caf\u00e9 " * 8
     plain = Decoder(target_model(), tiny_tokenizer(), method=AR()).generate(long, max_new_tokens=30)
-    for way, context in product(WAYS, (8, 56)):
-        draft, both = draft_for("pieces", context), translation("pieces", way)
+    for context in (8, 56):
+        draft, both = draft_for("pieces", context), translation("pieces")
         found = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
         assert found.generate(long, max_new_tokens=30).tokens == plain.tokens
 
 
 def test_steps_without_drafts_and_other_drafts_between() -> None:
     """The guard asks for a sequence later, or now and then."""
-    both = translation("byte-level", "shared")
+    both = translation("byte-level")
     drafter = SD(3).build(Parts(CausalLM(target_model()), CausalLM(draft_for("byte-level")), translation=both))
     propose, observe, is_asked = drafter.propose, drafter.observe, [False]
     random, plainly = Random(0), PlainDrafter()
@@ -388,21 +370,6 @@ def test_steps_without_drafts_and_other_drafts_between() -> None:
     plain = decode(CausalLM(target_model()), plainly, asked)
     found = decode(CausalLM(target_model()), drafter, asked)
     assert [tokens_of(steps) for steps in found] == [tokens_of(steps) for steps in plain]
-
-
-def test_text_is_drafted_in_whole_words_of_the_target() -> None:
-    """The draft spells letter by letter what the target says in one token."""
-    target = of_letters("ab", [("a", "b")])
-    both = translate(target, of_letters("ba"), "d", "text")
-    table = torch.full((2, 2, 2), 0.0)
-    table[:, 0, 1] = table[:, 1, 0] = 5.0  # abab...
-    always = torch.zeros(3, 3, 3)
-    always[:, :, 2] = 5.0
-    drafter = built(SD(6), always, table, both)
-    assert isinstance(drafter, TextDrafter)
-    (steps,) = decode(TableLM(always), drafter, [Request([2, 2], 20)])
-    assert tokens_of(steps) == [2] * 20
-    assert [(step.drafted, step.accepted) for step in steps[:3]] == [(3, 3)] * 3
 
 
 # Loading.
@@ -430,25 +397,14 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
     assert len(said) == 1 and part in said[0] and "byte-level" in said[0]
     assert decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
     caplog.clear()
-    for way in WAYS:
-        decoder = forerun.load(folders / "target", draft=folders / "pieces", draft_tokens=way, method="cumulative")
-        assert decoder.translation is not None and decoder.translation.way == way
-        assert decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
-    # Who names a way knows it; and the target's own tokenizer changes nothing.
+    decoder = forerun.load(folders / "target", draft=folders / "pieces", method="cumulative")
+    assert decoder.translation is not None and decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
+    # The target's own tokenizer changes nothing.
+    caplog.clear()
     target_model().save_pretrained(folders / "same")
     tiny_tokenizer().save_pretrained(folders / "same")
-    for way in (None, "text"):
-        assert forerun.load(folders / "target", draft=folders / "same", draft_tokens=way).translation is None
+    assert forerun.load(folders / "target", draft=folders / "same").translation is None
     assert not caplog.records
-
-
-def test_auto_goes_by_text_where_little_is_shared() -> None:
-    target = tiny_tokenizer()
-    assert translate(target, bytelevel(), "d").way == "shared"
-    assert translate(target, of_letters("et", [("t", "e")]), "d", "text").overlap < 0.5
-    with pytest.raises(ValueError, match="draft 'd': its tokenizer and the target's have no text in common"):
-        translate(target, of_letters("\u0142\u0143"), "d")
-    assert translate(target, of_letters("thean"), "d").way == "text"
 
 
 def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,14 +417,9 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for options in [*refused, *({"method": BASELINES[name]} for name in ("oracle", "seeing-oracle"))]:
         with pytest.raises(ValueError, match=r"needs a draft with the target's tokenizer.*pieces"):
             forerun.load(**pair, **options)
-    with pytest.raises(ValueError, match="draft_tokens must be auto, shared or text, not 'bytes'"):
-        forerun.load(**pair, draft_tokens="bytes")  # type: ignore[arg-type]
-    for file in (folders / "pieces").glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(ValueError, match=r"draft '.*pieces' has no tokenizer files; to draft by 'text' it needs"):
-        forerun.load(**pair, draft_tokens="text")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="draft_tokens='shared' needs a target and a draft that are given by name"):
-        forerun.load(target_model(), draft=target_model(), draft_tokens="shared")
+    of_letters("thean").save_pretrained(folders / "pieces")
+    with pytest.raises(ValueError, match=r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%"):
+        forerun.load(**pair)
 
 
 def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,25 +428,23 @@ def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch) -> 
     pair = ("--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8")
 
     one, bench = ("generate", "the cat"), ("bench", "--dataset", "texts.jsonl", "--rounds", "1", "--json")
-    plain, text = (commands.run(*one, *how, *pair) for how in (("--method", "ar"), ("--draft-tokens", "text")))
+    plain, text = (commands.run(*one, *how, *pair) for how in (("--method", "ar"), ("--method", "sd")))
     assert plain.returncode == 0 and text.stdout == plain.stdout
-    found = json.loads(commands.run(*bench, *pair, "--draft-tokens", "text", "--methods", "ar,sd").stdout)
+    found = json.loads(commands.run(*bench, *pair, "--methods", "ar,sd").stdout)
     assert found["methods"]["sd"]["exact_match"] == 1.0 and found["methods"]["sd"]["acceptance_by_position"]
-    assert found["arguments"]["draft_tokens"] == "text"
-    done = commands.run(*bench, *pair, "--draft-tokens", "text", "--methods", "ar,ouroboros")
+    done = commands.run(*bench, *pair, "--methods", "ar,ouroboros")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "method 'ouroboros' needs a draft with the target's tokenizer" in done.stderr
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_chat_model_with_the_embedded_draft(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORERUN_HOME")  # the suite's own, in which there is none
     target = find(SMOLLM2)
     if target is None:
         pytest.skip("the chat model is not there: forerun fetch smollm2")
     prompts = ["def quicksort(items):\n", "The capital of France is", "import os\n\nclass Reader:\n"]
     draft = locate("embedded", "draft")
-    decoder = forerun.load(target, draft=draft, draft_tokens=way, method="sd", gamma=4, guard=False)
+    decoder = forerun.load(target, draft=draft, method="sd", gamma=4, guard=False)
     found = decoder.generate(prompts, max_new_tokens=12)
     plain = Decoder(decoder.target, decoder.tokenizer, method=AR()).generate(prompts, max_new_tokens=12)
     assert [each.tokens for each in found] == [each.tokens for each in plain]

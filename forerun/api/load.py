@@ -21,7 +21,6 @@ from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM
-from forerun.text.vocabularies import Translation
 from forerun.zoo import EMBEDDED
 
 __all__ = ["Chunk", "Completion", "Decoder", "EngineOptions", "ModelOptions", "load"]
@@ -56,7 +55,7 @@ def load(
 
     Raises:
         ValueError: an unknown method or setting, a model that cannot be loaded or decoded; a draft with another
-            tokenizer that has nothing in common with the target's, or for a method that cannot do with it. Tokenizers
+            tokenizer that shares too few of the target's tokens, or for a method that cannot do with it. Tokenizers
             are compared before weights are loaded. A draft folder without one is taken at its word; embeddings of
             different sizes must then, as ever, differ by padding alone. A layer or head for other models; a profile
             that is damaged.
@@ -72,8 +71,11 @@ def load(
         tokenizer = target
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=models.trust_remote_code)
-    both = [each for each in (found.method, found.sampling_method) if each is not None]
-    translation = _translation(tokenizer, found.draft, both, models)
+    translation = None
+    if tokenizer is not None and isinstance(found.draft, str | Path):
+        both = [each for each in (found.method, found.sampling_method) if each is not None]
+        strict = next((each.name for each in both if not each.any_tokenizer), None)
+        translation = translation_for(tokenizer, found.draft, strict, trust_remote_code=models.trust_remote_code)
     decoder = Decoder(
         _ready(target, "target", models, shared),
         tokenizer,
@@ -89,19 +91,6 @@ def load(
     if shared is not None:
         shared.sample_alike()
     return decoder
-
-
-def _translation(
-    tokenizer: PreTrainedTokenizerBase | None, draft: Any, chosen: list[Method], models: ModelOptions
-) -> Translation | None:
-    """Return how the draft drafts if its tokenizer is another one."""
-    way = models.draft_tokens or "auto"
-    if tokenizer is not None and isinstance(draft, str | Path):
-        strict = next((each.name for each in chosen if not each.any_tokenizer), None)
-        return translation_for(tokenizer, draft, way, strict, trust_remote_code=models.trust_remote_code)
-    if draft is not None and way != "auto":
-        raise ValueError(f"draft_tokens={way!r} needs a target and a draft that are given by name")
-    return None
 
 
 def _ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions, shared: Ranks | None) -> CausalLM:

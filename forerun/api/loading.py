@@ -268,7 +268,6 @@ def _is_from_equal_file(target: PreTrainedTokenizerBase, draft: str | Path) -> b
 def translation_for(
     target: PreTrainedTokenizerBase,
     draft: str | Path,
-    way: str = "auto",
     strict: str | None = None,
     *,
     trust_remote_code: bool = False,
@@ -277,27 +276,23 @@ def translation_for(
 
     A folder without a tokenizer passes for one with the same. `strict`: a method that needs the target's tokenizer.
 
-    Raises ValueError for a `way` that needs the tokenizer of a folder without one, tokenizers with nothing in common,
-    and one that differs if a method is strict.
+    Raises ValueError for a tokenizer that shares too few tokens with the target's, and one that differs if a method is
+    strict.
     """
     if _is_from_equal_file(target, draft):
         return None
     own = _own_tokenizer(draft, trust_remote_code)
-    if own is None:
-        if way != "auto":
-            raise ValueError(f"draft {str(draft)!r} has no tokenizer files; to draft by {way!r} it needs a tokenizer")
-        return None
-    found = _difference(target, own)
-    if found is None:
+    found = _difference(target, own) if own is not None else None
+    if own is None or found is None:
         return None
     if strict is not None:
         raise ValueError(
             f"method {strict!r} needs a draft with the target's tokenizer, and that of {str(draft)!r} differs: "
             f"{found}; sd, cumulative and others that draft a plain chain can do with another"
         )
-    translation = translate(target, own, str(draft), way)
-    if way == "auto":
-        _LOG.warning(f"draft {str(draft)!r} has another tokenizer: {translation.reason}")
+    translation = translate(target, own, str(draft))
+    share = f"{translation.overlap:.0%} of a sample's tokens"
+    _LOG.warning(f"draft {str(draft)!r} has another tokenizer: it proposes tokens that both have ({share})")
     return translation
 
 

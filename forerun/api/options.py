@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from forerun.kinds import check_kind, check_way
+from forerun.kinds import check_kind
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,6 @@ class ModelOptions:
             the text: faster, and as lossless. By the draft's own list of frequent tokens (`forerun train draft --hot`),
             else by their ids, in which BPE has the frequent ones first. Default: all of that list, if the draft has
             one. 0: all tokens.
-        draft_tokens: how a draft with another tokenizer drafts. "shared": the tokens that both have; "text": its text
-            is cut into the target's tokens. Default, "auto": shared if half of a sample's tokens are, which it logs.
-            Nothing to a draft with the target's tokenizer.
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         tensor_parallel: instead of device: the target's weights are split among the processes that `torchrun` started,
@@ -44,7 +41,6 @@ class ModelOptions:
     weights: str | None = None
     draft_weights: str | None = None
     draft_vocabulary: int | None = None
-    draft_tokens: str | None = None
     device: str | None = None
     device_map: DeviceMap | None = None
     tensor_parallel: bool = False
@@ -52,7 +48,6 @@ class ModelOptions:
     fast: bool = True
 
     def __post_init__(self) -> None:
-        check_way(self.draft_tokens)
         for weights in (self.weights, self.draft_weights):
             check_kind(weights)
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:

@@ -78,14 +78,12 @@ def translation_of(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> Tra
     """Return how the plan's draft drafts, if it is needed and has another tokenizer than the target's."""
     if tokenizer is None or plan.draft is None or not plan.needs_draft:
         return None
-    return _translation(tokenizer, plan.draft, plan.draft_tokens or "auto", plan.strict, plan.trust_remote_code)
+    return _translation(tokenizer, plan.draft, plan.strict, plan.trust_remote_code)
 
 
 @lru_cache(1)
-def _translation(
-    tokenizer: PreTrainedTokenizerBase, draft: str, way: str, strict: str | None, trust: bool
-) -> Translation | None:
-    return translation_for(tokenizer, draft, way, strict, trust_remote_code=trust)
+def _translation(tokenizer: PreTrainedTokenizerBase, draft: str, strict: str | None, trust: bool) -> Translation | None:
+    return translation_for(tokenizer, draft, strict, trust_remote_code=trust)
 
 
 def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.bench.datasets import check_datasets, dataset_name
-from forerun.kinds import check_kind, check_way
+from forerun.kinds import check_kind
 from forerun.methods import METHODS, Method, is_method, method, parse_value
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, locate, own_draft
@@ -52,7 +52,6 @@ class Plan:
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
         pre_verifier: folders of trained layers, for pacer; the embedded pair has its own.
-        draft_tokens: as in `forerun.load`.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         chat: prompts are messages, rendered by the target's chat template, as conversations are in any case.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then have the best value.
@@ -69,7 +68,6 @@ class Plan:
     weights: str | None = None
     draft_weights: str | None = None
     draft_vocabulary: int | None = None
-    draft_tokens: str | None = None
     device: str | None = None
     threads: int | None = None
     trust_remote_code: bool = False
@@ -97,7 +95,6 @@ class Plan:
         self.params()
         check_kind(self.weights)
         check_kind(self.draft_weights)
-        check_way(self.draft_tokens)
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
             raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
         if self.top_p < 1 and not self.temperature:

@@ -21,7 +21,6 @@ from forerun import zoo
 from forerun.api.options import ModelOptions
 from forerun.api.resolve import resolve
 from forerun.files import read_text
-from forerun.kinds import WAYS
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
 
@@ -97,14 +96,6 @@ class DraftOptions(LoadOptions):
         typer.Option(
             help="The draft proposes N tokens only, the most frequent ones, and those of the text: faster, and as "
             "lossless. Default: as the draft's folder says. 0: all tokens."
-        ),
-    ] = None
-    draft_tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(WAYS),
-            help="How a draft with another tokenizer drafts: the tokens that both have, or by text. By default what "
-            "their tokens suggest; a line says which.",
         ),
     ] = None
 

@@ -52,10 +52,10 @@ class Drafting(Method):
         made = parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block"
         if parts.translation is None:
             return ChainDrafter(*made)
-        from forerun.methods.translated import SharedDrafter, TextDrafter
+        from forerun.methods.translated import TranslatedDrafter
 
         assert self.any_tokenizer
-        return (SharedDrafter if parts.translation.way == "shared" else TextDrafter)(parts.translation, *made)
+        return TranslatedDrafter(parts.translation, *made)
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,6 @@ class ChainDrafter(Drafter):
         """Return the tokens of a sequence and its draft that the model has not run."""
         return chain.pending(self.model.length(chain.seq.id))
 
-    def _is_argmax(self, seq: Sequence) -> bool:
-        """Return whether its drafted tokens are the model's most probable ones."""
-        return seq.sampler.is_argmax
-
     def _roll(
         self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -255,7 +251,7 @@ class ChainDrafter(Drafter):
         most, seq, drawing = min(bounds.most, chain.depth - len(chain.tokens)), chain.seq, None
         source = seq.generator if chain.needs_q else None
         before = source.get_state() if source is not None else None
-        if not self._is_argmax(seq):
+        if not seq.sampler.is_argmax:
             if seq.sampler.distribution is None:
                 return None
             numbers = uniforms(source, most) if source is not None else None
@@ -305,7 +301,7 @@ class ChainDrafter(Drafter):
             ids = [chain.seq.id for chain in going]
             pending = [self._pending(chain) for chain in going]
             # Tokens that are the argmax need not be looked at before the next one is drafted.
-            argmax = all(self._is_argmax(chain.seq) for chain in going)
+            argmax = all(chain.seq.sampler.is_argmax for chain in going)
             done = len(going[0].tokens)
             ahead = min(rule.min_more(done), *(chain.depth - done for chain in going)) if argmax else 1
             begun = perf_counter()

@@ -1,23 +1,19 @@
-"""Drafting with a model of another tokenizer (Timor et al., arXiv 2502.05202): by shared tokens, or by text.
+"""Drafting with a model of another tokenizer by shared tokens (TLI; Timor et al., arXiv 2502.05202).
 
-The paper's TLI samples from the draft's distribution at the tokens that both have, its SLEM cuts the draft's text into
-the target's tokens. Both keep the target's distribution: the acceptance rule gets the distribution that was sampled
-from, and tokens made of text are point masses. So what the draft misreads can cost acceptance, and nothing else.
+Drafts are sampled from the draft's distribution at the tokens that both have. The acceptance rule gets the same
+distribution, so the target's is kept: what the draft misreads can cost acceptance, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import Proposal
 from forerun.methods.chain import Chain, ChainDrafter
 from forerun.methods.stop import LengthPolicy, StopRule
 from forerun.model.causal_lm import CausalLM
@@ -105,8 +101,11 @@ class Reader:
 
 
 class TranslatedDrafter(ChainDrafter):
-    """A chain drafter whose model reads sequences in its own tokens. When the target has committed a text that the
-    model would cut otherwise, its row is cropped to what is still right."""
+    """A chain drafter whose model reads sequences in its own tokens, and drafts the tokens that both have.
+
+    Everything that a sequence asks of its tokens, and a length policy, sees the draft's distribution at these. When the
+    target has committed a text that the model would cut otherwise, its row is cropped to what is still right.
+    """
 
     def __init__(
         self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
@@ -116,6 +115,10 @@ class TranslatedDrafter(ChainDrafter):
         self.translation = translation
         self._readers: dict[int, Reader] = {}
         self._held: dict[int, list[int]] = {}  # what each row of the model has run
+        known = sorted(translation.shared.items())
+        self._ids = {ours: theirs for ours, theirs in known if ours < vocab_size and theirs < model.vocab_size}
+        self._ours = torch.tensor([*self._ids], device=model.device)
+        self._theirs = torch.tensor([*self._ids.values()], device=model.device)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         reader = self._readers[seq.id] = Reader(self.translation)
@@ -160,35 +163,10 @@ class TranslatedDrafter(ChainDrafter):
 
     def _pending(self, chain: Chain) -> list[int]:
         text, length = self._text(chain.seq), len(self._held[chain.seq.id])
-        return [*text[length:], *self._own(chain.tokens[max(0, length - len(text)) :])]
+        return [*text[length:], *(self._ids[token] for token in chain.tokens[max(0, length - len(text)) :])]
 
     def _at_once(self, chain: Chain, rule: StopRule) -> None:
         """Return None: the model's tokens are not those that are drafted."""
-
-    def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
-        """Return drafted tokens, as the model has them."""
-        raise NotImplementedError
-
-    def _ran(self, ids: abc.Sequence[int], chains: abc.Sequence[abc.Sequence[int]]) -> None:
-        for id, chain in zip(ids, chains, strict=True):
-            self._held[id] += chain
-
-
-class SharedDrafter(TranslatedDrafter):
-    """Drafts the tokens that both have, by the draft's distribution at these. Everything that a sequence asks of its
-    tokens, and a length policy, sees that distribution, at the target's tokens."""
-
-    def __init__(
-        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
-    ) -> None:
-        super().__init__(translation, model, policy, vocab_size, block)
-        known = sorted(translation.shared.items())
-        self._ids = {ours: theirs for ours, theirs in known if ours < vocab_size and theirs < model.vocab_size}
-        self._ours = torch.tensor([*self._ids], device=model.device)
-        self._theirs = torch.tensor([*self._ids.values()], device=model.device)
-
-    def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
-        return [self._ids[token] for token in tokens]
 
     def _goes_on(self, chain: Chain) -> bool:
         token = chain.tokens[-1]  # a processor may have forced one that the draft lacks
@@ -200,50 +178,11 @@ class SharedDrafter(TranslatedDrafter):
         best, logits = [], []
         for _ in range(count):
             _, (found,), _ = self.model.roll(ids, pending, 1, self.model.vocab_size)
-            self._ran(ids, pending)
+            for id, tokens in zip(ids, pending, strict=True):
+                self._held[id] += tokens
             found = found[:, self._theirs]
             places = found.argmax(-1)
             best.append(self._ours[places])
             logits.append(found.new_full((len(ids), self.vocab_size), -torch.inf).index_copy_(1, self._ours, found))
             pending = self._theirs[places][:, None].tolist() if len(best) < count else []
         return torch.stack(best, 1), logits, []
-
-
-class TextDrafter(TranslatedDrafter):
-    """Drafts what the model holds most probable, as text, and has the target's tokenizer cut it. Point masses are
-    accepted as often as the target would choose them: a sampled text would be right less often than the best one. The
-    length policy sees the draft's own tokens; a draft's verdict counts the target's."""
-
-    def __init__(
-        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
-    ) -> None:
-        super().__init__(translation, model, policy, model.vocab_size, block)
-        self.target_size = vocab_size
-
-    def _own(self, tokens: abc.Sequence[int]) -> abc.Sequence[int]:
-        return tokens
-
-    def _goes_on(self, chain: Chain) -> bool:
-        # After a special token there is no text to go on with.
-        return len(chain.tokens) < chain.depth and self.translation.draft.of(chain.tokens[-1]) is not None
-
-    def _is_argmax(self, seq: Sequence) -> bool:
-        return True
-
-    def _roll(
-        self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        found = super()._roll(ids, pending, count)
-        self._ran(ids, pending)
-        self._ran(ids, found[0][:, :-1].tolist())
-        return found
-
-    def propose(self, seqs: list[Sequence]) -> Proposal:
-        proposal = super().propose(seqs)
-        drafts = [self._written(seq, draft.tokens[1:]) for seq, draft in zip(seqs, proposal.drafts, strict=True)]
-        return replace(proposal, drafts=drafts)
-
-    def _written(self, seq: Sequence, drafted: abc.Sequence[int]) -> Draft:
-        chain = self.translation.write(seq.tokens, drafted)[: max(0, seq.remaining - 1)] if drafted else []
-        known = next((i for i, token in enumerate(chain) if token >= self.target_size), len(chain))
-        return Draft.chain(seq.tokens[-1], seq.sampler.fitting(seq.tokens, chain[:known]))

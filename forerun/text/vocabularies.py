@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from forerun.text.stop_strings import StopStrings
 
-LEAST = 0.5  # of a text's tokens: if fewer are shared, "auto" drafts by text
+LEAST = 0.5  # of a sample's tokens: with fewer shared ones drafts seldom pay
 REACH = 16  # tokens to look back for the beginning of a word
 
 # Byte-level vocabularies spell bytes in letters like this.
@@ -23,7 +22,7 @@ _LETTERS = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
 _BYTE = re.compile("<0x([0-9a-fA-F]{2})>")  # SentencePiece spells those that are in no other token like this
 _SPACE = "\u2581"
 
-# What "auto" counts tokens of.
+# What shared tokens are counted in.
 _SAMPLE = (
     "The weather was fine, so Anna and her brother walked along the river until they came to an old bridge. It had "
     "been built in 1874, and nobody could say how long it would stand. What would you do first? Explain it to me.\n\n",
@@ -156,16 +155,7 @@ class Translation:
 
     target: Vocabulary
     draft: Vocabulary
-    way: str  # "shared": the draft proposes tokens that both have. "text": its text is cut into the target's tokens
     overlap: float  # share of a sample's tokens that both have
-
-    @property
-    def reason(self) -> str:
-        """The way, and why it may be best."""
-        part = f"{self.overlap:.0%} of a sample's tokens"
-        if self.way == "shared":
-            return f"it proposes tokens that both have ({part}); --draft-tokens text would go by text"
-        return f"it drafts by text, as both have only {part}; --draft-tokens shared would propose those"
 
     @cached_property
     def shared(self) -> dict[int, int]:
@@ -181,8 +171,7 @@ class Translation:
         tokens with the same bytes."""
         ids, special = self.draft.ids, self.draft.special
         found = {id: special[name] for name, id in self.target.special.items() if name in special}
-        if self.way == "shared":
-            found |= {id: ids[own] for id, own in enumerate(self.target.spelled) if own and own in ids}
+        found |= {id: ids[own] for id, own in enumerate(self.target.spelled) if own and own in ids}
         return found | {id: other for id, other in self.shared.items() if id == self.target.end}
 
     def read(self, text: bytes) -> list[int] | None:
@@ -193,48 +182,16 @@ class Translation:
         known = [token for token in left if token is not None]
         return [*self.draft.encode(text.decode("utf-8", "replace")), *known] if len(known) == len(left) else None
 
-    def write(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """Return the target's tokens, after its `tokens`, for drafted ones, without an incomplete character at the end.
-        If the target would have cut its own text otherwise, the drafted text is cut alone."""
-        ended = bool(drafted) and drafted[-1] == self.draft.end
-        added = b"".join(takewhile(lambda own: own is not None, map(self.draft.of, drafted)))  # type: ignore[arg-type]
-        start = len(tokens)
-        for at in range(start - 1, max(start - REACH, 0) - 1, -1):
-            if self.target.of(tokens[at]) is None:
-                break
-            if self.target.begins_word(tokens, at):
-                start = at
-                break
-        chain: list[int] = []
-        for at in (start, len(tokens)):
-            text, half = whole(self.target.spell(tokens[at:]) + added)
-            found = self.target.encode(text.decode("utf-8", "replace"))
-            if found[: len(tokens) - at] == list(tokens[at:]):
-                chain = found[len(tokens) - at :]
-                break
-        return [*chain, self.target.end] if ended and self.target.end is not None and not half else chain
 
-
-def translate(
-    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str, way: str = "auto"
-) -> Translation:
-    """Return the translation of a draft of that name. "auto": by shared tokens if they are at least `LEAST` of a
-    sample's tokens, else by text. Raises ValueError if the two have no token, or no text, in common."""
+def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> Translation:
+    """Return the translation of a draft of that name. Raises ValueError if the two share fewer than `LEAST` of a
+    sample's tokens."""
     ours, theirs = Vocabulary(target), Vocabulary(draft)
     tokens = [token for text in _SAMPLE for token in ours.encode(text)]
     overlap = sum(ours.of(token) in theirs.ids for token in tokens) / max(1, len(tokens))
-    chosen = way if way != "auto" else "shared" if overlap >= LEAST else "text"
-    both = Translation(ours, theirs, chosen, overlap)
-    if not (both.shared.keys() - {ours.end} if chosen == "shared" else _has_text(ours, theirs)):
-        what = "token" if chosen == "shared" else "text"
-        raise ValueError(f"draft {name!r}: its tokenizer and the target's have no {what} in common")
-    return both
-
-
-def _has_text(target: Vocabulary, draft: Vocabulary) -> bool:
-    """Return whether drafted text can reach the target: a letter comes through both, whatever its case."""
-    for letter in sorted({char.lower() for text in _SAMPLE for char in text if char.isalpha()}):
-        spelled = draft.spell(draft.encode(letter))
-        if spelled and target.spell(target.encode(spelled.decode("utf-8", "replace"))).lower() == spelled.lower():
-            return True
-    return False
+    if overlap < LEAST:
+        raise ValueError(
+            f"draft {name!r}: its tokenizer has {overlap:.0%} of the target's tokens of a sample text; a draft needs "
+            f"at least {LEAST:.0%}"
+        )
+    return Translation(ours, theirs, overlap)
