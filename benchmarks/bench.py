@@ -44,7 +44,7 @@ def with_best(results: dict[str, Any]) -> dict[str, Any]:
         settings = [name for name in methods if name.startswith(f"{ASSISTED}/")]
         if len(settings) > 1:
             best = max(settings, key=lambda name: methods[name]["tokens_per_s"])
-            methods[ASSISTED] = methods[best] | {"schedule": best.partition("/")[2], "differences": None}
+            methods[ASSISTED] = methods[best] | {"schedule": best.partition("/")[2]}
     return results
 
 

@@ -42,7 +42,6 @@ from forerun.bench.datasets import Prompt
 from forerun.bench.measure import WARM_UP, facts_of_prompts, turned
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
-from forerun.bench.records import first_difference
 from forerun.bench.report import provenance
 from forerun.cli.bench import planned, progress, split
 from forerun.files import write_text
@@ -203,8 +202,8 @@ def _results(plan: Plan, names: Sequence[str], found: dict[Load, dict[str, list[
 
 
 def _compared(rounds: list[list[Served]], others: dict[str, list[list[Served]]], greedy: bool) -> dict[str, Any]:
-    """A method's figures under one load, its tokens/s over each other method's, and where its greedy output differs
-    from that of `ar`."""
+    """A method's figures under one load, its tokens/s over each other method's, and the share of its
+    greedy outputs that are those of `ar`."""
     own = [figures(served) for served in rounds]
     over = {
         name: round(median(a["tokens_per_s"] / figures(b)["tokens_per_s"] for a, b in zip(own, other, strict=True)), 4)
@@ -213,11 +212,8 @@ def _compared(rounds: list[list[Served]], others: dict[str, list[list[Served]]],
     found: dict[str, Any] = middle(own) | {"over": over}
     if greedy:
         pairs = [pair for a, b in zip(rounds, others["ar"], strict=True) for pair in zip(a, b, strict=True)]
-        parted = [first_difference(one.tokens, reference.tokens) for one, reference in pairs]
-        found["exact_match"] = round(parted.count(None) / len(parted), 4)
-        found["differences"] = [
-            {"request": at % len(rounds[0]), "position": each["at"]} for at, each in enumerate(parted) if each
-        ]
+        equal = [one.tokens == reference.tokens for one, reference in pairs]
+        found["exact_match"] = round(sum(equal) / len(equal), 4)
     return found
 
 

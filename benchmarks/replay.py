@@ -55,7 +55,7 @@ def replayed(folder: Path, costs: Costs | None = None) -> dict[str, dict[str, An
                 raise ValueError(f"method {name!r} needs the costs of a {part}; the table has none")
     repriced = [replace(each, stats=replace(each.stats, seconds=seconds(each, methods, table))) for each in records]
     datasets = dict.fromkeys(record.dataset for record in repriced)
-    return {name: summary([each for each in repriced if each.dataset == name], {}) for name in datasets}
+    return {name: summary([each for each in repriced if each.dataset == name]) for name in datasets}
 
 
 def _method(name: str, settings: Mapping[str, Any]) -> Method:

@@ -26,7 +26,7 @@ from benchmarks.peers import (
     is_transformers,
 )
 from forerun.bench.plan import Plan
-from forerun.bench.report import COLUMNS, PHASES, differences, row, sections
+from forerun.bench.report import COLUMNS, PHASES, row, sections
 from forerun.files import read_text, write_text
 from forerun.zoo import EMBEDDED
 
@@ -116,14 +116,6 @@ def _notes(results: dict[str, Any]) -> list[str]:
     methods = results["methods"]
     if results["reference"]:
         notes.append(f"- same tokens: share of outputs equal to greedy `{results['reference']}`, token for token.")
-        lines = differences(results, methods)
-        if lines:
-            notes += [f"- {line}." for line in lines]
-            notes.append(
-                "- A margin is how far apart the target's logits of the two tokens are where an output first differs: "
-                "about 1e-5 where float32's rounding decides, more where another program rounds more: llama.cpp has "
-                "activations in 8 bits."
-            )
     else:
         notes.append("- Sampled: outputs are from one distribution and differ from method to method.")
     if any(map(is_transformers, methods)):

@@ -150,7 +150,7 @@ def test_the_command(folder: Path) -> None:
     assert printed == json.loads((out / "results.json").read_text())
     methods = printed["methods"]
     assert list(methods) == ["ar", "sd", "hf-ar", *ASSISTED, "hf-lookup", "hf-assisted"]
-    assert all(method["exact_match"] == 1.0 and method["mismatches"] == [] for method in methods.values())
+    assert all(method["exact_match"] == 1.0 for method in methods.values())
     assert all(method["tokens"] == 2 * 8 for method in methods.values())
     assert methods["hf-ar"]["tau"] == 1.0 < methods["hf-assisted"]["tau"] and printed["reference"] == "hf-ar"
     best = methods["hf-assisted"]["schedule"]
@@ -263,23 +263,21 @@ def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> No
     assert not is_stored(theirs.model) and str(theirs.dtype) == "torch.float32"
     methods = found["methods"]
     assert methods["suffix"]["exact_match"] == 1.0
-    for name in names[1:]:  # rounding may differ, and then it is said how nearly the target chose otherwise
-        differences = methods[name]["differences"]
-        assert differences is None or differences["margin_max"] < 0.1
+    assert all(methods[name]["exact_match"] is not None for name in names)  # rounding may differ
 
 
 def test_the_best_of_several_settings_has_a_row_and_ratios_are_to_every_method() -> None:
     def record(name: str, rate: float, number: int) -> Record:
         stats = Stats(10, 5, 0, 8, 6, 5, 10 / rate, (3, 3), (3, 2))
-        return Record(number, "d", 0, ["a"], name, stats, None, None, None, [True], [])
+        return Record(number, "d", 0, ["a"], name, stats, None, None, None, [True])
 
     rates = {"ar": [10, 100, 10], "sd": [20, 100, 40], "hf-assisted/3": [30, 50, 20], "hf-assisted/6": [5, 100, 80]}
     records = [record(name, rate, number) for name, each in rates.items() for number, rate in enumerate(each)]
-    found = with_best({"methods": summary(records, {}), "datasets": {}})["methods"]
+    found = with_best({"methods": summary(records), "datasets": {}})["methods"]
     assert found["hf-assisted"]["schedule"] == "6" and found["hf-assisted"]["tokens_per_s"] == 80.0
     assert found["sd"]["over"] == {"ar": 2.0, "sd": 1.0, "hf-assisted/3": 2.0, "hf-assisted/6": 1.0}
     assert all(each["over"]["ar"] == each["speedup"] for each in found.values())
-    one = summary([each for each in records if each.method != "hf-assisted/6"], {})
+    one = summary([each for each in records if each.method != "hf-assisted/6"])
     assert "hf-assisted" not in with_best({"methods": one, "datasets": {}})["methods"]
 
 

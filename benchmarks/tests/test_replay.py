@@ -33,7 +33,7 @@ def run(folder: Path, records: dict[str, list[Work]] = WORK, **arguments: object
         for name, works in records.items():
             for batch, work in enumerate(works):
                 stats = Stats(12, 12, 0, 0, 0, 0, 1.0, (), ())
-                file.write(Record(0, "d", batch, ["p"], name, stats, spent, work, 0.0, None, []).line())
+                file.write(Record(0, "d", batch, ["p"], name, stats, spent, work, 0.0, None).line())
     usual = {"methods": {name: SETTINGS[name] for name in records}, "guard": False, "temperature": 0.0}
     (folder / "results.json").write_text(json.dumps({"arguments": usual | arguments, "costs": asdict(OWN)}))
     return folder

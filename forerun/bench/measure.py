@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner, make_folder
-from forerun.bench.records import Group, Margins, Record, first_difference, resumed, times, work
+from forerun.bench.records import Group, Record, resumed, times, work
 from forerun.bench.report import results, versions
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
@@ -106,7 +105,7 @@ def bench(
     }
     _teach_oracles(plan, runs, datasets, say)
     records = measure(plan, runs, datasets, path, records, say)
-    found = results(plan, facts, records, margins(target, datasets, records), costs)
+    found = results(plan, facts, records, costs)
     found["models"] = {"target": facts_of(target)}
     draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
     if draft is not None:
@@ -218,13 +217,10 @@ def group_records(
     with those of the method `reference`."""
     records = []
     for name, outcome in outcomes.items():
-        differences: list[dict[str, Any]] = []
         equal = None
         if reference is not None:
             pairs = zip(outcome.tokens, outcomes[reference].tokens, strict=True)
-            found = [first_difference(ours, theirs) for ours, theirs in pairs]
-            equal = [each is None for each in found]
-            differences = [{"row": row} | each for row, each in enumerate(found) if each is not None]
+            equal = [ours == theirs for ours, theirs in pairs]
         spent = times(outcome.steps) if outcome.steps is not None else None
         records.append(
             Record(
@@ -236,34 +232,9 @@ def group_records(
                 work=work(outcome.steps, outcome.pads) if outcome.steps is not None else None,
                 prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
                 equal=equal,
-                differences=differences,
             )
         )
     return records
-
-
-@torch.inference_mode()
-def margins(target: CausalLM, datasets: dict[str, list[Prompt]], records: Sequence[Record]) -> Margins:
-    """Return the difference of the target's logits of the reference's token and of the output's, where two outputs
-    part: about 1e-5 is a tie that rounding decides, more is a fault. If one of them has ended, the difference of the
-    two highest logits."""
-    model = target.fresh()
-    prompts = {(dataset, prompt.id): prompt for dataset, rows in datasets.items() for prompt in rows}
-    found: Margins = {}
-    for record in records:
-        for difference in record.differences:
-            name = record.prompts[difference["row"]]
-            token, wanted = difference["token"], difference["reference"]
-            key = record.dataset, name, difference["at"], token
-            if key not in found:
-                ids = _ids(prompts[record.dataset, name]) + difference["before"]
-                deque(model.prefill(ids[:-1], 512), maxlen=0)
-                model.join(0, 1)
-                logits = model.extend([0], [ids[-1:]])[0][-1].float()
-                model.drop(0)
-                pair = logits.topk(2).values if None in (token, wanted) else logits[[wanted, token]]
-                found[key] = (pair[0] - pair[1]).item()
-    return found
 
 
 def _ids(prompt: Prompt) -> list[int]:

@@ -15,7 +15,6 @@ from forerun.engine.stats import Stats
 from forerun.files import read_text, write_text
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
-Margins = dict[tuple[str, str, int, int | None], float]  # by dataset, prompt, position and the token there
 Work = tuple[tuple[int, int, float, int], ...]
 
 
@@ -57,7 +56,6 @@ class Record:
         work: what the steps were, for benchmarks/replay.py; None likewise.
         prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
         equal: for each row whether it is the reference's greedy output; None when sampling.
-        differences: of rows that differ: row, position, both tokens (None after the end) and the tokens before.
     """
 
     round: int
@@ -70,7 +68,6 @@ class Record:
     work: Work | None
     prefill_seconds: float | None
     equal: list[bool] | None
-    differences: list[dict[str, Any]]
 
     @property
     def group(self) -> Group:
@@ -144,18 +141,3 @@ def work(rows: Sequence[Sequence[Step]], pads: bool = True) -> Work:
         drafted, forwards = [step.drafted for step in steps], max(step.draft_forwards for step in steps)
         found[len(steps), 1 + (max(drafted) if pads else round(sum(drafted) / len(drafted), 3)), forwards] += 1
     return tuple((count, *shape) for shape, count in sorted(found.items()))
-
-
-def first_difference(ours: Sequence[int], reference: Sequence[int]) -> dict[str, Any] | None:
-    """Return where two outputs part, or None."""
-    at = next((i for i, pair in enumerate(zip(ours, reference, strict=False)) if pair[0] != pair[1]), None)
-    if at is None:
-        if len(ours) == len(reference):
-            return None
-        at = min(len(ours), len(reference))
-    return {
-        "at": at,
-        "token": ours[at] if at < len(ours) else None,
-        "reference": reference[at] if at < len(reference) else None,
-        "before": list(reference[:at]),
-    }

@@ -17,7 +17,7 @@ import numpy as np
 
 from forerun import __version__
 from forerun.bench.plan import Plan, Runner
-from forerun.bench.records import Group, Margins, Record, Times, total
+from forerun.bench.records import Group, Record, Times, total
 from forerun.csrc import library as kernels
 from forerun.engine.costs import Costs
 
@@ -36,7 +36,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def summary(records: Sequence[Record], margins: Margins, one_by_one: Collection[str] = ()) -> dict[str, Any]:
+def summary(records: Sequence[Record], one_by_one: Collection[str] = ()) -> dict[str, Any]:
     """Return statistics of each method, from records of one dataset or of several.
 
     A speedup is a ratio to `ar` on the same prompts in the same round, and `over` has the median of such ratios to
@@ -50,7 +50,7 @@ def summary(records: Sequence[Record], margins: Margins, one_by_one: Collection[
         own = [record for record in records if record.method == name]
         shared = {other: _ratios(rates[name], theirs) for other, theirs in rates.items()}
         over = {other: round(median(ratios), 4) for other, ratios in shared.items() if ratios}
-        methods[name] = _method(own, rates["ar"], margins) | {"over": over, "rows_one_by_one": name in one_by_one}
+        methods[name] = _method(own, rates["ar"]) | {"over": over, "rows_one_by_one": name in one_by_one}
     return methods
 
 
@@ -59,14 +59,13 @@ def _ratios(own: dict[Group, float], other: dict[Group, float]) -> list[float]:
     return [rate / other[group] for group, rate in own.items() if group in other]
 
 
-def _method(own: Sequence[Record], plain: dict[Group, float], margins: Margins) -> dict[str, Any]:
+def _method(own: Sequence[Record], plain: dict[Group, float]) -> dict[str, Any]:
     rates = spread([record.stats.tokens_per_s for record in own])
     ratios = spread([record.stats.tokens_per_s / plain[record.group] for record in own])
     stats = total([record.stats for record in own])
     spent = [record.times for record in own if record.times is not None]
     drafting = spent and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
     equal = [each for record in own for each in record.equal or []]
-    mismatches = _mismatches(own, margins)
     prefill = [record.prefill_seconds / record.stats.seconds for record in own if record.prefill_seconds is not None]
     return {
         "tokens_per_s": round(rates[1], 2),
@@ -92,8 +91,6 @@ def _method(own: Sequence[Record], plain: dict[Group, float], margins: Margins) 
         "overhead_share": round(median(each.overhead_share for each in spent), 4) if spent else None,
         "measurements": len(own),
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
-        "differences": parted(equal, mismatches),
-        "mismatches": mismatches,
     }
 
 
@@ -103,65 +100,20 @@ def _shares(spent: Sequence[Times]) -> dict[str, float]:
     return {phase: round(share / sum(middle.values()), 4) for phase, share in middle.items()}
 
 
-def _mismatches(own: Sequence[Record], margins: Margins) -> list[dict[str, Any]]:
-    """Return where outputs part from the reference's, each place and token once with the number of times it came."""
-    found: dict[tuple[str, str, int, int | None], dict[str, Any]] = {}
-    for record in own:
-        for each in record.differences:
-            key = record.dataset, record.prompts[each["row"]], each["at"], each["token"]
-            entry = {"dataset": key[0], "prompt": key[1], "position": key[2], "times": 0}
-            entry |= {"token": key[3], "reference": each["reference"], "margin": margins.get(key)}
-            found.setdefault(key, entry)["times"] += 1
-    return list(found.values())
-
-
-def parted(equal: Sequence[bool], mismatches: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return what is known of outputs that differ; None if none does, or if outputs were sampled.
-
-    Args:
-        equal: for each output whether it is the reference's, token for token.
-        mismatches: the places where outputs part for the first time, with the target's margin there
-            (`forerun.bench.measure.margins`), each with the number of times it was seen.
-
-    Returns:
-        How many outputs there are and how many differ, and the median and the largest of their margins without a sign;
-        None for margins that were not taken.
-    """
-    if all(equal):
-        return None
-    taken = [each for each in mismatches if each["margin"] is not None]
-    margins = [abs(each["margin"]) for each in taken for _ in range(each["times"])]
-    return {
-        "outputs": len(equal),
-        "differ": len(equal) - sum(equal),
-        "margin_median": median(margins) if margins else None,
-        "margin_max": max(margins) if margins else None,
-    }
-
-
-def explained(differences: dict[str, Any], reference: str) -> str:
-    """Return what `parted` found as half a sentence."""
-    text = f"{differences['differ']} of {differences['outputs']} outputs differ from {reference}'s"
-    if differences["margin_max"] is None:
-        return text
-    return f"{text}, at margins of at most {differences['margin_max']:.2g} (median {differences['margin_median']:.2g})"
-
-
 def results(
     plan: Plan,
     prompts: dict[str, dict[str, Any]],
     records: Sequence[Record],
-    margins: Margins,
     costs: Costs | None = None,
 ) -> dict[str, Any]:
     """Return what results.json holds."""
     slow = {name for name, each in plan.methods.items() if isinstance(each, Runner) and each.one_by_one}
     slow = slow if plan.batch > 1 else set()
     datasets = {
-        name: prompts[name] | {"methods": summary([each for each in records if each.dataset == name], margins, slow)}
+        name: prompts[name] | {"methods": summary([each for each in records if each.dataset == name], slow)}
         for name in prompts
     }
-    methods = summary(records, margins, slow)
+    methods = summary(records, slow)
     return {
         "methods": methods,
         "datasets": datasets,
@@ -192,15 +144,6 @@ def sections(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         cut = f", {dataset['cut']} cut to the context" if dataset["cut"] else ""
         sections.append((f"{name} ({dataset['prompts']} prompts{cut})", dataset["methods"]))
     return sections + ([("all datasets", results["methods"])] if len(sections) > 1 else [])
-
-
-def differences(results: dict[str, Any], methods: dict[str, Any]) -> list[str]:
-    """Return a line for each method whose greedy outputs differ from the reference's."""
-    return [
-        f"{name}: {explained(method['differences'], results['reference'])}"
-        for name, method in methods.items()
-        if method["differences"] is not None
-    ]
 
 
 def provenance(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -110,12 +110,11 @@ def show(results: dict[str, Any], out: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from forerun.bench.report import COLUMNS, differences, row, sections
+    from forerun.bench.report import COLUMNS, row, sections
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     for title, methods in sections(results):
-        caption = "\n".join(differences(results, methods))
-        table = Table(title=title, caption=caption or None, caption_justify="left")
+        table = Table(title=title)
         for column in COLUMNS:
             table.add_column(column, justify="left" if column == "method" else "right")
         for name, method in methods.items():
