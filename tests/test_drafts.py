@@ -65,7 +65,7 @@ def test_laws_are_those_of_training(name: str, options: dict[str, Any], monkeypa
         sampler = Sampler(False, judge.processors(config, 1))
     texts = of_chats([conversation(prompt, row.tokens) for prompt, row in zip(PROMPTS, done, strict=True)])
     drafts = roll_out(judge, CausalLM(draft), texts, None, 1, sampler, torch.Generator().manual_seed(0))
-    places = zip(drafts.rows.tolist(), drafts.anchors.tolist(), drafts.law.tolist(), strict=True)
+    places = zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), drafts["law"].tolist(), strict=True)
     trained = {tuple(texts.tokens[row, : anchor + 1].tolist()): both for row, anchor, both in places}
     assert len(trained) == 3 * 40
     assert len(found) > 30 and found.keys() <= trained.keys()
@@ -158,13 +158,13 @@ def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tu
     depth = 6 if greedy else 4
     texts = of_conversations(chats, replace(RECIPE, sequences=1000))["greedy" if greedy else "sampling"][0]
     drafts = roll_out(*models_of(pair), texts, count, depth, Sampler(greedy), torch.Generator().manual_seed(0))
-    seen, places = set(zip(drafts.rows.tolist(), drafts.anchors.tolist(), strict=True)), []
+    seen, places = set(zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), strict=True)), []
     for row, (prompt, answer) in enumerate(answers(texts)):
         places.append(len(answer) - depth + 1)  # of a draft in the answer
         own = [anchor + 1 - len(prompt) for at, anchor in seen if at == row]
         assert len(own) == (places[-1] if count is None else min(count, places[-1])) and own
         assert 0 <= min(own) <= max(own) < places[-1]
-    assert len(seen) == len(drafts.accept) and min(places) < 5 < max(places)
+    assert len(seen) == len(drafts["accept"]) and min(places) < 5 < max(places)
 
 
 def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: Path) -> None:
@@ -175,9 +175,9 @@ def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: P
     for row in (0, 5):
         own = (part[row : row + 1] for part in (texts.tokens, texts.begins, texts.ends))
         alone = roll_out(*models, Texts(*own), None, 6, Sampler())
-        mine = together.rows == row
+        mine = together["rows"] == row
         for name in (*FIELDS, "anchors"):
-            torch.testing.assert_close(getattr(together, name)[mine], getattr(alone, name), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(together[name][mine], alone[name], rtol=1e-3, atol=1e-4)
 
 
 def train(

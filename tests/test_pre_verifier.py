@@ -134,16 +134,16 @@ def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
     plain = Decoder(target).generate(prompts, max_new_tokens=40, ignore_eos=True)
     windows = torch.tensor([prompt + done.tokens for prompt, done in zip(prompts, plain, strict=True)])
     drafts = rolled(target, draft, windows, 3, 6, 5, Sampler())
-    assert all(len(set(row)) == 6 for row in drafts.anchors.view(2, 6).tolist())
-    for index, anchor in enumerate(drafts.anchors.tolist()):
+    assert all(len(set(row)) == 6 for row in drafts["anchors"].view(2, 6).tolist())
+    for index, anchor in enumerate(drafts["anchors"].tolist()):
         window = windows[index // 6].tolist()
         context, after = window[: anchor + 1], window[anchor + 1 : anchor + 6]
         said = Decoder(draft).generate(context, max_new_tokens=5, ignore_eos=True)
-        assert drafts.tokens[index].tolist() == said.tokens
-        assert drafts.accept[index].tolist() == [float(a == b) for a, b in zip(said.tokens, after, strict=True)]
+        assert drafts["tokens"][index].tolist() == said.tokens
+        assert drafts["accept"][index].tolist() == [float(a == b) for a, b in zip(said.tokens, after, strict=True)]
         of_draft = logits_and_states(draft, [*context, *said.tokens[:-1]])[1][anchor:]
-        torch.testing.assert_close(drafts.hidden[index], of_draft, rtol=1e-3, atol=1e-3)
-    assert 0 < float(drafts.accept.mean()) < 1
+        torch.testing.assert_close(drafts["hidden"][index], of_draft, rtol=1e-3, atol=1e-3)
+    assert 0 < float(drafts["accept"].mean()) < 1
 
 
 def test_acceptance_of_sampled_drafts() -> None:
@@ -151,11 +151,11 @@ def test_acceptance_of_sampled_drafts() -> None:
     draft = noisy_copy(target, 0.05)
     windows = torch.randint(2, 60, (2, 30), generator=torch.Generator().manual_seed(3))
     drafts = rolled(target, draft, windows, 4, 4, 3, Sampler(False))
-    for index, anchor in enumerate(drafts.anchors.tolist()):
-        text = [*windows[index // 4, : anchor + 1].tolist(), *drafts.tokens[index].tolist()]
+    for index, anchor in enumerate(drafts["anchors"].tolist()):
+        text = [*windows[index // 4, : anchor + 1].tolist(), *drafts["tokens"][index].tolist()]
         p, q = (logits_and_states(model, text)[0][anchor:-1].softmax(-1) for model in (target, draft))
-        ratio = (p / q).gather(-1, drafts.tokens[index][:, None])[:, 0].clamp(max=1)
-        torch.testing.assert_close(drafts.accept[index], ratio, rtol=1e-3, atol=1e-4)
+        ratio = (p / q).gather(-1, drafts["tokens"][index][:, None])[:, 0].clamp(max=1)
+        torch.testing.assert_close(drafts["accept"][index], ratio, rtol=1e-3, atol=1e-4)
 
 
 def test_history_by_hand() -> None:

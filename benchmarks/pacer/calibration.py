@@ -15,14 +15,14 @@ from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.train.corpus import held_out_prompts
 from forerun.train.pre_verifier import TEMPERATURE, TOP_P, measure
-from forerun.train.rollout import FIELDS, Rollouts, roll_out
+from forerun.train.rollout import FIELDS, Drafts, roll_out
 from forerun.train.texts import of_windows
 from forerun.zoo import EMBEDDED, FOLDER
 
 NEW = 128
 
 
-def drafts_of(target: CausalLM, draft: CausalLM, windows: torch.Tensor, depth: int, sampler: Sampler) -> list[Rollouts]:
+def drafts_of(target: CausalLM, draft: CausalLM, windows: torch.Tensor, depth: int, sampler: Sampler) -> list[Drafts]:
     generator = torch.Generator().manual_seed(0)
     texts = [of_windows(rows.numpy(), windows.shape[1] - NEW - 1) for rows in windows.split(4)]
     return [roll_out(target, draft, each, None, depth, sampler, generator) for each in texts]

@@ -236,22 +236,23 @@ def check_draft_tokenizer(
 ) -> None:
     """Raise ValueError if a draft's tokenizer differs from the target's, naming the first difference. A folder without
     a tokenizer passes."""
-    if _is_from_equal_file(target, draft):
-        return
-    own = _own_tokenizer(draft, trust_remote_code)
-    found = _difference(target, own) if own is not None else None
-    if found is not None:
+    if (other := _other_tokenizer(target, draft, trust_remote_code)) is not None:
         raise ValueError(
-            f"draft {str(draft)!r}: its tokenizer differs from the target's: {found}; a draft must share the target's "
-            "tokenizer"
+            f"draft {str(draft)!r}: its tokenizer differs from the target's: {other[1]}; a draft must share the "
+            "target's tokenizer"
         )
 
 
-def _own_tokenizer(draft: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a draft's hub id or folder; None for a folder without one."""
-    if not _may_have_tokenizer(locate(draft, "draft")):
+def _other_tokenizer(
+    target: PreTrainedTokenizerBase, draft: str | Path, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase, str] | None:
+    """Return a draft's tokenizer with its first difference from the target's; None if they are equal, and for a folder
+    without one."""
+    if _is_from_equal_file(target, draft) or not _may_have_tokenizer(locate(draft, "draft")):
         return None
-    return load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
+    own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
+    found = _difference(target, own)
+    return None if found is None else (own, found)
 
 
 def _is_from_equal_file(target: PreTrainedTokenizerBase, draft: str | Path) -> bool:
@@ -279,12 +280,10 @@ def translation_for(
     Raises ValueError for a tokenizer that shares too few tokens with the target's, and one that differs if a method is
     strict.
     """
-    if _is_from_equal_file(target, draft):
+    other = _other_tokenizer(target, draft, trust_remote_code)
+    if other is None:
         return None
-    own = _own_tokenizer(draft, trust_remote_code)
-    found = _difference(target, own) if own is not None else None
-    if own is None or found is None:
-        return None
+    own, found = other
     if strict is not None:
         raise ValueError(
             f"method {strict!r} needs a draft with the target's tokenizer, and that of {str(draft)!r} differs: "

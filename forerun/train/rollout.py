@@ -26,38 +26,18 @@ from forerun.train.loop import save_missing
 from forerun.train.run import Run
 from forerun.train.texts import Texts
 
-Drafts = dict[str, Tensor]  # the FIELDS of many drafts
-FIELDS = ("accept", "hidden", "log_q", "history", "echoes", "law")
+# Of `N` drafts of `G` tokens, each from an anchor: a last committed token, which the target has not run yet. By name:
+#   tokens [N, G]: drafted tokens; rows, anchors [N]: the text of each draft, and the anchor's position in it.
+#   accept [N, G]: how probable it is that the target accepts each token if it has those before it; greedily 0 or 1.
+#   hidden [N, G, d]: the draft's LM-head inputs that gave the tokens.
+#   log_q [N, G]: log-probabilities of tokens under the distributions that they were chosen from.
+#   history [N, 3]: lengths of the last runs of accepted tokens, the present one first; see `history`.
+#   echoes [N, G, 5]: see `forerun.heads.echo`.
+#   law [N, 2]: entropy and top probability of the target's distribution that the anchor was chosen from, by the
+#       sampler's scores; `forerun.heads.pre_verifier.UNKNOWN` at a prompt's last token.
+Drafts = dict[str, Tensor]
+FIELDS = ("accept", "hidden", "log_q", "history", "echoes", "law")  # which files and training have
 STORED = {"hidden": torch.float16, "echoes": torch.int8}  # other fields as they are
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """Drafts of `G` tokens from `N` anchors; an anchor is a last committed token, which the target has not run yet.
-
-    Attributes:
-        tokens: [N, G] drafted tokens.
-        accept: [N, G] the probability that the target accepts each token if it has accepted those before it; without
-            sampling 0 or 1.
-        hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
-        log_q: [N, G] their log-probabilities under the distributions that they were chosen from.
-        history: [N, 3] lengths of the last runs of accepted tokens, the present one first; see `history`.
-        echoes: [N, G, 5] see `forerun.heads.echo`.
-        law: [N, 2] entropy and top probability of the target's distribution that the anchor was chosen from, by the
-            sampler's scores; `forerun.heads.pre_verifier.UNKNOWN` at a prompt's last token.
-        rows: [N] the text of each draft.
-        anchors: [N] their positions in the texts.
-    """
-
-    tokens: Tensor
-    accept: Tensor
-    hidden: Tensor
-    log_q: Tensor
-    history: Tensor
-    echoes: Tensor
-    law: Tensor
-    rows: Tensor
-    anchors: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,7 +72,7 @@ def collect(
             width = int(texts.ends[few].max()) + 1  # with the token after the end
             own = Texts(texts.tokens[few, :width], texts.begins[few], texts.ends[few]).to(target.device)
             parts.append(roll_out(target, draft, own, anchors, kind.depth, kind.sampler, generator))
-        tensors = {name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in FIELDS}
+        tensors = {name: torch.cat([part[name] for part in parts]).cpu() for name in FIELDS}
         return {name: value.to(STORED.get(name, value.dtype)) for name, value in tensors.items()}
 
     save_missing([path for *_, path in shards], make, f"drafts of {SHARD} texts each", run.say)
@@ -113,7 +93,7 @@ def roll_out(
     depth: int,
     sampler: Sampler,
     generator: torch.Generator | None = None,
-) -> Rollouts:
+) -> Drafts:
     """Draft `depth` tokens from `count` anchors in each of B texts, whose tokens after `begins` are the target's own
     output under that sampler.
 
@@ -166,17 +146,18 @@ def roll_out(
             if not sampler.greedy:
                 p_logits = judge.extend(chosen)[0]
     drafted = torch.stack(tokens, -1)
-    return Rollouts(
-        tokens=drafted[real],
-        accept=torch.stack(accept, -1)[real],
-        hidden=torch.stack(states, -2)[real],
-        log_q=torch.stack(log_q, -1)[real],
-        history=past[real],
-        echoes=echoes(windows, anchors, drafted)[real],
-        law=law[real],
-        rows=_rows(windows).expand_as(anchors)[real],
-        anchors=anchors[real],
-    )
+    found = {
+        "tokens": drafted,
+        "accept": torch.stack(accept, -1),
+        "hidden": torch.stack(states, -2),
+        "log_q": torch.stack(log_q, -1),
+        "history": past,
+        "echoes": echoes(windows, anchors, drafted),
+        "law": law,
+        "rows": _rows(windows).expand_as(anchors),
+        "anchors": anchors,
+    }
+    return {name: each[real] for name, each in found.items()}
 
 
 def _kept(q: Tensor, p: Tensor, windows: Tensor, greedy: bool) -> Tensor:
