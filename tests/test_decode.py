@@ -40,8 +40,8 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouroboros, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter, FixedLength
-from forerun.methods.stop import DraftState, Fixed
+from forerun.methods.chain import ChainDrafter
+from forerun.methods.stop import DraftState, Fixed, FixedLength
 from forerun.sampling.probabilities import last_probabilities
 from forerun.sampling.sampler import Sampler
 

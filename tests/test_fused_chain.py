@@ -20,8 +20,9 @@ from forerun.backends.stored import store
 from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.methods import Parts, method
-from forerun.methods.chain import Chain, ChainDrafter, FixedLength
+from forerun.methods.chain import Chain, ChainDrafter
 from forerun.methods.confidence import ProductRule
+from forerun.methods.stop import FixedLength
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Drafted, Drawing, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream

@@ -25,7 +25,8 @@ from forerun.engine.engine import Drafter, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.chain import ChainDrafter
+from forerun.methods.stop import FixedLength
 from forerun.sampling import response_format as formats
 from forerun.sampling.sampler import Sampler
 

@@ -24,10 +24,10 @@ from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Method, Parts
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import BestLength, ChainDrafter, FixedLength
+from forerun.methods.chain import ChainDrafter
 from forerun.methods.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
 from forerun.methods.hybrid import HybridDrafter
-from forerun.methods.stop import LengthPolicy
+from forerun.methods.stop import BestLength, FixedLength, LengthPolicy
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 
@@ -144,8 +144,8 @@ def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
 
 def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
     bench = Bench(TARGET)
-    policy = BestLength(Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 1.0, 64: 64.0}))
-    drafter = Guarded(ChainDrafter(bench.draft, policy), bench.pace)
+    costs = Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 1.0, 64: 64.0})
+    drafter = Guarded(ChainDrafter(bench.draft, BestLength(costs), costs=costs), bench.pace)
     together = decode(bench.target, drafter, [Request(prompt, 30) for prompt in PROMPTS[:4]])
     assert not any(step.drafted for steps in together for step in steps) and not bench.draft.prompts
     (alone,) = decode(bench.target, drafter, [Request(PROMPTS[0], 30)])

@@ -26,7 +26,8 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import AR, SD
-from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.chain import ChainDrafter
+from forerun.methods.stop import FixedLength
 from forerun.model.causal_lm import CausalLM
 from forerun.model.claims import check_model
 from forerun.sampling.sampler import Sampler

@@ -32,11 +32,10 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import FixedLength
 from forerun.methods.ouroboros import OuroborosDrafter, Window
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
-from forerun.methods.stop import LengthPolicy
+from forerun.methods.stop import FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
 
 

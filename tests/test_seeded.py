@@ -18,7 +18,8 @@ from forerun.engine.stats import summarise
 from forerun.engine.step import Proposal
 from forerun.methods import method
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter, FixedLength
+from forerun.methods.chain import ChainDrafter
+from forerun.methods.stop import FixedLength
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import FLOOR, SeededStream
 

@@ -50,8 +50,9 @@ class Drafter(Protocol):
         [n - 1, d]: the target's states over all of its n tokens but the last, if they are wanted."""
         return ()
 
-    def pays(self, rows: int) -> bool:
-        """Return whether drafts can pay in a step of that many rows, even if nearly all of their tokens are right."""
+    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
+        """Return whether drafts can pay in a step of that many rows, even if nearly all of their tokens are right.
+        `unread`: a sequence that has yet to be admitted, and must make good its prompt's time in what is left of it."""
         return True
 
     def propose(self, seqs: list[Sequence]) -> Proposal:

@@ -6,9 +6,7 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
 from math import inf
-from operator import mul
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +14,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, Sampling, integer
 from forerun.methods.later import sampling, seeded, torch
-from forerun.methods.stop import Bounds, DraftState, Fixed, LengthPolicy, StopRule
+from forerun.methods.stop import MOST, BestLength, Bounds, DraftState, FixedLength, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +27,7 @@ if TYPE_CHECKING:
     from forerun.sampling.sampler import Drafted
 
 USUAL = 5  # tokens of a draft if costs are not known
-MOST = 16  # of one whose length follows from costs
-PRIOR, WEIGHT, KEPT = 0.7, 4.0, 0.98
-CERTAIN = 0.9  # how often a token is accepted at best
+CERTAIN = 0.85  # how often a token is accepted at best, where that cannot be known
 
 
 class Drafting(Method):
@@ -51,7 +47,7 @@ class Drafting(Method):
         assert parts.draft is not None
         made = parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block"
         if parts.translation is None:
-            return ChainDrafter(*made)
+            return ChainDrafter(*made, parts.costs)
         from forerun.methods.translated import TranslatedDrafter
 
         assert self.any_tokenizer
@@ -74,66 +70,6 @@ class SD(Sampling, Drafting):
         if self.gamma is None and parts.costs is not None:
             return BestLength(parts.costs)
         return FixedLength(self.gamma or USUAL)
-
-
-class FixedLength(Fixed):
-    """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
-
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-
-    def bounds(self) -> Bounds:
-        return Bounds(self.gamma)
-
-    def more(self, state: DraftState) -> list[bool]:
-        return [state.depth < self.gamma] * len(state.tokens)
-
-    def min_more(self, depth: int) -> int:
-        return self.gamma - depth
-
-
-class BestLength(LengthPolicy):
-    """The length with the most expected tokens a ms, by the table of costs, the number of rows, and how often tokens of
-    each place were accepted of late, greedily and in sampling. Ours.
-
-    An estimate is a mean in which each draft counts `KEPT` times as much as the one after it, and what is expected as
-    `WEIGHT` drafts: of the first place `PRIOR`, of another the estimate of the place before it.
-    """
-
-    def __init__(self, costs: Costs) -> None:
-        self._prices = cache(lambda greedy, rows: (costs if greedy else costs.sampled).steps(rows, MOST))
-        # [2, MOST] by greediness: drafts in which a place was tested, and in which its token was accepted
-        self.seen = {greedy: [[0.0] * MOST, [0.0] * MOST] for greedy in (True, False)}
-
-    def pays(self, rows: int) -> bool:
-        return best_length(self._prices(True, rows), [CERTAIN] * MOST) > 0
-
-    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        greedy = all(seq.greedy for seq in seqs)
-        return FixedLength(max(1, best_length(self._prices(greedy, rows), self.estimates(greedy))))
-
-    def estimates(self, greedy: bool) -> list[float]:
-        """Return how probable it is that a token of each place is accepted if those before it are."""
-        found, expected = [], PRIOR
-        for tested, accepted in zip(*self.seen[greedy], strict=True):
-            expected = (accepted + WEIGHT * expected) / (tested + WEIGHT)
-            found.append(expected)
-        return found
-
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
-        for seq, verdict in zip(seqs, verdicts, strict=True):
-            tested, accepted = self.seen[seq.greedy]
-            for place in range(min(verdict.tested, MOST)):
-                tested[place] = KEPT * tested[place] + 1
-                accepted[place] = KEPT * accepted[place] + (place < verdict.accepted)
-
-
-def best_length(prices: abc.Sequence[float], chances: abc.Sequence[float]) -> int:
-    """Return the number of drafted tokens, at most one for each of `chances` (that a token of this place is accepted if
-    those before it are), with the most expected tokens a ms. `prices`: `Costs.steps`."""
-    tokens = accumulate(accumulate(chances, mul), initial=1.0)
-    rates = [count / ms for count, ms in zip(tokens, prices, strict=False)]
-    return rates.index(max(rates))
 
 
 @dataclass
@@ -180,9 +116,15 @@ class ChainDrafter(Drafter):
     """
 
     def __init__(
-        self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None, block: bool = True
+        self,
+        model: CausalLM,
+        policy: LengthPolicy,
+        vocab_size: int | None = None,
+        block: bool = True,
+        costs: Costs | None = None,
     ) -> None:
-        """`block`: whether sampled drafts are verified as a whole."""
+        """`block`: whether sampled drafts are verified as a whole. `costs`, if known, tell where drafts cannot pay."""
+        self.costs, self._saved = costs, cache(lambda rows: costs.saved(rows, MOST, CERTAIN) if costs else 0.0)
         self.model, self.policy, self.block = model, policy, block
         self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size
@@ -200,8 +142,12 @@ class ChainDrafter(Drafter):
             yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
 
-    def pays(self, rows: int) -> bool:
-        return self.policy.pays(rows)
+    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
+        if self.costs is None:
+            return True
+        # All rows read their prompts, and then share the time that is saved.
+        left, prompt = (1, 0) if unread is None else (unread.remaining, rows * len(unread.tokens))
+        return self._saved(rows) * left > self.costs.reading(prompt)
 
     def drop(self, seq: Sequence) -> None:
         if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:

@@ -164,7 +164,7 @@ class Guarded(Drafter):
         pace = self.paces[seq.greedy]
         pace.begin(len(self._inside))
         # In a pause the time is spent whether drafting is tried again or not.
-        pays = not pace.paused and self.drafter.pays(seq.rows)
+        pays = not pace.paused and self.drafter.pays(seq.rows, seq)
         if self.wants_hidden or pays:
             self._admitting, seconds, begun = True, 0.0, pace.clock()
             try:
@@ -191,10 +191,10 @@ class Guarded(Drafter):
         is_judged = among is None or (among == len(seqs) and not pace.paused)
         self._judge = pace if is_judged else None
         drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
-        drafts = drafts and self.drafter.pays(len(seqs) if among is None else among)
-        if self._judge is None and not drafts:
+        rows = len(seqs) if among is None else among
+        asked = [seq for seq in seqs if drafts and self.drafter.pays(rows, None if self._inside[seq.id] else seq)]
+        if self._judge is None and not asked:
             pace.tick()
-        asked = list(seqs) if drafts else []
         late = [seq for seq in asked if not self._inside[seq.id]]
         if late and self._admitting:  # they wait for that prompt, and this step is not judged
             asked = [seq for seq in asked if self._inside[seq.id]]

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Parts, Sampling, flag, integer, number, setting
-from forerun.methods.chain import Chain, ChainDrafter, Drafting, FixedLength
+from forerun.methods.chain import Chain, ChainDrafter, Drafting
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
-from forerun.methods.stop import DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import DraftState, FixedLength, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.engine.acceptance import Verdict
+    from forerun.engine.costs import Costs
     from forerun.engine.draft import Draft
     from forerun.engine.sequence import Sequence
+
+MOST = 16  # tokens of a draft whose length follows from costs
+PRIOR, WEIGHT, KEPT = 0.7, 4.0, 0.98  # of `BestLength`
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,6 @@ class LengthPolicy(Protocol):
         """Remove a sequence, if it was added."""
         return
 
-    def pays(self, rows: int) -> bool:
-        """See `Drafter.pays`."""
-        return True
-
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         """Return the rule of a draft of these sequences, which grow in step. `rows`: those of the target's forward."""
         raise NotImplementedError
@@ -111,3 +114,60 @@ class Fixed(LengthPolicy, StopRule):
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self
+
+
+class FixedLength(Fixed):
+    """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.gamma)
+
+    def more(self, state: DraftState) -> list[bool]:
+        return [state.depth < self.gamma] * len(state.tokens)
+
+    def min_more(self, depth: int) -> int:
+        return self.gamma - depth
+
+
+class BestLength(LengthPolicy):
+    """The length with the most expected tokens a ms, by the table of costs, the number of rows, and how often tokens of
+    each place were accepted of late, greedily and in sampling. Ours.
+
+    An estimate is a mean in which each draft counts `KEPT` times as much as the one after it, and what is expected as
+    `WEIGHT` drafts: of the first place `PRIOR`, of another the estimate of the place before it.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._prices = cache(lambda greedy, rows: (costs if greedy else costs.sampled).steps(rows, MOST))
+        # [2, MOST] by greediness: drafts in which a place was tested, and in which its token was accepted
+        self.seen = {greedy: [[0.0] * MOST, [0.0] * MOST] for greedy in (True, False)}
+
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
+        greedy = all(seq.greedy for seq in seqs)
+        return FixedLength(max(1, best_length(self._prices(greedy, rows), self.estimates(greedy))))
+
+    def estimates(self, greedy: bool) -> list[float]:
+        """Return how probable it is that a token of each place is accepted if those before it are."""
+        found, expected = [], PRIOR
+        for tested, accepted in zip(*self.seen[greedy], strict=True):
+            expected = (accepted + WEIGHT * expected) / (tested + WEIGHT)
+            found.append(expected)
+        return found
+
+    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+        for seq, verdict in zip(seqs, verdicts, strict=True):
+            tested, accepted = self.seen[seq.greedy]
+            for place in range(min(verdict.tested, MOST)):
+                tested[place] = KEPT * tested[place] + 1
+                accepted[place] = KEPT * accepted[place] + (place < verdict.accepted)
+
+
+def best_length(prices: abc.Sequence[float], chances: abc.Sequence[float]) -> int:
+    """Return the number of drafted tokens, at most one for each of `chances` (that a token of this place is accepted if
+    those before it are), with the most expected tokens a ms. `prices`: `Costs.steps`."""
+    tokens = accumulate(accumulate(chances, mul), initial=1.0)
+    rates = [count / ms for count, ms in zip(tokens, prices, strict=False)]
+    return rates.index(max(rates))
