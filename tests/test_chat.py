@@ -194,7 +194,12 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
     talk.take("hello")
     assert talk.messages[1]["content"] == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
     talk.take("/system")
-    assert talk.system is None
+    assert talk.system == "the low" and capsys.readouterr().err.endswith("system prompt: the low\n")
+    talk.take("/system none")
+    talk.take("/temperature 0.5")
+    talk.take("/max")
+    assert (talk.system, talk.params) == (None, SamplingParams(max_new_tokens=6, temperature=0.5))
+    assert capsys.readouterr().err.endswith("temperature: 0.5\nmax_new_tokens: 6\n")
     talk.take("/undo")
     talk.take("/undo")  # of nothing
     talk.take("hello")
@@ -203,6 +208,8 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
         ("/bogus", "unknown command /bogus; there are /help, /system, .*, /quit"),
         ("x" * 2100, "fills the context of 2048: /undo takes back a turn, /clear all"),
         ("/system a\0", "has a NUL character"),
+        ("/max 0", "max_new_tokens must be at least 1, not 0"),
+        ("/temperature hot", "not convert string to float: 'hot'"),
     ):
         refuses(message, talk.take, text)
         assert (talk.messages, talk.system) == (before, None)

@@ -97,7 +97,9 @@ def test_demo_shows_equal_output(options: str) -> None:
     done = run(*short, *options.split(), "--no-guard", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["prompts"]
-    assert row["equal"] is True and row["tau"] > 1
+    assert row["equal"] is True and row["tau"] > 1 and row["speedup"] > 0
+    done = run(*short, "--method", "ar")
+    assert "no speedup: nothing was drafted" in done.stdout and "\u2502       - \u2502" in done.stdout
 
 
 def test_info_and_version() -> None:

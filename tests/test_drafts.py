@@ -206,6 +206,8 @@ def test_a_layer_learns_resumes_and_loads(on_text: bool, pair: tuple[str, str], 
     said: list[str] = []
     train(pair, tmp_path / "resumed", given, say=said.append)
     assert sum(line.startswith("drafts of") for line in said) == 3
+    assert said[-2].startswith("warning: an AUC below 0.6 or fewer than 200 held-out drafts (")
+    assert f"generate --target {pair[0]} --draft {pair[1]} --method pacer --pre-verifier " in said[-1]
     models = models_of(pair)
     layers = [load_pre_verifier(tmp_path / out, *models) for out in ("whole", "resumed")]
     for (name, one), (_, two) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):

@@ -30,6 +30,7 @@ from forerun.backends.gguf import load_gguf
 from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
 from forerun.cli.commands import app
+from forerun.methods.pools import SuffixMemory
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import companion, locate, own_draft
 from forerun.zoo import fetch as fetching
@@ -422,9 +423,12 @@ def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pyte
     monkeypatch.setattr(demo, "QUESTIONS", ("Why?", "How?"))
     monkeypatch.setattr(demo, "quiet", lambda threads: None)
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", home)  # without companions
+    monkeypatch.setattr(SuffixMemory, "add", kept := mock.Mock())
     done = CliRunner().invoke(app, ["demo", "--prompts", "2", "--max-new-tokens", "8", "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
+    assert demo.LEAST <= len(result["rounds"]) <= demo.MOST
+    assert not kept.called  # no answer helps a later one
     assert result["target"] == "smollm2" and result["method"] == "suffix"
     assert [row["equal"] for row in result["prompts"]] == [True, True]
     done = CliRunner().invoke(app, ["demo", "--prompts", "1", "--max-new-tokens", "4"])
@@ -446,6 +450,7 @@ def test_mistakes_are_found_before_anything_is_fetched(tmp_path: Path, monkeypat
         ("--method sd", "method 'sd' needs a draft model"),
         ("--method eagle", "method 'eagle' needs a head"),
         ("--max-new-tokens 0", "max_new_tokens must be at least 1, not 0"),
+        ("--prompts 9", "--prompts is at most 6 for smollm2, not 9"),
     ):
         done = CliRunner().invoke(app, ["demo", *arguments.split()])
         assert isinstance(done.exception, ValueError) and str(done.exception).startswith(reason)

@@ -87,6 +87,8 @@ def test_a_useless_draft_is_soon_left_out() -> None:
     steps = Bench().call(257)
     # Two plain steps, drafting until more than the allowance of 2 is lost at 1 a step, then single trials.
     assert pauses(steps)[:6] == [2, 0, 0, CHECK, FIRST, 2 * FIRST] and len(pauses(steps)) <= 11
+    assert [step.rests for step in steps[:4]] == [False] * 4  # plain steps that only measure are no rest
+    assert all(step.rests for step in steps[4:] if not step.drafted)
     assert all(step.origins == ("bonus",) for step in steps if not step.drafted)
     # Pauses double, and are bounded by what trials cost: the draft's forwards.
     for each, gamma in ((0.25, 4), (0.5, 6)):

@@ -211,7 +211,13 @@ def lacking_one(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def typed(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps({"model_type": name})) and None
+
+
 BROKEN = [
+    ("target", typed("forerun-hidden"), "--target '.*target': this is a head: --head$"),
+    ("draft", typed("forerun-pre-verifier"), "--draft '.*draft': this is a pre-verifier: --pre-verifier$"),
     ("target", emptied, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
     ("target", without_tokenizer, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
     ("target", without("config.json"), "cannot load target '.*target': .*config.json"),

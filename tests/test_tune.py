@@ -343,6 +343,7 @@ def test_tune_for_sampling_with_a_head_and_without_a_draft(folder: Path, own_hom
     done = forerun(*asked, "--head", heads["lyanna"], "--temperature", "0.8", "--top-p", "0.9")
     (path,) = (own_home / "profiles").iterdir()
     assert str(path) in done.stdout and "on a few prompts" in done.stdout
+    assert re.search(r"own.jsonl has \d+ prompts: with fewer than 20 the choice may be that of chance", done.stderr)
     assert re.search(r"measuring (\w|-)+", done.stderr)  # which one is first, the clock decides
     profile, sampling = read(path), read(path).sampling
     assert profile.greedy is None and profile.costs.draft == {} and profile.pair.draft is None

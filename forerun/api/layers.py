@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.model.claims import check_layer
 from forerun.model.fingerprint import same_model
+from forerun.zoo import ROLES, check_role
 from forerun.zoo.quantise import WEIGHTS, restore
 
 _Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
@@ -100,9 +101,9 @@ def config_file(folder: Path, name: str) -> Path:
 
 def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     """Load a trained layer of ours from its folder, in float32. Raises ValueError for missing and broken parts."""
-    folder = Path(source)
+    folder, config = Path(source), cast(Any, cls.config_class)
     path = config_file(folder, name)
-    config: Any = cls.config_class
+    check_role(folder, ROLES[config.model_type])
     with loading(f"{name}: config.json"):
         settings = json.loads(path.read_text())
         older = {"heads", "states", "target_size", "token_size"}
@@ -110,8 +111,6 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
         unknown = sorted(set(settings) - known)
     if unknown:
         raise ValueError(f"cannot load {name}: config.json has an unknown field {unknown[0]!r}")
-    if settings.get("model_type") != config.model_type:
-        raise ValueError(f"cannot load {name}: it is a {settings.get('model_type')!r} model")
     with loading(name):
         made = config(**settings)
         context_of(made)  # raises for too long ones

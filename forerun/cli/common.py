@@ -17,7 +17,8 @@ def say(line: str) -> None:
 
 def quiet(threads: int | None = None) -> None:
     """Keep transformers' progress bars and warnings out of the output; set torch's threads."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's has a line for each of its attempts without a network
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     import torch
     from transformers.utils import logging
 

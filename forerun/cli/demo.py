@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from statistics import median
+from dataclasses import replace
+from math import sqrt
+from statistics import median, stdev
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -33,6 +35,9 @@ QUESTIONS = (
     "Write a short email to a colleague: our meeting is moved from Monday to Wednesday.",
     "Tell me a short story about a lighthouse keeper and a lost dog.",
 )
+LEAST, MOST, SECONDS = 3, 9, 30.0  # rounds, and the time after which no further one begins
+STABLE = 0.02  # standard error of the speedup at which it is stable
+BUSY = 0.15  # share by which plain decoding's own speed may differ between rounds
 
 
 def demo(
@@ -41,8 +46,9 @@ def demo(
         typer.Option(help="smollm2, qwen-coder, or embedded: the pair that comes with forerun, on held-out code."),
     ] = SMOLLM2,
     prompts: Annotated[
-        int, typer.Option(min=1, help=f"How many questions, {len(QUESTIONS)} at most, or held-out pieces of code.")
-    ] = 3,
+        int | None,
+        typer.Option(min=1, help=f"How many questions or pieces of code; {len(QUESTIONS)} by default, fewer if slow."),
+    ] = None,
     method: MethodOption = None,
     max_new_tokens: MaxNewTokensOption = 96,
     temperature: TemperatureOption = 0.0,
@@ -50,9 +56,15 @@ def demo(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer questions with the chat model twice, plainly and faster, and compare. The model is fetched at first."""
+    """Answer questions with the chat model, plainly and faster, and compare. The model is fetched at first.
+
+    Shows medians of 3 to 9 rounds: until the speedup is stable, or 30 s are over. A first round warms up and is not
+    counted, so the guard knows what pays, as in a server. No answer helps a later one.
+    """
     if target not in FOLDERS:
         raise ValueError(f"--target of the demo is one of {', '.join(FOLDERS)}, not {target!r}")
+    if target != EMBEDDED and (prompts or 1) > len(QUESTIONS):
+        raise ValueError(f"--prompts is at most {len(QUESTIONS)} for {target}, not {prompts}")
     draft = MODELS[target].draft if target in MODELS else None
     found = resolve(target, draft, method)  # a mistake is reported before anything is fetched
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=0)
@@ -68,66 +80,99 @@ def demo(
     from rich.table import Table
 
     from forerun.api.load import Decoder, load
-    from forerun.engine.stats import summarise
+    from forerun.text.stop_strings import TextStream
 
-    decoder = load(target, method=method, guard=guard)
+    decoder: Any = load(target, method=method, guard=guard)
     name = decoder.method_for(greedy=not temperature).name
-    plain = Decoder(decoder.target, decoder.tokenizer, method=AR())
+    both = Decoder(decoder.target, decoder.tokenizer, method=AR()), decoder
     console = Console(quiet=as_json, highlight=False)
-    (_, warm_up), *chosen = _prompts(target, decoder.tokenizer, prompts)
-    for each in (plain, decoder):
-        each.generate(warm_up, max_new_tokens=16)
+    chosen, begun = _prompts(target, decoder.tokenizer, prompts), perf_counter()
+    rounds: list[list[list[Any]]] = []
+    speeds, speedups = list[float](), list[float]()  # of each round but the first: plain tokens/s, and over them
+    while len(speeds) < LEAST or (
+        len(speeds) < MOST and perf_counter() - begun < SECONDS and stdev(speedups) > STABLE * sqrt(len(speeds))
+    ):
+        rounds.append([])
+        for number, (text, prompt) in enumerate(chosen, 1):
+            rounds[-1].append(_pair(both, prompt, params, len(rounds), number))
+            if len(rounds) == 1:
+                done = rounds[0][-1][1]
+                pieces = TextStream(decoder.tokenizer, prompt).push(done.tokens, done.origins, finished=True)
+                console.print(text, style="dim", markup=False)
+                console.print(tinted(pieces), end="\n\n")
+                if prompts is None and perf_counter() - begun > SECONDS / (2 * LEAST):
+                    chosen = chosen[:number]
+                    break
+        if len(rounds) > 1:
+            slow, fast = (sum(pair[who].stats.seconds for pair in rounds[-1]) for who in (0, 1))
+            speeds.append(sum(pair[0].stats.tokens for pair in rounds[-1]) / slow)
+            speedups.append(slow / fast)
+    rows = [_row(number, pairs) for number, pairs in enumerate(zip(*rounds, strict=True), 1)]
+    overall = round(median(speedups), 3) if any(row["speedup"] for row in rows) else None
     table = Table(title=f"autoregressive beside {name}, {f'temperature {temperature}' if temperature else 'greedy'}")
     for title in ("prompt", "tokens", "equal", "ar tokens/s", f"{name} tokens/s", "tau", "speedup"):
         table.add_column(title, justify="right")
-    rows: list[dict[str, Any]] = []
-    for number, (text, prompt) in enumerate(chosen, 1):
-        slow, fast = (_timed(each, prompt, params) for each in (plain, decoder))
-        before, stats = (summarise([chunk.step for chunk in chunks], seconds) for chunks, seconds in (slow, fast))
-        outputs = [[token for chunk in chunks for token in chunk.step.tokens] for chunks, _ in (slow, fast)]
-        row = {
-            "prompt": number,
-            "tokens": stats.tokens,
-            "equal": outputs[0] == outputs[1],
-            "ar_tokens_per_s": round(before.tokens_per_s, 1),
-            "tokens_per_s": round(stats.tokens_per_s, 1),
-            "tau": round(stats.tau, 3),
-            "speedup": round(stats.tokens_per_s / before.tokens_per_s, 3),
-        }
-        rows.append(row)
-        table.add_row(*(("no", "yes")[value] if isinstance(value, bool) else str(value) for value in row.values()))
-        console.print(text, style="dim", markup=False)
-        console.print(tinted(piece for chunk in fast[0] for piece in chunk.pieces), end="\n\n")
-    overall = median(row["speedup"] for row in rows)
+    words = {"True": "yes", "False": "no", "None": "-"}
+    for row in rows:
+        table.add_row(*(words.get(str(value), str(value)) for value in row.values()))
     console.print(table)
-    console.print(f"median speedup {overall:.2f}x over plain decoding with the same target in the same loop")
+    console.print(
+        f"median speedup {overall:.2f}x over plain decoding with the same target in the same loop, {len(speeds)} rounds"
+        if overall
+        else "no speedup: nothing was drafted"
+    )
+    if is_busy := max(speeds) - min(speeds) > BUSY * median(speeds):
+        console.print(f"machine busy: plain decoding's own speed was {min(speeds):.0f} to {max(speeds):.0f} tokens/s")
     if as_json:
         facts = {"target": target, "method": name, "temperature": temperature, "median_speedup": overall}
+        facts |= {"rounds": [round(each, 3) for each in speedups], "busy": is_busy}
         print(json.dumps(facts | {"prompts": rows}))
     if not all(row["equal"] for row in rows):  # the seed alone decides what is sampled
         raise typer.Exit(1)
 
 
-def _prompts(target: str, tokenizer: Any, count: int) -> list[tuple[str, list[int]]]:
-    """Return a prompt to warm up with, and `count` or fewer more, each as text and as token ids.
+def _prompts(target: str, tokenizer: Any, count: int | None) -> list[tuple[str, list[int]]]:
+    """Return `count` prompts, or some, each as text and as token ids.
 
-    Raises ValueError if this Python comes without held-out code.
+    Raises ValueError if this Python has less held-out code.
     """
     if target != EMBEDDED:
         from forerun.text.chat import chat_prompt
 
-        texts = ("Name three planets.", *QUESTIONS[:count])
-        return [(text, chat_prompt(tokenizer, [{"role": "user", "content": text}])) for text in texts]
+        return [(text, chat_prompt(tokenizer, [{"role": "user", "content": text}])) for text in QUESTIONS[:count]]
     from forerun.train.corpus import held_out_prompts
 
-    warm_up, chosen = held_out_prompts(tokenizer, "validation", 1), held_out_prompts(tokenizer, "test", count)
-    if not warm_up or not chosen:
-        raise ValueError("this Python comes without the standard library's sources, which the demo continues")
-    return [(str(tokenizer.decode(prompt)), prompt) for prompt in (*warm_up, *chosen)]
+    chosen = held_out_prompts(tokenizer, "test", count or len(QUESTIONS))
+    if len(chosen) < (count or 1):
+        raise ValueError(f"--prompts is at most {len(chosen)}, this Python's pieces of held-out code, not {count or 1}")
+    return [(str(tokenizer.decode(prompt)), prompt) for prompt in chosen]
 
 
-def _timed(decoder: Any, prompt: list[int], params: SamplingParams) -> tuple[list[Any], float]:
-    """Return the chunks of an answer, and their seconds. Nothing is printed meanwhile."""
-    begun = perf_counter()
-    chunks = list(decoder.stream(prompt, params))
-    return chunks, perf_counter() - begun
+def _pair(both: tuple[Any, Any], prompt: list[int], params: SamplingParams, turn: int, number: int) -> list[Any]:
+    """Return the completions of both decoders, which go first in turns. Nothing is printed meanwhile.
+
+    Requests with a salt of their own share neither outputs nor keys and values.
+    """
+    from forerun.api.completion import Call
+
+    found: list[Any] = [None, None]
+    for who in (0, 1) if (turn + number) % 2 else (1, 0):
+        begun = perf_counter()
+        request = replace(both[who].request(prompt, params), salt=f"{turn} {number} {who}")
+        found[who] = Call([request], [None], True, begun).complete(both[who].session)
+    return found
+
+
+def _row(number: int, pairs: tuple[list[Any], ...]) -> dict[str, Any]:
+    """Return the figures of a prompt: medians of all rounds but the first. No speedup if nothing was drafted."""
+    plain, fast = ([pair[who].stats for pair in pairs[1:]] for who in (0, 1))
+    ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, fast, strict=True)]
+    return {
+        "prompt": number,
+        "tokens": fast[0].tokens,
+        "equal": all(done.tokens == pairs[0][0].tokens for pair in pairs for done in pair),
+        "ar_tokens_per_s": round(median(each.tokens_per_s for each in plain), 1),
+        "tokens_per_s": round(median(each.tokens_per_s for each in fast), 1),
+        "tau": round(median(each.tau for each in fast), 3),
+        "speedup": round(median(ratios), 3) if any(each.drafted for each in fast) else None,
+    }

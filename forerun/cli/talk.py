@@ -17,10 +17,11 @@ from forerun.engine.stats import summarise
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt
 
-COMMANDS = "/help, /system, /clear, /undo, /quit"
+COMMANDS = "/help, /system, /temperature, /max, /clear, /undo, /quit"
 HELP = """\
 /help          this list
-/system TEXT   set the system prompt; without TEXT the chat template's own
+/system TEXT   set the system prompt; "none": the chat template's own; without TEXT it is shown
+/temperature   show the temperature, or set it to a number; so /max the most tokens of an answer
 /clear         forget the conversation
 /undo          take back the last question and its answer
 /quit          leave, as Ctrl-D does
@@ -33,7 +34,6 @@ class Talk:
 
     def __init__(self, decoder: Any, params: SamplingParams, system: str | None = None) -> None:
         self.decoder, self.params, self.system = decoder, params, system
-        self.method = decoder.method_for(greedy=not params.temperature).name
         self.messages: list[dict[str, str]] = []
         self.asked = 0  # answers asked for, so that each has a seed of its own
         self.console = Console(highlight=False, soft_wrap=True)
@@ -43,7 +43,7 @@ class Talk:
         """Talk until the user leaves. Errors of a turn are a line each."""
         with suppress(ImportError):
             import readline  # noqa: F401  for arrow keys
-        self.say(f"method {self.method}; /help lists commands, Ctrl-D leaves")
+        self.say(f"method {self._method()}; /help lists commands, Ctrl-D leaves")
         while (text := ask()) is not None and text.rstrip() != "/quit":
             trouble: BaseException | None = None
             try:
@@ -62,10 +62,15 @@ class Talk:
         elif name == "/help":
             self.say(HELP)
         elif name == "/system":
-            system = rest.strip() or None
+            system = {"": self.system, "none": None}.get(rest.strip(), rest.strip())
             chat_prompt(self.decoder.tokenizer, [{"role": "user", "content": "Hello"}], system)  # may refuse it
             self.system = system
-            self.say("system prompt set" if system else "the system prompt is the chat template's own")
+            self.say("system prompt: " + (system or "the chat template's own"))
+        elif name in ("/temperature", "/max"):
+            field, kind = ("temperature", float) if name == "/temperature" else ("max_new_tokens", int)
+            changed: dict[str, Any] = {field: kind(rest)} if rest else {}
+            self.params = replace(self.params, **changed)
+            self.say(f"{field}: {vars(self.params)[field]}")
         elif name in ("/clear", "/undo"):
             self.messages = [] if name == "/clear" else self.messages[:-2]
             self.say(f"{len(self.messages) // 2} questions are left")
@@ -101,7 +106,9 @@ class Talk:
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         stats = summarise(answer.steps, answer.seconds)
         used += stats.tokens
-        line = f"{stats.tokens} tokens, tau {stats.tau:.2f}, {stats.tokens_per_s:.1f} tokens/s, {self.method}"
+        rests = 2 * sum(step.rests for step in answer.steps) > len(answer.steps)
+        gain = "drafts rest: they were slower" if rests else f"tau {stats.tau:.2f}"
+        line = f"{stats.tokens} tokens, {gain}, {stats.tokens_per_s:.1f} tokens/s, {self._method()}"
         line += f", context {used}" + ("" if context is None else f" of {context}")
         if answer.finish_reason is None:
             line += ", cut by Ctrl-C"
@@ -109,6 +116,9 @@ class Talk:
             is_full = context is not None and used >= context
             line += ", cut: the context is full" if is_full else f", cut at {params.max_new_tokens} tokens"
         self.say(line)
+
+    def _method(self) -> str:
+        return str(self.decoder.method_for(greedy=not self.params.temperature).name)
 
     def say(self, line: str) -> None:
         """Print a line beside the conversation: on stderr."""

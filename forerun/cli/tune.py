@@ -16,6 +16,7 @@ from forerun.methods import default_method, method
 from forerun.zoo import EMBEDDED, own_draft
 
 PROMPTS, NEW_TOKENS = 24, 128  # the most that are decoded
+FEW = 20  # prompts, below which a warning comes
 
 
 @options.grouped
@@ -59,6 +60,8 @@ def tune(
     files = read_files(plan.datasets, None, PROMPTS)
     if data is None and target != EMBEDDED and not as_json:
         say("no --data: choosing on the standard library's source; prompts like yours would fit better")
+    if data is not None and (count := len(files[str(data)])) < FEW and not as_json:
+        say(f"{data} has {count} prompts: with fewer than {FEW} the choice may be that of chance")
     quiet(loading.threads)
     from forerun.bench.tune import tune as run
 

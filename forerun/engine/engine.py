@@ -220,6 +220,7 @@ class Engine:
                 drafted=draft.drafted,
                 tested=verdict.tested,
                 accepted=verdict.accepted,
+                rests=proposal.rests and not seq.request.plain,
                 logprobs=logprobs,
                 prompt_logprobs=None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs),
                 waited=seq.waited or 0.0,

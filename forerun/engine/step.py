@@ -24,6 +24,7 @@ class Proposal:
     forwards: int = 0  # draft model forwards, each for all sequences at once
     forward_seconds: float = 0.0
     policy_seconds: float = 0.0
+    rests: bool = False  # whether drafts are left out for some steps, as they were slower
 
     @classmethod
     def together(cls, drafts: list[Draft], parts: list[Proposal]) -> Proposal:
@@ -102,6 +103,7 @@ class Step:
     drafted: int = 0  # tokens proposed
     tested: int = 0  # tokens looked at: the accepted ones and the level of the first rejection, nothing after it
     accepted: int = 0
+    rests: bool = False  # as in its Proposal
     draft_forwards: int = 0
     draft_seconds: float = 0.0  # drafting without its length policy
     policy_seconds: float = 0.0  # the length policy

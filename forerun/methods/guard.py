@@ -209,7 +209,7 @@ class Guarded(Drafter):
             now = pace.clock()
             pace.charge(len(seqs), now - self._begun, late=True)
             self._begun = now
-        proposal = self.drafter.propose(asked) if asked else Proposal([])
+        proposal = self.drafter.propose(asked) if asked else Proposal([], rests=pace.paused)
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
         return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
 

@@ -139,6 +139,7 @@ class Answer:
                 "drafted": step.drafted,
                 "tested": step.tested,
                 "accepted": step.accepted,
+                "rests": step.rests,
                 "rejected": [self._texts.text(token) for token in step.rejected],
             }
         if not self._usage_at_end and all(each.finish_reason for each in self.choices):

@@ -124,7 +124,8 @@ config.json is compared when it is loaded.
 first 1, 2, ... tokens in these shares: {shares}. Its hot set covers {coverage:.2%} of it."""
     save_card(run.out, f"A head of the kind {recipe.kind} for speculative decoding", text, config.recipe)
     run.say(f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain {survival}")
-    run.say(f"the head is in {run.out}")
+    way = f"--target {run.target} --method {recipe.kind} --head {run.out}"
+    run.say(f"the head is in {run.out}: forerun generate {way}")
     return found
 
 

@@ -25,6 +25,7 @@ from forerun.train.texts import SPLITS, Texts, of_chats, read_chats, split_windo
 
 TEMPERATURE, TOP_P = 1.0, 0.95  # of sampled windows
 CHAT_TOP_P = 1.0  # what conversations are sampled with
+LEAST_AUC, LEAST_DRAFTS = 0.6, 200  # below which a warning comes
 SEED = 8000  # so that the draft was not distilled on the same output
 
 
@@ -122,7 +123,11 @@ both are recognised by a fingerprint in config.json when it is loaded.
 {model.num_parameters():,} parameters. Trained by `forerun train pre-verifier` with"""
     save_card(run.out, "A pre-verifier for speculative decoding", text, config.recipe)
     run.say("; ".join(figures))
-    run.say(f"the pre-verifier is in {run.out}: forerun generate --method pacer --pre-verifier {run.out} ...")
+    if weak := [name for name, each in found.items() if each["auc"] < LEAST_AUC or each["drafts"] < LEAST_DRAFTS]:
+        few = f"an AUC below {LEAST_AUC} or fewer than {LEAST_DRAFTS} held-out drafts"
+        run.say(f"warning: {few} ({', '.join(weak)}): take more --data, or --sequences")
+    way = f"--target {run.target} --draft {draft} --method pacer --pre-verifier {run.out}"
+    run.say(f"the pre-verifier is in {run.out}: forerun generate {way}")
     return found
 
 

@@ -3,6 +3,7 @@ whose draft and layers come with forerun, and `qwen-coder`, whose draft is fetch
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2, QWEN_CODER: FOLDER / QWE
 HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors there for weights
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 MB = 10**6
+ROLES = {"forerun-pre-verifier": "pre-verifier", "forerun-hidden": "head"}  # options, by the types of trained layers
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def locate(source: str | Path, part: str) -> str | Path:
             raise ValueError(f"forerun has no {part} for {str(source)!r}: train one with `forerun train {part}`")
         return folder
     path = Path(source).expanduser()
+    check_role(path, part)
     if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
     name = str(source)
@@ -162,6 +165,17 @@ def hot_folder(draft: str | Path) -> str | Path:
     else its own. Raises ValueError as `locate` does."""
     shipped = FOLDER / str(draft)
     return shipped if draft in MODELS and (shipped / HOT_FILE).is_file() else locate(draft, "draft")
+
+
+def check_role(folder: Path, part: str) -> None:
+    """Raise ValueError for the folder of another part: of a model, or a trained layer of another kind."""
+    try:
+        kind = json.loads((folder / "config.json").read_text())["model_type"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return  # loading says what is wrong
+    if (found := ROLES.get(str(kind))) != (part if part in ROLES.values() else None):
+        what = f"{found}: --{found}" if found else "model: --target or --draft"
+        raise ValueError(f"--{part} {str(folder)!r}: this is a {what}")
 
 
 def weight_files(source: Path) -> list[Path]:
