@@ -44,7 +44,7 @@ class Native:
     """A model that runs in C, and a cache of four rows for it, with all that a batch may ask for."""
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
-        forward = prepare(store(model, kind)).backend
+        forward = prepare(model if kind == "float32" else store(model, kind)).backend
         assert isinstance(forward, QuantisedForward)
         self.layers, self.embedding = forward.layers, forward.embedding
         self.cache = KVCache(model.config.num_hidden_layers)
@@ -102,7 +102,9 @@ def test_many_tokens_have_the_bits_of_single_ones(small: Native) -> None:
 @given(data=st.data())
 def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObject) -> None:
     """Two rows are read in chunks of any sizes, side by side in any order."""
-    native = Native(tiny(data.draw(st.sampled_from(sorted(MODELS)))), data.draw(st.sampled_from(["int4", "bfloat16"])))
+    native = Native(
+        tiny(data.draw(st.sampled_from(sorted(MODELS)))), data.draw(st.sampled_from(["int4", "bfloat16", "float32"]))
+    )
     names = st.sampled_from(variants())
     torch.set_num_threads(1)
     library().fr_select(data.draw(names).encode())

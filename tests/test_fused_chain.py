@@ -162,7 +162,7 @@ def test_it_ends_where_the_bounds_say(drawing: Drawing | None) -> None:
 
 
 def test_it_does_nothing_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare_draft(tiny("llama"), None, None).fused_draft is None
+    assert prepare_draft(tiny("llama"), None, None, fast=False).fused_draft is None
     biased = small()
     weight, bias = torch.randn(biased.vocab_size, 64), torch.randn(biased.vocab_size)
     with_head(biased, HotHead(rows_of(weight, bias), len(weight), torch.arange(9)))

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import families
 import pytest
 import torch
 import transformers
@@ -180,11 +181,11 @@ def test_longrope_ends_where_its_factors_would_change() -> None:
         assert decoder.generate(prompt, max_new_tokens=40, ignore_eos=True).tokens == wanted
 
 
-@pytest.mark.parametrize(("architecture", "lean"), [*((name, False) for name in ARCHITECTURES), ("llama", True)])
-def test_hidden_states_are_what_the_head_was_given(architecture: str, lean: bool) -> None:
+@pytest.mark.parametrize(("architecture", "in_c"), [*((name, False) for name in ARCHITECTURES), ("llama", True)])
+def test_hidden_states_are_what_the_head_was_given(architecture: str, in_c: bool) -> None:
     prompt = [5, 6, 7, 8, 3, 2, 1]
-    lm = prepare(tiny(architecture)) if lean else CausalLM(tiny(architecture))
-    assert isinstance(lm.backend, EagerForward) != lean
+    lm = prepare(families.tiny(architecture)) if in_c else CausalLM(tiny(architecture))
+    assert isinstance(lm.backend, EagerForward) != in_c
     assert list(lm.prefill([], 4, capture="head")) == [] and lm.prompt_hidden.shape == (0, lm.head.in_features)
     join_all(lm, {1: prompt[:3]}, capture="head")
     assert list(lm.prefill(prompt, 4, capture="head")) == [4]  # three are there

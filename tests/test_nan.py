@@ -53,7 +53,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 FORMS: dict[str, Callable[[], CausalLM]] = {
     "transformers": lambda: CausalLM(models()[0]),
-    "lean": lambda: prepare(models()[0]),
+    "float32 in C": lambda: prepare(poisoned(families.tiny("llama"))),
     "few bits": lambda: prepare(store(poisoned(families.tiny("llama")), "bfloat16")),
 }
 
@@ -119,12 +119,12 @@ def test_a_drafted_token_that_is_rejected_spoils_nothing(target: CausalLM) -> No
     assert outputs(engine, prompts) == solo(target, prompts)
 
 
-@pytest.mark.parametrize("lean", [False, True])
-def test_padding_spoils_no_neighbour(lean: bool) -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_padding_spoils_no_neighbour(is_fast: bool) -> None:
+    model = families.tiny("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = torch.nan
-    target, prompts = prepare(model) if lean else CausalLM(model), GOOD[:3]
+    target, prompts = prepare(model) if is_fast else CausalLM(model), GOOD[:3]
     wanted = solo(target, prompts)
     assert outputs(Engine(target.fresh(), Fixed(GOOD[0][0], [3, 4, 5])), prompts) == wanted
 

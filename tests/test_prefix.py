@@ -103,10 +103,10 @@ def alone(lm: CausalLM, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gemma4", "deepseek_v3"])
-@pytest.mark.parametrize("lean", [False, True])
-def test_what_is_known_of_a_prompt_is_not_run_again(architecture: str, hidden: bool, lean: bool) -> None:
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_what_is_known_of_a_prompt_is_not_run_again(architecture: str, hidden: bool, is_fast: bool) -> None:
     plain = CausalLM(model(architecture))
-    lm = (prepare(model(architecture)) if lean else plain).fresh(prefix_bytes=10**6)
+    lm = (prepare(model(architecture)) if is_fast else plain).fresh(prefix_bytes=10**6)
     capture: Any = "head" if hidden else ""
     run = partial(prefilled, lm, capture=capture)
     first, second = [*HALF, 1, 2, 3], [*HALF, 4, 5]

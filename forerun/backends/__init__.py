@@ -8,7 +8,6 @@ from functools import cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends.lean import lean_forward
 from forerun.backends.packed import pack
 from forerun.backends.quantised import quantised_forward
 from forerun.backends.stored import is_stored
@@ -61,22 +60,23 @@ def warn_without_kernels() -> None:
 
 
 def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -> CausalLM:
-    """The model with the fastest forward there is for it: the lean one, else its own with packed weights, else its own.
-    Where its weights are stored in few bits it is that of `forerun.backends.quantised`, else its own.
+    """Return the model with its fastest forward: that of `forerun.backends.quantised` for weights in few bits and for
+    small float32 models on a CPU, else its own, in float32 on a CPU with packed weights.
 
     Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
     the model itself, which is good for nothing else then, and so needs no second copy of its weights. Raises
     ValueError for models that cannot run drafts (see CausalLM).
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
-    if is_stored(model):
+    is_few = is_stored(model)
+    if is_few:
         if library() is None:
             warn_without_kernels()
-        quick = quantised_forward(model) if fast else None
-        return plain if quick is None else CausalLM(model, quick)
-    if not fast or is_spread(model) or not is_as_made(model):
+    elif is_spread(model) or not is_as_made(model):
         return plain
-    forward = lean_forward(model)
+    forward = quantised_forward(model) if fast else None
     if forward is not None:
         return CausalLM(model, forward)
+    if not fast or is_few:
+        return plain
     return CausalLM(pack(model, in_place), fingerprint_=plain.fingerprint)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from forerun.backends.panels import Panels
+from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import StoredLinear, kinds_of
 from forerun.csrc.library import variant
 from forerun.model.causal_lm import CausalLM
@@ -21,7 +22,7 @@ def facts_of(model: CausalLM) -> dict[str, Any]:
     layers = [each.stored for each in model.model.modules() if isinstance(each, StoredLinear)]
     linears = Counter(each.type.name for each in layers)
     main = linears.most_common(1)[0][0] if linears else next(iter(kinds))
-    in_c = any(isinstance(each, Panels) for each in layers)
+    in_c = isinstance(model.backend, QuantisedForward) or any(isinstance(each, Panels) for each in layers)
     kernel = f"C for {variant()}" if in_c else f"{main} products in torch"
     return {
         "weights": main,

@@ -1,28 +1,32 @@
-"""The forward of the Llama family with weights in few bits, in one call of C: Llama, Mistral, Qwen2, Qwen3, SmolLM3.
+"""The forward of the Llama family in one call of C: Llama, Mistral, Qwen2, Qwen3, SmolLM3, with weights in few bits, or
+in float32 if they are small.
 
 A token's logits have the same bits whatever is run with it, on every instruction set (`forerun/csrc`). Keys and values
-are float16.
+are float16, or float32 if the weights are.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.backends.panels import FORMATS, Panels, Rows
+from forerun.backends.stored import StoredEmbedding, StoredLinear
 from forerun.csrc.library import (
     BatchArgument,
     CacheArgument,
     LayerArgument,
     MatrixArgument,
     ModelArgument,
+    library,
     run,
 )
 from forerun.engine.target import Capture
@@ -30,6 +34,9 @@ from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
+# Copies of the weights of bigger float32 models would cost more than they bring.
+LARGEST = 200_000_000
+_KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
 _ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
 
 
@@ -86,9 +93,17 @@ class Layers:
         width, heads, groups, size: of states, and of attention.
     """
 
-    def __init__(self, model: ModelArgument, frequencies: Tensor, scaling: float, kept: Any) -> None:
-        """`frequencies` [D / 2] of the rotation, `scaling` of its cosines and sines; `kept`: what `model` points to."""
-        self.model, self._kept = model, kept
+    def __init__(
+        self,
+        model: ModelArgument,
+        frequencies: Tensor,
+        scaling: float,
+        kept: Any,
+        kv_dtype: torch.dtype = torch.float16,
+    ) -> None:
+        """`frequencies` [D / 2] of the rotation, `scaling` of its cosines and sines; `kept`: what `model` points to;
+        `kv_dtype`: float16 or float32, of keys and values."""
+        self.model, self._kept, self._kv_dtype = model, kept, kv_dtype
         self.width, self.heads, self.groups, self.size = model.d, model.heads, model.groups, model.size
         self._frequencies, self._scaling = frequencies.float(), scaling
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -111,12 +126,13 @@ class Layers:
         arguments = (CacheArgument * len(cache.layers))()
         for at, layer in zip(arguments, cache.layers, strict=True):
             if not layer.is_initialized:
-                state = torch.empty(1, self.groups, 1, self.size, dtype=torch.float16)
+                state = torch.empty(1, self.groups, 1, self.size, dtype=self._kv_dtype)
                 layer.lazy_initialization(state, state)
             both = layer.both
-            assert both is not None and both.is_contiguous()
+            assert both is not None and both.is_contiguous() and both.dtype == self._kv_dtype
             at.keys, at.values = both.data_ptr(), both[:, self.groups :].data_ptr()
             at.row, at.group, at.rows, at.capacity = both.stride(0), both.stride(1), both.shape[0], both.shape[2]
+            at.wide = both.dtype == torch.float32
         self._caches[cache] = both, arguments
         return arguments
 
@@ -169,17 +185,23 @@ class QuantisedForward:
     dtype, pads = torch.float32, False  # of hidden states
     exact: Literal["bitwise"] = "bitwise"
 
-    def __init__(self, model: PreTrainedModel, embedding: Rows, head: Panels) -> None:
-        """The model's linear layers hold `Panels`."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        embedding: Rows,
+        packed: Mapping[nn.Module, Panels],
+        kv_dtype: torch.dtype = torch.float16,
+    ) -> None:
+        """`packed`: all of the model's linear layers; `kv_dtype`: see `Layers`."""
         config: Any = model.config
         base: Any = model.model
-        self.embedding, self.head = embedding, head
+        self.embedding, self.head = embedding, packed[model.lm_head]
         rotary = base.rotary_emb
         turned = 2 * len(rotary.inv_freq)
         kinds = getattr(config, "layer_types", None)
         window = getattr(config, "sliding_window", None) or 0
         arguments = (LayerArgument * len(base.layers))()
-        kept: list[Any] = [arguments, embedding, head]
+        kept: list[Any] = [arguments, embedding, packed]
 
         def floats(part: Tensor | None) -> int | None:
             if part is None:
@@ -187,9 +209,8 @@ class QuantisedForward:
             kept.append(part.detach().float().contiguous())
             return int(kept[-1].data_ptr())
 
-        def panels(linear: Any) -> MatrixArgument:
-            kept.append(linear.stored)
-            return linear.stored.argument
+        def panels(linear: nn.Module) -> MatrixArgument:
+            return packed[linear].argument
 
         for number, (at, layer) in enumerate(zip(arguments, base.layers, strict=True)):
             attention, mlp = layer.self_attn, layer.mlp
@@ -217,10 +238,10 @@ class QuantisedForward:
             norm=floats(base.norm.weight),
             embed=embedding.rows.ctypes.data,
             embed_row=embedding.rows.shape[1],
-            head=head.argument,
+            head=self.head.argument,
             eps=config.rms_norm_eps,
         )
-        self.layers = Layers(argument, rotary.inv_freq, float(rotary.attention_scaling), kept)
+        self.layers = Layers(argument, rotary.inv_freq, float(rotary.attention_scaling), kept, kv_dtype)
 
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
@@ -235,7 +256,11 @@ class QuantisedForward:
 
 
 def quantised_forward(model: Any) -> QuantisedForward | None:
-    """Return the forward of a model of the family whose weights are `Panels`; None for another one."""
+    """Return the forward of a model of the family whose weights are `Panels`, or float32 on a CPU with at most LARGEST
+    parameters; None for another one and without the library.
+
+    Of float32 weights it keeps copies, packed: do not train the model afterwards.
+    """
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
@@ -249,13 +274,24 @@ def quantised_forward(model: Any) -> QuantisedForward | None:
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         if attention.o_proj.bias is not None:
             return None
-    if not all(isinstance(getattr(each, "stored", None), Panels) for each in linears) or head.bias is not None:
-        return None
-    rows = getattr(embedding, "stored", None)
     sizes = config.hidden_size, config.intermediate_size, head_size(config), 2 * len(model.model.rotary_emb.inv_freq)
-    if not isinstance(rows, Rows) or any(size % 8 for size in sizes) or sizes[-1] % 16:
+    if head.bias is not None or any(size % 8 for size in sizes) or sizes[-1] % 16:
         return None
-    return QuantisedForward(model, rows, head.stored)
+    if isinstance(embedding, StoredEmbedding):
+        stored = {each: each.stored for each in linears if isinstance(each, StoredLinear)}
+        packed: dict[nn.Module, Panels] = {each: own for each, own in stored.items() if isinstance(own, Panels)}
+        return QuantisedForward(model, embedding.stored, packed) if len(packed) == len(linears) else None
+    if library() is None or not _is_plain(model) or model.num_parameters() > LARGEST:
+        return None
+    copies = {each: Panels(Rows.plain(each.weight)) for each in linears}
+    return QuantisedForward(model, Rows.plain(embedding.weight), copies, torch.float32)
+
+
+def _is_plain(model: PreTrainedModel) -> bool:
+    """Return whether all modules are those of the architecture, with float32 weights on a CPU."""
+    homes = type(model).__module__, "transformers.activations"
+    known = all(type(each) in _KNOWN or type(each).__module__ in homes for each in model.modules())
+    return known and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in model.parameters())
 
 
 def head_size(config: PreTrainedConfig) -> int:

@@ -82,27 +82,33 @@ static void to_half(const float *x, int64_t n, uint16_t *out) {
     }
 }
 
-FR_INLINE const uint16_t *entry(const uint16_t *from, const fr_attention *of, int64_t j, int64_t d) {
-    return from + (j < of->split ? j : of->path[j - of->split]) * d;
+FR_INLINE const char *entry(const void *from, const fr_attention *of, int64_t j, int64_t bytes) {
+    return (const char *)from + (j < of->split ? j : of->path[j - of->split]) * bytes;
+}
+
+FR_INLINE f8 stored8(const char *from, int64_t at, int wide) {
+    return wide ? load8((const float *)(const void *)from + at) : float16s(from + 2 * at);
 }
 
 /* Scores of `count` queries with all keys, four keys at a time. */
-FR_INLINE void score_keys(const fr_attention *of, int count, int64_t d) {
+FR_INLINE void score_keys(const fr_attention *of, int count, int64_t d, int wide) {
+    int64_t bytes = wide ? 4 * d : 2 * d;
     for (int64_t start = of->first; start < of->count; start += 8) {
         f8 sums[FR_HEADS][8];
         for (int k = 0; k < 8; k += 4) {
-            const uint16_t *keys[4];
+            const char *keys[4];
             f8 own[FR_HEADS][4] = {{{0}}};
             for (int i = 0; i < 4; i++) {
                 int64_t j = start + k + i < of->count ? start + k + i : of->count - 1;
-                keys[i] = entry(of->keys, of, j, d);
+                keys[i] = entry(of->keys, of, j, bytes);
+                const char *values = entry(of->values, of, j, bytes);
                 /* Entries of a chain stand in order. Values are wanted next. */
-                for (int64_t at = 0; at < d; at += 32) __builtin_prefetch(keys[i] + AHEAD / 2 + at), __builtin_prefetch(of->values + (keys[i] - of->keys) + at);
+                for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(keys[i] + AHEAD + at), __builtin_prefetch(values + at);
             }
             for (int64_t at = 0; at < d; at += 8)
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
-                    f8 key = float16s(keys[i] + at);
+                    f8 key = stored8(keys[i], at, wide);
 #pragma GCC unroll 2
                     for (int h = 0; h < count; h++) own[h][i] = fma8(load8(of->queries + h * d + at), key, own[h][i]);
                 }
@@ -127,17 +133,17 @@ static float exponentials(float *scores, int64_t seen) {
 }
 
 /* What `count` rows of weights make of `parts` times 8 numbers of all values. */
-FR_INLINE void mix(const fr_attention *of, const float *sums, int count, int parts, int64_t at, int64_t d) {
+FR_INLINE void mix(const fr_attention *of, const float *sums, int count, int parts, int64_t at, int64_t d, int wide) {
     f8 own[FR_HEADS][4] = {{{0}}};
     int64_t j = of->first;
     for (int is_path = 0; is_path < 2; is_path++) {
         int64_t end = is_path || of->split > of->count ? of->count : of->split;
         for (; j < end; j++) {
-            const uint16_t *value = of->values + (is_path ? of->path[j - of->split] : j) * d + at;
+            const char *value = (const char *)of->values + (is_path ? of->path[j - of->split] : j) * (wide ? 4 * d : 2 * d);
             const float *weight = of->scores + j - of->first;
 #pragma GCC unroll 4
             for (int i = 0; i < parts; i++) {
-                f8 part = float16s(value + 8 * i);
+                f8 part = stored8(value, at + 8 * i, wide);
 #pragma GCC unroll 2
                 for (int h = 0; h < count; h++) own[h][i] = fma8(splat8(weight[h * of->width]), part, own[h][i]);
             }
@@ -147,29 +153,29 @@ FR_INLINE void mix(const fr_attention *of, const float *sums, int count, int par
         for (int i = 0; i < parts; i++) store8(of->out + h * d + at + 8 * i, own[h][i] * (1 / sums[h]));
 }
 
-FR_INLINE void some_heads(const fr_attention *of, int count, int64_t d) {
+FR_INLINE void some_heads(const fr_attention *of, int count, int64_t d, int wide) {
     float sums[FR_HEADS];
     int64_t at = 0;
-    score_keys(of, count, d);
+    score_keys(of, count, d, wide);
     for (int h = 0; h < count; h++) sums[h] = exponentials(of->scores + h * of->width, of->count - of->first);
-    for (; at + 32 <= d; at += 32) mix(of, sums, count, 4, at, d);
-    for (; at < d; at += 8) mix(of, sums, count, 1, at, d);
+    for (; at + 32 <= d; at += 32) mix(of, sums, count, 4, at, d, wide);
+    for (; at < d; at += 8) mix(of, sums, count, 1, at, d, wide);
 }
 
 #if defined(__FMA__) || defined(__aarch64__)
 /* Sizes and numbers of heads are constants, so that their sums stay in registers. */
-FR_INLINE void every_size(const fr_attention *of, int heads) {
-    if (of->d == 64) some_heads(of, heads, 64);
-    else if (of->d == 128) some_heads(of, heads, 128);
-    else some_heads(of, heads, of->d);
+FR_INLINE void every_size(const fr_attention *of, int heads, int wide) {
+    if (of->d == 64) some_heads(of, heads, 64, wide);
+    else if (of->d == 128) some_heads(of, heads, 128, wide);
+    else some_heads(of, heads, of->d, wide);
 }
 
 static void attend(const fr_attention *of) {
-    if (of->heads == 1) every_size(of, 1);
-    else every_size(of, 2);
+    if (of->heads == 1) of->wide ? every_size(of, 1, 1) : every_size(of, 1, 0);
+    else of->wide ? every_size(of, 2, 1) : every_size(of, 2, 0);
 }
 #else
-static void attend(const fr_attention *of) { some_heads(of, of->heads, of->d); }
+static void attend(const fr_attention *of) { some_heads(of, of->heads, of->d, of->wide); }
 #endif
 
 static int64_t argmax(const float *x, int64_t n) {

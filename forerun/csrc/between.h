@@ -14,10 +14,10 @@
    count - first. */
 typedef struct {
     const float *queries;
-    const uint16_t *keys, *values;
+    const void *keys, *values;
     const int32_t *path;
     int64_t first, split, count, width;
-    int heads, d; /* at most FR_HEADS */
+    int heads, d, wide; /* heads: at most FR_HEADS; wide: keys and values are float32, else half precision */
     float *scores, *out;
 } fr_attention;
 

@@ -110,6 +110,11 @@ static void do_embed(void *argument, int64_t first, int64_t last, int thread) {
     }
 }
 
+static void keep(const block *b, const float *x, void *to, int64_t at) {
+    if (b->cache->wide) memcpy((float *)to + at, x, (size_t)b->model->size * sizeof(float));
+    else b->do_->to_half(x, b->model->size, (uint16_t *)to + at);
+}
+
 /* Queries and keys ready for attention; keys and values in the cache. */
 static void do_heads(void *argument, int64_t first, int64_t last, int thread) {
     const block *b = argument;
@@ -126,8 +131,8 @@ static void do_heads(void *argument, int64_t first, int64_t last, int thread) {
         if (l->v_bias) b->do_->add(v, l->v_bias, m->groups * d);
         int64_t to = b->batch->row[at] * b->cache->row + b->batch->slot[at] * d;
         for (int g = 0; g < m->groups; g++, to += b->cache->group) {
-            b->do_->to_half(k + g * d, d, b->cache->keys + to);
-            b->do_->to_half(v + g * d, d, b->cache->values + to);
+            keep(b, k + g * d, b->cache->keys, to);
+            keep(b, v + g * d, b->cache->values, to);
         }
     }
 }
@@ -143,17 +148,18 @@ static void do_attend(void *argument, int64_t first, int64_t last, int thread) {
     for (; first < last; first++) {
         int64_t piece = first % pieces, g = first / pieces % m->groups, i = first / pieces / m->groups;
         int64_t at = b->start + i, from = piece * shared / pieces, head = g * shared + from;
-        int64_t own = batch->row[at] * b->cache->row + g * b->cache->group;
+        int64_t own = (batch->row[at] * b->cache->row + g * b->cache->group) * (b->cache->wide ? 4 : 2);
         fr_attention one = {
             .queries = b->parts + i * b->every + head * m->size,
-            .keys = b->cache->keys + own,
-            .values = b->cache->values + own,
+            .keys = (const char *)b->cache->keys + own,
+            .values = (const char *)b->cache->values + own,
             .path = batch->paths ? batch->paths + at * batch->path : 0,
             .split = batch->length[at],
             .count = batch->length[at] + (batch->seen ? batch->seen[at] : 0),
             .width = b->width,
             .heads = (int)((piece + 1) * shared / pieces - from),
             .d = m->size,
+            .wide = b->cache->wide,
             .scores = b->scores + thread * FR_HEADS * b->width,
             .out = b->out + i * b->attended + head * m->size,
         };

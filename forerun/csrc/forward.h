@@ -3,8 +3,8 @@
    not fit together, and then nothing has been written, or FR_NO_MEMORY.
 
    Every token's numbers are made in one order, whatever tokens stand beside it and however many threads work. Keys and
-   values are IEEE's half precision: 8 times finer than bfloat16, and one instruction from float32 and back on AVX2
-   (F16C) and on NEON; larger numbers than 65504 are cut. */
+   values are float32 or IEEE's half precision: 8 times finer than bfloat16, and one instruction from float32 and back on
+   AVX2 (F16C) and on NEON; larger numbers than 65504 are cut. */
 #ifndef FR_FORWARD_H
 #define FR_FORWARD_H
 #include "forerun.h"
@@ -40,9 +40,10 @@ typedef struct {
 
 /* One layer's keys and values: the entry of row r, group g and slot s begins at r row + g group + s D. */
 typedef struct {
-    uint16_t *keys, *values;
+    void *keys, *values;
     int64_t row, group;
     int32_t rows, capacity;
+    int32_t wide; /* whether they are float32 */
 } fr_cache;
 
 /* n tokens. Each goes to a slot of its row of the cache, and sees, in this order, the row's slots below `length`, and

@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY
 
-ABI, VARIABLE = 3, "FORERUN_KERNELS"
+ABI, VARIABLE = 4, "FORERUN_KERNELS"
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -49,7 +49,10 @@ class ModelArgument(ctypes.Structure):
 class CacheArgument(ctypes.Structure):
     """`fr_cache`."""
 
-    _fields_ = (("keys", _P), ("values", _P), ("row", _L), ("group", _L), ("rows", _I), ("capacity", _I))
+    _fields_ = (
+        *(("keys", _P), ("values", _P), ("row", _L), ("group", _L)),
+        *((name, _I) for name in ("rows", "capacity", "wide")),
+    )
 
 
 class BatchArgument(ctypes.Structure):

@@ -262,25 +262,53 @@ FR_LAYOUTS(X)
 static void (*const panels[])(const uint8_t *, int, const fr_record *, int, int, sums *) = {FR_LAYOUTS(X)};
 #undef X
 
-FR_INLINE void floats(int layout, int size, const uint8_t *p, int inputs, const float *x, int stride, int n, sums *f) {
-    for (int first = 0; first < inputs; first += 64) {
-        int count = (inputs - first < 64 ? inputs - first : 64) / 8;
-        for (int o = 0; o < 8; o++, p += size * 8 * count) {
-            f8 w[8] = {0};
-            for (int i = 0; i < size * 8 * count; i += 64) __builtin_prefetch(p + AHEAD + i);
-            UNROLL for (int i = 0; i < 8; i++)
-                if (i < count) w[i] = layout == FR_F32 ? load8((const float *)(const void *)p + 8 * i) : layout == FR_F16 ? float16s(p + 16 * i) : bfloat16s(p + 16 * i);
-            for (int r = 0; r < n; r++) {
-                const float *at = x + (size_t)stride * (size_t)r + first;
-                f8 sum = f[r].lane[o];
-                if (count == 8) {
-                    UNROLL for (int i = 0; i < 8; i++) sum = fma8(load8(at + 8 * i), w[i], sum);
-                } else
-                    for (int i = 0; i < count; i++) sum = fma8(load8(at + 8 * i), w[i], sum);
-                f[r].lane[o] = sum;
-            }
-        }
+FR_INLINE f8 float_weights(int layout, const uint8_t *p, int i) {
+    if (layout == FR_F32) return load8((const float *)(const void *)p + 8 * i);
+    return layout == FR_F16 ? float16s(p + 16 * i) : bfloat16s(p + 16 * i);
+}
+
+/* 8 inputs `count` times, a constant so that weights stay in registers, of one output. */
+FR_INLINE void add_floats(int layout, int count, const uint8_t *p, const float *x, int stride, int n, sums *f, int o) {
+    f8 w[8];
+    UNROLL for (int i = 0; i < count; i++) w[i] = float_weights(layout, p, i);
+    for (int r = 0; r < n; r++, x += stride) {
+        f8 sum = f[r].lane[o];
+        UNROLL for (int i = 0; i < count; i++) sum = fma8(load8(x + 8 * i), w[i], sum);
+        f[r].lane[o] = sum;
     }
+}
+
+#if WIDE /* 64 inputs of four outputs, two in a register */
+FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const float *x, int stride, int n, sums *f, int o) {
+    __m512 w[2][8];
+    UNROLL for (int i = 0; i < 8; i++)
+        UNROLL for (int j = 0; j < 2; j++)
+            w[j][i] = wide(float_weights(layout, p + 128 * size * j, i), float_weights(layout, p + 128 * size * j + 64 * size, i));
+    for (int r = 0; r < n; r++, x += stride) {
+        float *to = (float *)&f[r].lane[o];
+        __m512 one = _mm512_load_ps(to), two = _mm512_load_ps(to + 16);
+        UNROLL for (int i = 0; i < 8; i++) {
+            __m512 at = _mm512_broadcast_f32x8((__m256)load8(x + 8 * i));
+            one = _mm512_fmadd_ps(at, w[0][i], one), two = _mm512_fmadd_ps(at, w[1][i], two);
+        }
+        _mm512_store_ps(to, one), _mm512_store_ps(to + 16, two);
+    }
+}
+#endif
+
+FR_INLINE void floats(int layout, int size, const uint8_t *p, int inputs, const float *x, int stride, int n, sums *f) {
+    int left = inputs % 64 / 8;
+    for (int first = 0; first + 64 <= inputs; first += 64, x += 64)
+        for (int o = 0; o < 8; o += STEP, p += 64 * size * STEP) {
+            for (int i = 0; i < 64 * size * STEP; i += 64) __builtin_prefetch(p + AHEAD + i);
+#if WIDE
+            add_wide_floats(layout, size, p, x, stride, n, f, o);
+#else
+            add_floats(layout, 8, p, x, stride, n, f, o);
+#endif
+        }
+    for (int o = 0; o < 8; o++)
+        for (int i = 0; i < left; i++, p += 8 * size) add_floats(layout, 1, p, x + 8 * i, stride, n, f, o);
 }
 
 /* lanes8 of 8 outputs at once, with shuffles that stay in halves. */
