@@ -73,6 +73,8 @@ on transformers' own forwards: what drafting gains there is not our forwards' do
 """
 QWEN = {
     "greedy": "Greedy, 128 new tokens",
+    "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2` on the same machine)",
+    "oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`)",
     "nucleus": "Temperature 0.7, top-p 0.9",
     "temperature-1": "Temperature 1",
     "repeats": "Tasks that repeat themselves: a request after another one like it",

@@ -9,6 +9,7 @@ ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machi
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,7 @@ QWEN = {
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 4 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
+    "greedy-avx2": f"--dataset humaneval --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
     "oracle": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,pacer,{QWEN_ORACLE}",
     "peers": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
@@ -187,7 +189,9 @@ def main() -> int:
         if "humaneval" in RUNS[name]:
             options += ["--data", str(given.data.resolve())]
         options += ["--resume"] * (out / "records.jsonl").is_file()
-        done = subprocess.run([sys.executable, "-m", "benchmarks.bench", *options], cwd=HERE.parent)
+        kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
+        command = [sys.executable, "-m", "benchmarks.bench", *options]
+        done = subprocess.run(command, cwd=HERE.parent, env=os.environ | kernels)
         if done.returncode:
             return done.returncode
         kept.parent.mkdir(exist_ok=True)

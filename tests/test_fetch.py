@@ -26,6 +26,8 @@ from typer.testing import CliRunner
 
 import forerun
 from forerun import zoo
+from forerun.api.options import ModelOptions
+from forerun.api.resolve import resolve
 from forerun.backends.gguf import load_gguf
 from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
@@ -378,7 +380,7 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
         file.parent.mkdir(parents=True)
         shutil.copy(model, file)
         assert own_draft("qwen-coder") == draft
-        assert (forerun.load("qwen-coder").draft is None) == (draft is None)
+        assert resolve("qwen-coder", models=ModelOptions()).draft == draft
 
 
 def test_load_takes_what_comes_along(home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_what_is_read_is_the_text(tokens: list[int], other: list[int], cuts: lis
         assert found.lower() == text.lower()
 
 
-def test_tokens_that_both_have_are_read_one_by_one_and_others_from_the_beginning_of_their_word(
+def test_each_token_is_read_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
@@ -152,7 +152,7 @@ def test_tokens_that_both_have_are_read_one_by_one_and_others_from_the_beginning
     assert both.shared == {0: 3, 1: 2, 3: 1, 4: 0}
     merging = translate(draft, target, "d")
     for translation, *texts in (
-        (merging, ([3, 2], [0, 1]), ([3, 2, 5], [0, 1, 0, 1, 3])),  # abc is one of the draft's no more
+        (merging, ([3, 2], [0, 1]), ([3, 2, 5], [0, 1, 0, 1, 3])),  # abc is no token of the other
         (both, ([0, 1, 3], [3, 2, 1])),  # not abc: as the draft has drafted them
     ):
         reader = Reader(translation)
@@ -279,7 +279,6 @@ def test_the_same_draft_under_other_numbers_does_what_it_did(chosen: Method, ask
 
 
 def test_the_drafts_rows_hold_what_was_read() -> None:
-    """Also where a word's next letters change how the draft cuts its first ones."""
     draft = of_letters("b a", [("a", "b"), ("\u0120", "ab")])
     both = translate(of_letters("ab cd"), draft, "d")
     mine, theirs = random_table(5, 1, 1.3), random_table(5, 2, 1.3)
@@ -288,16 +287,12 @@ def test_the_drafts_rows_hold_what_was_read() -> None:
     engine = Engine(TableLM(mine), drafter, max_rows=3)  # type: ignore[arg-type]
     for row in range(30):
         engine.add(Request(PROMPT, 20 + row, Sampler(row % 8 == 0), seed=row))
-    cropped = 0
     while engine.busy:
-        before = {id: list(own) for id, own in table.rows.items()}
         engine.step()
         for id, own in table.rows.items():
             reader = drafter._readers[id]
             assert own == drafter._held[id] == reader.tokens[: len(own)] and len(own) < len(reader.tokens)
-            cropped += own[: len(before.get(id, []))] != before.get(id, [])
     assert not table.rows and not drafter._held and not drafter._readers
-    assert cropped > 0
 
 
 # Models.

@@ -52,7 +52,7 @@ class Drafter(Protocol):
         return ()
 
     def pays(self, rows: int, unread: Sequence | None = None) -> bool:
-        """Return whether drafts can pay in a step of that many rows, even if nearly all of their tokens are right.
+        """Return whether drafts are expected to pay in a step of that many rows, by costs, if these are known.
         `unread`: a sequence that has yet to be admitted, and must make good its prompt's time in what is left of it."""
         return True
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forerun.sampling.sampler import Drafted
 
 USUAL = 5  # tokens of a draft if costs are not known
-CERTAIN = 0.85  # how often a token is accepted at best, where that cannot be known
+EXPECTED = 0.75  # how often a token is accepted, as long as that is not known
 
 
 class Drafting(Method):
@@ -124,7 +124,7 @@ class ChainDrafter(Drafter):
         costs: Costs | None = None,
     ) -> None:
         """`block`: whether sampled drafts are verified as a whole. `costs`, if known, tell where drafts cannot pay."""
-        self.costs, self._saved = costs, cache(lambda rows: costs.saved(rows, MOST, CERTAIN) if costs else 0.0)
+        self.costs, self._saved = costs, cache(lambda rows: costs.saved(rows, MOST, EXPECTED) if costs else 0.0)
         self.model, self.policy, self.block = model, policy, block
         self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterator
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,13 +17,11 @@ from forerun.methods.chain import Chain, ChainDrafter
 from forerun.methods.stop import LengthPolicy, StopRule
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import common
-from forerun.text.vocabularies import REACH, Translation
+from forerun.text.vocabularies import Translation
 
 
 class Reader:
-    """The committed tokens of a sequence, translated to the draft's tokens.
-
-    A token that both have is read as such. For others the text is cut anew from the beginning of its word.
+    """The committed tokens of a sequence, translated to the draft's tokens, one by one.
 
     Attributes:
         tokens: the draft's tokens for all that was read.
@@ -34,77 +31,47 @@ class Reader:
         self.translation = translation
         self.tokens: list[int] = list(translation.draft.front)
         self._own: list[int] = []  # the target's tokens that were read
-        self._ends = [len(self.tokens)]  # the number of ours for the first i of them; -1 if none ends there
+        self._ends = [len(self.tokens)]  # the number of ours for the first i of them; -1 within a character
 
     def read(self, tokens: abc.Sequence[int]) -> bool:
         """Read the target's tokens, in place of those that differ from what was read. Return False if they end in half
-        a character that the draft has no tokens for; then its word is not read."""
+        a character that the draft has no tokens for; then that half is not read."""
         count = len(self._own)
-        self._cut(count if list(tokens[:count]) == self._own else common(self._own, tokens))
-        while len(self._own) < len(tokens):
-            if not (self._read_one(tokens[len(self._own)]) or self._read_on(tokens)):
-                return False
-        return True
-
-    def _cut(self, count: int) -> None:
-        """Keep the first `count` of the target's tokens, or fewer, up to where one of the draft's ends."""
+        if list(tokens[:count]) != self._own:
+            count = common(self._own, tokens)
         while self._ends[count] < 0:
             count -= 1
         del self._own[count:], self._ends[count + 1 :]
         del self.tokens[self._ends[count] :]
-
-    def _read_one(self, token: int) -> bool:
-        """Read a token that is one of the draft's, or none as it has no text. Return whether it is."""
-        one, front = self.translation.reads.get(token), self.translation.draft.front
-        if one is None and self.translation.target.of(token):
-            return False
-        begins = not self._own and front[-1:] == [one]  # the draft has put it there itself
-        if one is not None and not begins:
-            self.tokens.append(one)
-        self._own.append(token)
-        self._ends.append(len(self.tokens))
+        while (here := len(self._own)) < len(tokens):
+            stop, found = self._next(tokens, here)
+            if found is None:
+                return False
+            self.tokens += found
+            self._own += tokens[here:stop]
+            self._ends += [*[-1] * (stop - here - 1), len(self.tokens)]
         return True
 
-    def _read_on(self, tokens: abc.Sequence[int]) -> bool:
-        """Read all tokens up to the next one without text, from the beginning of a word on."""
+    def _next(self, tokens: abc.Sequence[int], here: int) -> tuple[int, list[int] | None]:
+        """Return the end of the next whole characters, and the draft's tokens for them; None for half a character."""
         target, draft = self.translation.target, self.translation.draft
-        here = stop = len(self._own)
-        while stop < len(tokens) and target.of(tokens[stop]):
-            stop += 1
-        self._cut(self._word(tokens, here))
-        span = tokens[len(self._own) : stop]
-        text = target.spell(span)
-        found = self.translation.read(text)
+        one = self.translation.reads.get(tokens[here])
+        if one is not None or not target.of(tokens[here]):
+            begins = here == 0 and draft.front[-1:] == [one]  # the draft has put it there itself
+            return here + 1, [] if one is None or begins else [one]
+        stop, found, text = here, None, b""
+        while found is None and stop < len(tokens) and (own := target.of(tokens[stop])):
+            stop, text = stop + 1, text + own
+            found = self.translation.read(text)
         if found is None and stop < len(tokens):  # that character will never be whole
             found = draft.encode(text.decode("utf-8", "replace"))
-        if found is None:
-            return False
-        ends: dict[int, int] = {}
-        if draft.spell(found) == text:
-            sizes = accumulate(len(draft.of(token) or b"") for token in found)
-            ends = {size: count for count, size in enumerate(sizes, len(self.tokens) + 1)}
-        self._ends += [ends.get(size, -1) for size in accumulate(len(target.of(token) or b"") for token in span)]
-        self.tokens += found
-        self._own += span
-        self._ends[-1] = len(self.tokens)
-        return True
-
-    def _word(self, tokens: abc.Sequence[int], here: int) -> int:
-        """Return where the word begins that the token `here` belongs to; `here` itself if that is too far back."""
-        target = self.translation.target
-        for at in range(here, max(here - REACH, 0) - 1, -1):
-            if at < here and not target.of(tokens[at]):
-                break
-            if self._ends[at] >= 0 and target.begins_word(tokens, at):
-                return at
-        return here
+        return stop, found
 
 
 class TranslatedDrafter(ChainDrafter):
     """A chain drafter whose model reads sequences in its own tokens, and drafts the tokens that both have.
 
-    Everything that a sequence asks of its tokens, and a length policy, sees the draft's distribution at these. When the
-    target has committed a text that the model would cut otherwise, its row is cropped to what is still right.
+    Everything that a sequence asks of its tokens, and a length policy, sees the draft's distribution at these.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from forerun.text.stop_strings import StopStrings
 
 LEAST = 0.5  # of a sample's tokens: with fewer shared ones drafts seldom pay
-REACH = 16  # tokens to look back for the beginning of a word
 
 # Byte-level vocabularies spell bytes in letters like this.
 _LETTERS = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
@@ -93,17 +92,6 @@ class Vocabulary:
         if backend is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
         return list(backend.encode(text, add_special_tokens=False).ids)
-
-    def begins_word(self, tokens: Sequence[int], at: int) -> bool:
-        """Return whether a place divides words by one space or a new line: there no tokenizer is likely to merge."""
-        here = self.of(tokens[at])
-        before = self.of(tokens[at - 1]) if at else None
-        if not before:
-            return True
-        if not here:
-            return here is None
-        apart = here[:1] == b" " and not here[1:2].isspace() and not before[-1:].isspace()
-        return apart or (before[-1:] == b"\n" and not here[:1].isspace())
 
 
 def _spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, int], bytes]:
