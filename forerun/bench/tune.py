@@ -181,7 +181,7 @@ def tune(
     say(f"measuring {', '.join(final)} beside ar on {len(prompts)} prompts")
     runs = {name: decoder_run(decoders[name], plan.params()) for name in (AR.name, *final)}
     records = measure(replace(plan, rounds=rounds), runs, {dataset: prompts})
-    measured = {name: found["speedup"] for name, found in summary(records, {}).items()}
+    measured = {name: found["speedup"] for name, found in summary(records).items()}
     best = max(measured, key=lambda name: (measured[name], name == AR.name))
     screened = {name: round(speedup, 4) for name, speedup in (ranked | dropped).items()} | {AR.name: 1.0}
     chosen = methods[best]
